@@ -126,7 +126,8 @@ async def serve_text(
     grant = await limits.admit(call.identity.key)
     model, info = generation.router.lookup(call.model)
     prompt_count, n, timeout = call.demand()
-    # The request gives up the place that it has as a whole: each of its sequences takes one.
+    # HTTP's entrance has counted the request as one sequence. From here on, `permit` counts each of
+    # its sequences instead.
     call.give_place_back()
     permit = generation.admission.enter(model, tenant, prompt_count * n, timeout)
     span = begin(call.headers, model, call.operation, n, stream=call.streams)

@@ -15,7 +15,7 @@ from gateway.http.schema import (
     SpeculationBody,
     StructuredOutputs,
 )
-from gateway.text.answers import AnswerOptions, with_parts
+from gateway.text.answers import AnswerOptions, with_calls_and_thought
 from gateway.text.request import AnswerLimit, TextInputs, TextRequest, check_stop
 from gateway.tools.definitions import AUTO
 from outrider.errors import invalid
@@ -65,7 +65,7 @@ def text_requests(
         request = replace(template, tokens=tokens, echo=prompt.echo)
         if isinstance(body, ChatBody):
             # Once for all choices, since a grammar of many tools takes milliseconds to write.
-            request = with_parts(request, _answer_options(body), prompt, inputs.answers)
+            request = with_calls_and_thought(request, _answer_options(body), prompt, inputs.answers)
         for choice in range(inputs.n):
             of_choice = replace(request.tokens, sampling=_with_seed(sampling, choice))
             requests.append(replace(request, tokens=of_choice))

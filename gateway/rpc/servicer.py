@@ -18,7 +18,7 @@ from gateway.generation.generate import Generation
 from gateway.generation.serve_text import Demand, TextCall, serve_text
 from gateway.http.json_size import MAX_VALUES
 from gateway.rpc.chat_input import ChatInput, chat_input
-from gateway.text.answers import with_parts
+from gateway.text.answers import with_calls_and_thought
 from gateway.text.deltas import TextDelta
 from gateway.text.request import (
     AnswerLimit,
@@ -182,7 +182,7 @@ class _Call(TextCall):
         grammar_field = f"grammar.{request.grammar.WhichOneof('kind')}"
         built = TextRequest(tokens, limit.asked, stop, grammar_field=grammar_field)
         if request.HasField("chat"):
-            built = with_parts(built, self._chat.options, prompt, inputs.answers)
+            built = with_calls_and_thought(built, self._chat.options, prompt, inputs.answers)
         return [built]
 
 

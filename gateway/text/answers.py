@@ -30,7 +30,7 @@ class AnswerOptions:
     """What the caller calls the tools and the choice, for errors."""
 
 
-def with_parts(
+def with_calls_and_thought(
     request: TextRequest, options: AnswerOptions, prompt: Prompt, answers: AnswerFormat
 ) -> TextRequest:
     """The request with the grammar of its calls, and with how to read its answer.

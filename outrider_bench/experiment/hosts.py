@@ -1,4 +1,4 @@
-"""Hosts start an experiment's processes. The host here is this machine, with child processes.
+"""Runs command lines as child processes on this machine.
 
 Knows command lines, signals and CPU time, but no services. `containers` and `remote` implement
 `Host` and `Handle` for a container engine and for another machine.

@@ -1,4 +1,4 @@
-"""Starts the processes of a stack in order, watches them, and stops them in reverse order."""
+"""Running processes by name: starts each on its host, watches it, and stops the last one first."""
 
 from __future__ import annotations
 

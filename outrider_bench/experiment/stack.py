@@ -1,4 +1,4 @@
-"""Starts the processes of a cell.
+"""Says which processes a cell needs, and in which order; `Processes` starts them.
 
 `servers` starts verifiers with a gateway each, `drafting` links and drafters, and `run.py` nests
 the two. Servers stay while drafters and links come and go, so cells with one target need one start

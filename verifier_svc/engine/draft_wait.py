@@ -1,6 +1,7 @@
 """Says how much longer a step should wait for its pending drafts; the engine's caller sleeps.
 
-The plan has the longest wait (`verifier_svc/policy/waits.py`). A drafter whose draft does not come
+`verifier_svc/policy/waits.py` decides the longest wait, which the plan holds as `wait_s`. `poll`
+ends it earlier, once no missing draft would improve the step. A drafter whose draft does not come
 in time gets a longer measured latency.
 """
 

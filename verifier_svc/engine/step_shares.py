@@ -28,7 +28,7 @@ Drafted = Callable[[Sequence], int]
 """Gives the draft tokens of a sequence in the next step."""
 
 
-class Reading(NamedTuple):
+class PromptPart(NamedTuple):
     """A sequence whose prompt the step reads: its uncomputed tokens, and how many it may take."""
 
     sequence: Sequence
@@ -41,7 +41,7 @@ class StepParts(NamedTuple):
 
     decoding: list[Sequence]
     """They have one uncomputed token each."""
-    reading: list[Reading]
+    reading: list[PromptPart]
 
 
 class StepShares:
@@ -93,7 +93,7 @@ class _Fill:
 
     def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
         self.decoding: list[Sequence] = []
-        self.reading: list[Reading] = []
+        self.reading: list[PromptPart] = []
         self._cost = cost
         self._max_batch_tokens = max_batch_tokens
         self._drafted = drafted
@@ -149,7 +149,7 @@ def _all_of(running: List[Sequence]) -> StepParts:
         if pending == 1:
             parts.decoding.append(sequence)
         else:
-            parts.reading.append(Reading(sequence, pending, pending))
+            parts.reading.append(PromptPart(sequence, pending, pending))
     return parts
 
 
@@ -163,7 +163,7 @@ def _split(parts: StepParts, light: frozenset[str]) -> tuple[StepParts, StepPart
     return own, others
 
 
-def _cut(reading: list[Reading], most: int) -> list[Reading]:
+def _cut(reading: list[PromptPart], most: int) -> list[PromptPart]:
     """The prompts with at most `most` tokens together, shared between their tenants."""
     wanted: dict[str, int] = {}
     for part in reading:

@@ -135,7 +135,8 @@ class _Decided:
     tokens_R: torch.Tensor
     """The target's own tokens; negative for a row that has none."""
     matches_R: torch.Tensor | None = None
-    """Whether the draft token of a row is accepted; None if it is where it equals the own one."""
+    """Whether each row's draft token is accepted. None if the only rule is equality with
+    `tokens_R`, which the host then checks."""
     draft_R: torch.Tensor | None = None
     sufficed: dict[int, torch.Tensor] = field(default_factory=dict)
     """As of `TargetProbs.probs`."""
