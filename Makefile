@@ -34,7 +34,7 @@ test-all: test test-slow test-vllm
 # would not run at all on a busy machine.
 TOGETHER := $(addprefix tests/, losslessness simulator lm heads experiment verifier shared grammar \
   repo placement)
-APART = $(filter-out tests/vllm/ $(EXCEPT) $(TOGETHER:%=%/),$(wildcard tests/*/))
+APART = $(filter-out tests/vllm/ $(TOGETHER:%=%/),$(wildcard tests/*/))
 test-apart:
 	$(BIN)/python -m pytest -m "$(MARK)" $(APART)
 

@@ -115,7 +115,7 @@ def bundled_worker() -> Iterator[HeadWorker]:
 class Site(Observer):
     """An engine on its thread, and what a head says to it."""
 
-    def __init__(self, runner: ModelRunner, worker: HeadWorker, drafts: DraftPolicy) -> None:
+    def __init__(self, runner: ModelRunner, worker: HeadWorker, policy: DraftPolicy) -> None:
         self.worker = worker
         self.info = ModelInfo(
             "target",
@@ -126,7 +126,7 @@ class Site(Observer):
             runner.context_length,
         )
         self._runner = runner
-        self._drafts = drafts
+        self._policy = policy
         self.thread = EngineThread(self._build)
         self.proposals: dict[int, list[tuple[int, float]]] = {}
         """By base length: the first draft's tokens with their confidences."""
@@ -139,7 +139,15 @@ class Site(Observer):
         config = EngineConfig(policy, max_batch_tokens=16)
         runner = self._runner
         metrics = Metrics("target")
-        return Engine(runner, pool, deliver, metrics, config, features=runner, drafts=self._drafts)
+        return Engine(
+            runner,
+            pool,
+            deliver,
+            metrics,
+            config,
+            features=runner,
+            draft_policy=self._policy,
+        )
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
         for each in batch.proposals:
@@ -206,9 +214,9 @@ class Site(Observer):
 
 @asynccontextmanager
 async def running_site(
-    runner: ModelRunner, worker: HeadWorker, drafts: DraftPolicy
+    runner: ModelRunner, worker: HeadWorker, policy: DraftPolicy
 ) -> AsyncIterator[Site]:
-    made = Site(runner, worker, drafts)
+    made = Site(runner, worker, policy)
     await made.thread.built
     yield made
     await made.thread.stop()
