@@ -119,7 +119,7 @@ def token_ids(place: str, *found: object) -> tuple[int, ...] | None:
 
 
 def _json_of(path: Path, place: str) -> object:
-    """What a file of JSON has. Raises OutriderError(INVALID_VALUE)."""
+    """Parse a file of JSON. Raises OutriderError(INVALID_VALUE) that names `place`."""
     try:
         return json.loads(path.read_text())
     # Bytes that are no UTF-8, and numbers of thousands of digits, are ValueErrors too.

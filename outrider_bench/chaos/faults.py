@@ -244,7 +244,7 @@ FAULTS: dict[str, Fault] = _of_processes() | _of_links() | _of_redis() | _of_str
 
 
 def bag_of(kinds: Sequence[str], missing: frozenset[str]) -> list[str]:
-    """Names of the faults that each turn plays: those of `kinds`, or all.
+    """The names of the faults that each turn plays: `kinds`, or all faults if it is empty.
 
     Faults whose targets are all in `missing`, the parts that the stack lacks, are left out. Raises
     ValueError if a fault does not exist, or if none is left.

@@ -40,7 +40,7 @@ _HISTORY = Path("bench/out/chaos/history.jsonl")
 def main(
     minutes: float, seed: int, kinds: tuple[str, ...], tls: bool, only: int | None, path: Path
 ) -> int:
-    """Play all faults, or those of some kinds, and exit with 1 if anything was lost.
+    """Play faults; exit with 1 if a request was lost or altered, or a resource leaked.
 
     docs/contribute.md describes the faults, and what is checked.
     """

@@ -30,7 +30,7 @@ PLAIN = "plain"
 DRAFTED = "drafted"
 """Speculative decoding with the drafters of the cell."""
 OURS = (PLAIN, DRAFTED)
-"""Any other way is that of another program."""
+"""Outrider's ways of decoding. Every other way has the name of a peer program."""
 
 
 def ways_of(cell: Cell) -> list[str]:

@@ -30,7 +30,8 @@ from outrider_bench.sample import Sample
 _ROOT = Path(__file__).parents[2]
 _Item = TypeVar("_Item")
 Peer = Callable[[Sequence[Request], int], Awaitable[Sample]]
-"""Another program that decodes requests greedily, so many at once; ends of text are ignored."""
+"""A peer program. It decodes requests greedily, past ends of text, and keeps as many under way as
+the second argument says."""
 NO_PEERS: Mapping[str, Peer] = MappingProxyType({})
 
 

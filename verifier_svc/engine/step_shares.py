@@ -37,7 +37,7 @@ class PromptPart(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """What a step serves."""
+    """The sequences of a step: those that it decodes, and those whose prompts it reads."""
 
     decoding: list[Sequence]
     """They have one uncomputed token each."""
@@ -154,7 +154,7 @@ def _all_of(running: List[Sequence]) -> StepParts:
 
 
 def _split(parts: StepParts, light: frozenset[str]) -> tuple[StepParts, StepParts]:
-    """The parts of light tenants, and those of others."""
+    """The parts of light tenants, and the parts of all other tenants."""
     own, others = StepParts([], []), StepParts([], [])
     for sequence in parts.decoding:
         (own if sequence.request.tenant in light else others).decoding.append(sequence)

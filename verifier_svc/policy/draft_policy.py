@@ -82,7 +82,7 @@ class PayingDrafts(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """Those of `known` whose budget, or that of probes, is exhausted."""
+        """The drafters of `known` that have used up their budget, or the budget of probes."""
         if not budget.allows(batch, paying):
             return known - paying
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])

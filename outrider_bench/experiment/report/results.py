@@ -169,8 +169,9 @@ def _add_ratios(results: Results) -> None:
     With `times_plain` comes its share of what is possible.
     """
     rows = {row: row.figures for row in results.rows}
+    peers = results.peers
     for row in results.rows:
-        for peer in results.peers:
+        for peer in peers:
             beside = rows.get(replace(row, way=peer), {})
             if row.way in OURS and "tokens_per_s" in row.figures and beside:
                 row.figures[f"over_{peer}"] = row.figures["tokens_per_s"] / beside["tokens_per_s"]
