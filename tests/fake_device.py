@@ -34,7 +34,7 @@ class Far(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> Far:
-        made: Far = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Far = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
             strides=held.stride(),
@@ -58,7 +58,9 @@ class Far(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"{func} runs on the fake device, which is not active")
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
@@ -50,9 +51,9 @@ def fuzzing(examples: int) -> settings:
     """
     patient = {"deadline": None, "suppress_health_check": list(HealthCheck)}
     if settings.get_current_profile_name() == "long":
-        return settings(max_examples=_LONG_FACTOR * examples, **patient)  # type: ignore[arg-type]
+        return settings(max_examples=_LONG_FACTOR * examples, **patient)
     once = (Phase.explicit, Phase.generate)
-    return settings(max_examples=examples, derandomize=True, phases=once, **patient)  # type: ignore[arg-type]
+    return settings(max_examples=examples, derandomize=True, phases=once, **patient)
 
 
 def _scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -74,7 +75,7 @@ def _filled(draw: st.DrawFn, descriptor: Descriptor, make: Any, depth: int) -> A
         elif field.message_type is not None:
             if depth == 0:
                 continue
-            kind = field.message_type._concrete_class
+            kind = GetMessageClass(field.message_type)
             inner = _filled(field.message_type, kind, depth - 1)
             if field.is_repeated:
                 held.extend(draw(st.lists(inner, max_size=4)))

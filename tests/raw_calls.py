@@ -57,7 +57,7 @@ async def call_raw(
     channel: grpc.aio.Channel, method: MethodDescriptor, requests: list[bytes]
 ) -> None:
     """Send raw messages and read to the end. If the call fails, its status must be clear."""
-    call: Any = channel.stream_stream(path(method))(iter(requests))
+    call: Any = channel.stream_stream(path(method), None, None)(iter(requests))
     try:
         async with asyncio.timeout(20):
             async for _ in call:

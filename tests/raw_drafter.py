@@ -19,7 +19,7 @@ class RawDrafter:
     def __init__(self, channel: grpc.aio.Channel, name: str, **hello: Any) -> None:
         parse = verifier_pb2.StreamDraftsResponse.FromString
         method = "/outrider.v1.VerifierService/StreamDrafts"
-        call: Any = channel.stream_stream(method, response_deserializer=parse)
+        call: Any = channel.stream_stream(method, None, parse)
         self.call = call()
         names = {"drafter_id": name, "family": "raw", "tokenizer_fingerprint": "f"}
         self._hello = drafts_pb2.Hello(**{**names, "max_draft_tokens": 8, **hello})
@@ -52,7 +52,7 @@ class RawDrafter:
     async def error(self) -> OutriderError:
         """The error that ended the stream; the messages before it are read and dropped."""
         with suppress(grpc.aio.AioRpcError):
-            while await self.hear() != grpc.aio.EOF:
+            while await self.hear() != grpc.aio.EOF:  # type: ignore[attr-defined]  # grpc-stubs lack it
                 pass
         code = await self.call.code()
         assert code is not grpc.StatusCode.OK

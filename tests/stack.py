@@ -238,7 +238,7 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.channel.close()
+        await self.channel.close(None)
 
     async def model(self) -> ModelInfo:
         """The verifier's model, with its drafters."""

@@ -115,7 +115,8 @@ class Stream:
         self._answer_all(step)
 
     def _answer_all(self, step: drafts_pb2.StepBatch) -> None:
-        for asked in (*step.opened, *step.verdicts):
+        every: list[drafts_pb2.Opened | drafts_pb2.Verdict] = [*step.opened, *step.verdicts]
+        for asked in every:
             if asked.sequence_id in self.texts and asked.tree_tokens > asked.draft_tokens:
                 self._answer_with_tree(asked.sequence_id, asked.draft_tokens)
             elif asked.sequence_id in self.texts:

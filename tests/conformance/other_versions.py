@@ -75,7 +75,7 @@ def _grow(message: Any) -> None:
                 _grow(each)
 
 
-class _Relay(grpc.GenericRpcHandler):
+class _Relay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only stubs give it types
     """Passes calls on to a verifier: with what both versions know, or with what a newer one adds.
 
     The side of the verifier or of its callers is the newer one.
@@ -87,7 +87,7 @@ class _Relay(grpc.GenericRpcHandler):
             file = descriptor_pb2.FileDescriptorProto()
             module.DESCRIPTOR.CopyToProto(file)
             (_make_older if version == "older" else _make_newer)(file)
-            pool.Add(file)  # type: ignore[no-untyped-call]  # only upb's pool lacks types
+            pool.Add(file)
         self._methods = pool.FindServiceByName(_SERVICE).methods_by_name
         self._channel = channel
         self._grows_requests = version == "newer" and part != "verifier"
@@ -103,7 +103,7 @@ class _Relay(grpc.GenericRpcHandler):
     ) -> AsyncIterator[bytes]:
         method = self._methods[path.rpartition("/")[2]]
         sent = _changed(requests, method.input_type, grows=self._grows_requests)
-        call: Any = self._channel.stream_stream(path)(sent)
+        call: Any = self._channel.stream_stream(path, None, None)(sent)
         try:
             async for message in _changed(call, method.output_type, grows=self._grows_responses):
                 yield message

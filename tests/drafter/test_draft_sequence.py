@@ -196,7 +196,7 @@ def test_a_branch_keeps_its_place_when_tokens_before_it_are_committed() -> None:
 def sent_ids(proposal: Proposal | None) -> list[list[int] | None]:
     """The token ids of each distribution of a proposal; None where a token has none."""
     assert proposal is not None
-    return [given and given.token_ids.tolist() for given in proposal.distributions]
+    return [None if given is None else given.token_ids.tolist() for given in proposal.distributions]
 
 
 def test_a_distribution_is_sent_once_and_omitted_in_repeats() -> None:

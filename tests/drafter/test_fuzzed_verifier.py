@@ -72,7 +72,9 @@ class Site:
                 redialled.cancel()
                 return await drafted
             drafted.cancel()
-            self.stream = redialled.result()
+            newest = redialled.result()
+            assert isinstance(newest, Stream)
+            self.stream = newest
 
     async def _drafted(self, stream: Stream) -> None:
         """Open a sequence, wait for its proposal and close it."""

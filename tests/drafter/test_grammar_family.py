@@ -209,7 +209,10 @@ async def test_the_end_is_the_one_that_the_prompt_has(grammars: Grammars) -> Non
 
 async def test_it_is_silent_about_joints_after_misses_and_comes_back(grammars: Grammars) -> None:
     names = [f"k{i}" for i in range(20)]
-    value = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+    value: dict[str, Any] = {
+        "type": "object",
+        "properties": {name: {"type": "integer"} for name in names},
+    }
     value |= {"required": names, "additionalProperties": False}
     writer = Writer(grammars)
     await writer.open(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value)), '{"k0": 1')

@@ -24,7 +24,7 @@ def guessed(layout: Layout, text: str, following: str) -> list[str]:
 
 @pytest.mark.parametrize("options", [{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4}])
 def test_behind_a_few_joints_each_blank_of_json_dumps_is_known(options: dict[str, object]) -> None:
-    text = json.dumps(VALUE, **options)  # type: ignore[arg-type]
+    text = json.dumps(VALUE, **options)
     solid = [i for i, letter in enumerate(text) if not letter.isspace()]
     start = text.index('"b"')
     outside = [i for i in solid if i > start and text[:i].replace('\\"', "").count('"') % 2 == 0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,7 +131,8 @@ def divided(text: str) -> list[list[int]]:
     tokenizer = load_tokenizer(str(MODEL))
     ids = tokenizer.encode(3 * text).ids
     source = random.Random(3)
-    found, count = [], 0
+    found: list[list[int]] = []
+    count = 0
     while len(found) < 8:
         count += source.randint(1, 5)
         while tokenizer.encode(tokenizer.decode(ids[:count])).ids != ids[:count]:
@@ -204,8 +206,10 @@ async def test_sequences_of_a_tenant_share_the_pages_of_a_prefix(
     rig.open(opened(tokens, 1))
     await rig.drafts()
     rig.open(opened([*tokens, 7], 2))
-    runner = rig.session._strategy._model.runner
-    forward, starts = runner.forward, []
+    strategy: Any = rig.session._strategy
+    runner = strategy._model.runner
+    forward = runner.forward
+    starts: list[int] = []
 
     def watched(slices: Sequence[SequenceSlice]) -> torch.Tensor:
         starts.extend(part.start for part in slices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from draft_model_rig import Greedy, Make, guesses_of, opened
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner, SequenceSlice
@@ -17,8 +17,9 @@ MODEL = "models/draft"
 
 
 @pytest.fixture(scope="module")
-def own() -> AutoModelForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+def own() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    return model
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def forwards(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @torch.inference_mode()
-def logits(own: AutoModelForCausalLM, text: list[int], count: int) -> torch.Tensor:
+def logits(own: PreTrainedModel, text: list[int], count: int) -> torch.Tensor:
     """The logits of `count` guesses behind a text, from one forward over all of it."""
     ids = torch.tensor([[*text, *[UNKNOWN] * (count - 1)]])
     found: torch.Tensor = own(ids).logits[0, -count:]
@@ -45,7 +46,7 @@ def logits(own: AutoModelForCausalLM, text: list[int], count: int) -> torch.Tens
 
 
 async def test_guesses_are_those_of_one_forward_after_hits_and_misses(
-    make: Make, prompts: list[list[int]], own: AutoModelForCausalLM, forwards: list[int]
+    make: Make, prompts: list[list[int]], own: PreTrainedModel, forwards: list[int]
 ) -> None:
     rig = make(branch_count=0)
     texts = [list(prompt) for prompt in prompts]
@@ -64,7 +65,7 @@ async def test_guesses_are_those_of_one_forward_after_hits_and_misses(
 
 
 async def test_coupled_guesses_have_the_noise_of_their_positions(
-    make: Make, prompts: list[list[int]], own: AutoModelForCausalLM, forwards: list[int]
+    make: Make, prompts: list[list[int]], own: PreTrainedModel, forwards: list[int]
 ) -> None:
     rig = make(branch_count=0)
     sampling = SamplingParams(0.8, seed=11)
@@ -91,7 +92,7 @@ async def test_guesses_that_depend_on_each_other_are_made_one_by_one(
 async def test_a_text_that_nothing_may_follow_leaves_the_others_guesses_as_they_are(
     make: Make,
     prompts: list[list[int]],
-    own: AutoModelForCausalLM,
+    own: PreTrainedModel,
     runner: ModelRunner,
     forwards: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -114,6 +115,7 @@ async def test_a_text_that_nothing_may_follow_leaves_the_others_guesses_as_they_
 
 def test_a_wrong_token_for_unknown_ones_is_refused() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = LlamaConfig(vocab_size=50, num_attention_heads=2, pard_token=50, **sizes)
+    config = LlamaConfig(vocab_size=50, num_attention_heads=2, **sizes)
+    config.pard_token = 50
     with pytest.raises(OutriderError, match=r"its pard_token 50 is not in \[0, 50\)"):
         ModelRunner(LlamaForCausalLM(config), page_size=16, page_count=8)

@@ -11,6 +11,7 @@ from family_rig import opened_sequence
 from drafter_svc.families.base import Family
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.session import DraftSession
+from outrider.drafter.strategy import FeatureRows
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import (
     Closed,
@@ -283,7 +284,8 @@ class Reading(Counting):
         if not welcome.feature_width:
             raise OutriderError(Reason.INVALID_VALUE, "the verifier sends no features")
 
-    def features(self, sequence: DraftSequence, first_position: int, rows: bytes) -> None:
+    def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
+        assert isinstance(rows, bytes)
         self.calls.append((f"features {rows.hex()}", first_position))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ class Reference:
         """The new tokens that `generate` writes after a prompt."""
         prompt = self.prompts[index]
         ids = torch.tensor([prompt])
-        out = self.model.generate(
+        generate: Any = self.model.generate
+        out = generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False
         )
         return out[0, len(prompt) :].tolist()

@@ -122,6 +122,7 @@ async def test_an_invalid_grammar_is_refused_and_other_requests_go_on(
     async with Client(stack.address) as client:
         harmless = guided({"type": "string", "maxLength": 40}, DRAFTERS["none"])
         other = asyncio.create_task(client.tokens(harmless))
+        bad: dict[str, Any]
         for bad in ({"type": "strange"}, {"not": {}}, {"enum": []}, {"$ref": "http://x.example/y"}):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await client.tokens(guided(bad, DRAFTERS["none"]))

@@ -45,7 +45,7 @@ async def test_a_lost_drafter_stays_listed_and_one_that_drained_does_not(stack: 
             await polite.say(draining=drafts_pb2.Draining(reason="done"))
             await polite.say(draining=drafts_pb2.Draining(reason="a second time"))
             await polite.call.done_writing()
-            assert await polite.call.read() == grpc.aio.EOF
+            assert await polite.call.read() == grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
         placement = common_pb2.Placement(kind="local", host="there")
         async with client.drafter("crashed", placement=placement) as crashed:
             assert (await crashed.hear()).HasField("welcome")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_up_profile import made_up_profile
 
 from outrider.process.config import command
 from outrider.process.usage import invoke
@@ -31,7 +32,6 @@ from outrider_bench.experiment.situations import situation_of, situations_of
 from outrider_bench.experiment.unmeasured import load_profile
 from outrider_bench.settings import Question
 from outrider_bench.simulator import costs
-from tests.experiment.made_up_profile import made_up_profile
 
 GPU = costs.load("assumed-gpu")
 CPU = costs.load("epyc-2-cores")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from made_up_profile import made_up_profile
 
 from outrider_bench.experiment.profile_record import Conditions
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
@@ -16,7 +17,6 @@ from outrider_bench.experiment.report.results import Spread, read
 from outrider_bench.experiment.report.tables import tables
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.sample import Sample
-from tests.experiment.made_up_profile import made_up_profile
 
 COUNTERS = {
     "generation_tokens": 100.0,
@@ -141,7 +141,7 @@ def test_a_figure_without_its_counters_is_absent() -> None:
 
 
 def test_ratios_are_taken_within_a_repetition(tmp_path: Path) -> None:
-    near = [(100, 200), (50, 100), (100, 210)]
+    near = [(100.0, 200.0), (50.0, 100.0), (100.0, 210.0)]
     results = read(run(tmp_path, {"round_trip_ms=0": near}))
     spread = results.spread(results.cells[0], "measured", DRAFTED, "times_plain")
     assert spread == Spread(2.0, 2.0, 2.1, 3)

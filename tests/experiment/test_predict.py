@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_profile import COSTS, made_up_profile
 
 from outrider_bench.commands.predict import main
 from outrider_bench.experiment.cell_scenarios import check, scenario_of
@@ -14,7 +15,6 @@ from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measuremen
 from outrider_bench.experiment.spec import Cell, Experiment
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
-from tests.experiment.made_up_profile import COSTS, made_up_profile
 
 DRAFTERS = {
     "words": {"family": "ngram", "link": "wire"},

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from made_up_profile import COSTS, made_up_profile
 
 from drafter_svc.families.head_worker import Offer
 from outrider_bench.commands.profile import main
@@ -12,7 +13,6 @@ from outrider_bench.experiment.calibration import Step
 from outrider_bench.experiment.serving import Serving, busy, expected_s
 from outrider_bench.experiment.unmeasured import load_profile
 from outrider_bench.simulator.costs import Costs
-from tests.experiment.made_up_profile import COSTS, made_up_profile
 
 
 def test_a_profiles_file_round_trips(tmp_path: Path) -> None:

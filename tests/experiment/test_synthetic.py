@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_up_profile import made_up_profile
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import DraftDistribution, Opened, Window
@@ -20,7 +21,6 @@ from outrider_bench.experiment.spec import Experiment
 from outrider_bench.experiment.traffic import Encoder, Request, requests_of
 from outrider_bench.sample import Sample
 from outrider_bench.synthetic_drafter import SyntheticFamily, SyntheticSettings
-from tests.experiment.made_up_profile import made_up_profile
 
 PROMPT = [7, 8, 9]
 TEXT = [*PROMPT, *range(100, 1500)]

@@ -104,7 +104,7 @@ async def running_rig(
         channel = rpc.dial(gateway.grpc_address)
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         yield Rig(gateway, script, prompts, http, client, stub)
-        await channel.close()
+        await channel.close(None)
 
 
 @contextlib.asynccontextmanager

@@ -137,9 +137,10 @@ async def test_a_prompt_that_just_fits_is_accepted_whatever_its_tokens(prompts: 
     names = sorted(prompts.tokenizer.get_vocab(), key=len)
     draw = random.Random(5)
     for kinds in (names[-3:], names[:40], names):
-        text = prompts.decode(
-            [prompts.tokenizer.token_to_id(draw.choice(kinds)) for _ in range(20_000)]
-        )
+        chosen: list[Any] = [
+            prompts.tokenizer.token_to_id(draw.choice(kinds)) for _ in range(20_000)
+        ]
+        text = prompts.decode(chosen)
         ids = prompts.tokenizer.encode(text).ids
         assert await prompts.encode(text, "prompt", len(ids)) == ids
         with pytest.raises(OutriderError, match=f"{len(ids)} tokens"):

@@ -76,7 +76,7 @@ async def test_each_error_that_occurs_is_documented(
         Reason.OVERLOADED,
         Reason.INTERNAL,
     ):
-        rig.script.answer = lambda _, reason=reason: [OutriderError(reason, "no")]
+        rig.script.play(OutriderError(reason, "no"))
         answer = await rig.http.post(path, json=body)
         assert str(answer.status_code) in documented
     rig.script.answer = lambda _: [plain([5]), last([3], FinishReason.STOP)]

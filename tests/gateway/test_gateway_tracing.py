@@ -119,7 +119,7 @@ async def test_a_span_is_an_error_only_if_the_server_failed(
         (Reason.INVALID_VALUE, StatusCode.UNSET, 400),
     ]
     for reason, _, _ in expected:
-        rig.script.answer = lambda _, reason=reason: [OutriderError(reason, "broken")]
+        rig.script.play(OutriderError(reason, "broken"))
         await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
     seen = [
         (

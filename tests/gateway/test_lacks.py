@@ -30,6 +30,7 @@ def test_each_lack_refuses_its_requests_and_no_other(lack: Lack) -> None:
     with pytest.raises(OutriderError) as caught:
         check_lacks(request, [lack.value])
     assert caught.value.reason is Reason.UNSUPPORTED_PARAMETER
+    assert caught.value.field is not None
     assert caught.value.field in caught.value.message
     check_lacks(request, [other for other in ALL if other != lack.value])
     check_lacks(TokenRequest([1], 4), ALL)

@@ -69,7 +69,9 @@ class Target:
     async def generate(self, request: bytes, status: grpc.StatusCode) -> None:
         """Send a serialised request over gRPC, and expect this status."""
         async with rpc.dial(self.gateway.grpc_address) as channel:
-            call = channel.unary_stream("/outrider.v1.GenerationService/GenerateText")(request)
+            call = channel.unary_stream("/outrider.v1.GenerationService/GenerateText", None, None)(
+                request
+            )
             with contextlib.suppress(grpc.aio.AioRpcError):
                 async for _ in call:
                     pass

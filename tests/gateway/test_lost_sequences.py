@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -26,6 +27,8 @@ from outrider.protocol.messages import (
 from outrider.protocol.model_info import Stage
 from outrider.v1 import generation_pb2_grpc
 from outrider.v1.generation_pb2 import GenerateTextRequest
+
+END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -219,12 +222,12 @@ async def test_the_statistics_are_those_of_all_verifiers(site: Site) -> None:
 async def test_grpc_tells_how_often_a_request_went_on(site: Site) -> None:
     site.writes(site.first, 3)
     async with rpc.dial(site.gateway.grpc_address) as channel:
-        call = generation_pb2_grpc.GenerationServiceStub(channel).GenerateText(
+        call: Any = generation_pb2_grpc.GenerationServiceStub(channel).GenerateText(
             GenerateTextRequest(prompt="x")
         )
         responses = [await call.read() for _ in range(3)]
         await site.first.kill()
-        while (response := await call.read()) is not grpc.aio.EOF:
+        while (response := await call.read()) is not END:
             responses.append(response)
     assert "".join(response.text for response in responses) == TEXT
     assert responses[-1].usage.resumed_count == 1

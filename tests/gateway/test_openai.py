@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChun
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TEXT = "def add(a, b):\n    return a + b  # 😀"
-MESSAGES = [{"role": "user", "content": "Write add."}]
+MESSAGES: Any = [{"role": "user", "content": "Write add."}]
 
 
 async def test_a_completion_continues_the_prompt(rig: Rig) -> None:

@@ -44,7 +44,7 @@ WITHOUT_FIELD = (
 )
 
 
-def cases(method: str, path: str) -> st.SearchStrategy[schemathesis.Case]:
+def cases(method: str, path: str) -> st.SearchStrategy[schemathesis.Case[Any]]:
     """Valid and invalid requests of an operation."""
     operation = SCHEMA[path][method]
     return st.one_of([operation.as_strategy(generation_mode=mode) for mode in MODES])
@@ -53,7 +53,7 @@ def cases(method: str, path: str) -> st.SearchStrategy[schemathesis.Case]:
 CASES = {operation: cases(*operation) for operation in OPERATIONS}
 
 
-async def send(rig: Rig, case: schemathesis.Case) -> httpx.Response:
+async def send(rig: Rig, case: schemathesis.Case[Any]) -> httpx.Response:
     """The answer to a case."""
     made = case.as_transport_kwargs(base_url=rig.gateway.http_url)
     made.pop("timeout", None)
@@ -62,7 +62,7 @@ async def send(rig: Rig, case: schemathesis.Case) -> httpx.Response:
         prepared.method or "",
         prepared.url or "",
         headers=dict(prepared.headers),
-        content=prepared.body,  # type: ignore[arg-type]
+        content=prepared.body,
     )
 
 

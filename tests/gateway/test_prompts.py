@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gateway_rig import TARGET, model_with_template
@@ -74,9 +75,8 @@ def test_continuing_a_message_that_the_template_hides_is_refused(
 
 
 async def test_a_rendered_chat_has_the_ids_of_transformers(prompts: Prompts) -> None:
-    expected = AutoTokenizer.from_pretrained(TARGET).apply_chat_template(
-        CHAT, add_generation_prompt=True
-    )["input_ids"]
+    tokenizer: Any = AutoTokenizer.from_pretrained(TARGET)
+    expected = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
     assert (
         await prompts.encode(
             prompts.render_blocking(CHAT), "messages", 2048, add_special_tokens=False

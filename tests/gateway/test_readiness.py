@@ -86,7 +86,7 @@ async def test_requests_fail_with_the_reason_of_a_verifier_that_is_not_ready(
         health_pb2.HealthCheckRequest(service="")
     )
     assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
-    await channel.close()
+    await channel.close(None)
 
 
 async def test_without_one_of_its_drafters_the_gateway_is_degraded(rig: Rig) -> None:

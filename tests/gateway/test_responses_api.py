@@ -289,8 +289,7 @@ async def test_a_stream_that_fails_ends_with_the_error_and_a_failed_response(rig
         (Reason.INTERNAL, "server_error"),
         (Reason.SLOW_READER, "rate_limit_exceeded"),
     ):
-        steps = [plain([word, word]), OutriderError(reason, "it broke")]
-        rig.script.answer = lambda _, steps=steps: steps
+        rig.script.play(plain([word, word]), OutriderError(reason, "it broke"))
         *_, error, failed = await streamed(rig)
         assert (error["type"], error["code"]) == ("error", reason.name.lower())
         assert failed["type"] == "response.failed"
@@ -361,7 +360,7 @@ async def test_a_chain_of_answers_holds_the_whole_conversation(rig: Rig) -> None
     messages: list[Json] = []
     for turn in range(4):
         rig.says(f"answer {turn}")
-        given = {} if previous is None else {"previous_response_id": previous["id"]}
+        given: Json = {} if previous is None else {"previous_response_id": previous["id"]}
         previous = await ask(rig, f"turn {turn}", instructions=f"system {turn}", **given)
         assert previous["previous_response_id"] == given.get("previous_response_id")
         wanted = prompt_of(rig)
@@ -506,6 +505,7 @@ async def test_what_clients_send_along_changes_nothing(rig: Rig) -> None:
     rig.says(TEXT)
     await ask(rig)
     wanted = asked_of(rig)
+    body: Json
     for body in (
         {"include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}, "store": True},
         {"prompt_cache_key": "k", "client_metadata": {"x": {"y": 1}}, "service_tier": "flex"},

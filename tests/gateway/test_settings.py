@@ -82,7 +82,11 @@ async def test_every_sampling_setting_reaches_the_verifier(rig: Rig) -> None:
     assert (s.presence_penalty, s.frequency_penalty) == (0.5, -0.5)
     assert (s.top_p, s.top_k, s.seed) == (0.5, 9, 2**64 - 1)
     assert (s.logit_bias, s.banned_token_ids) == (((7, -100.0), (50, 3.0)), (9,))
-    assert (request.max_tokens, request.ignore_eos, request.stop_token_ids) == (5, True, {5})
+    assert (request.max_tokens, request.ignore_eos, request.stop_token_ids) == (
+        5,
+        True,
+        frozenset({5}),
+    )
     speculation = request.speculation
     assert (speculation.drafter_family, speculation.draft_tokens) == ("ngram", 3)
     assert speculation.acceptance is Acceptance.TYPICAL
@@ -149,11 +153,12 @@ async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:
     text = "def add(a, b):\n    return a + b\n"
     parts = [{"type": "text", "text": text[:10]}, {"type": "text", "text": text[10:]}]
     for content in (text, parts):
+        # The client's types allow one form of content at a time.
+        prediction: Any = {"type": "content", "content": content}
         await rig.client.chat.completions.create(
             model="models/target",
             messages=CHAT,
-            # The client's types allow one form of content at a time.
-            prediction={"type": "content", "content": content},  # type: ignore[arg-type,typeddict-item]
+            prediction=prediction,
         )
         assert (
             rig.script.requests[-1].prediction

@@ -21,7 +21,10 @@ SCHEMA = {
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
     "required": ["city"],
 }
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": SCHEMA},
+}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 ARGUMENTS = '{"city": "a </tool_call> \\" {[b", "days": 3}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -136,7 +139,7 @@ async def test_stop_strings_look_at_content_alone(rig: Rig) -> None:
 
 
 async def test_arguments_follow_the_schema_if_forced_or_strict(rig: Rig) -> None:
-    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     for tools, choice, held in (
         ([WEATHER], "auto", False),
         ([strict], "auto", True),

@@ -60,7 +60,7 @@ class Fleet:
 
         def steps(request: TokenRequest) -> list[Step]:
             rest = ids[len(request.committed) :]
-            pauses = [pause_s] * bool(pause_s)
+            pauses: list[Step] = [pause_s] * bool(pause_s)
             chunks: list[Step] = [step for each in rest for step in (*pauses, plain([each]))]
             return [*chunks, last([3], FinishReason.STOP)]
 

@@ -127,7 +127,7 @@ async def status(http: httpx.AsyncClient, route: str, headers: dict[str, str]) -
     """The status of an answer to a route, whose body is not read."""
     method, _, path = route.partition(" ")
     path = {"/web": "/web/main.js"}.get(path, path).replace("{name:path}", "none")
-    body = {} if method == "POST" else None
+    body: dict[str, object] | None = {} if method == "POST" else None
     async with http.stream(method, path, json=body, headers=headers) as response:
         return response.status_code
 

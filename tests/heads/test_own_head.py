@@ -38,6 +38,7 @@ from outrider.launch.own_head import load_head
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.process import rpc
+from outrider.process.telemetry import NO_SPAN
 from outrider.protocol.draft_messages import DraftBatch, FeatureRows, Hello
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
@@ -160,7 +161,7 @@ class Site(Observer):
         class Watched(HeadFamily):
             def features(self, sequence: object, first_position: int, rows: FeatureRows) -> None:
                 site.kinds.add(type(rows))
-                super().features(sequence, first_position, rows)  # type: ignore[arg-type]
+                super().features(sequence, first_position, rows)
 
         return Watched(self.worker, info.vocab_size)
 
@@ -202,7 +203,9 @@ class Site(Observer):
         """The text behind the prompt."""
         chunks: asyncio.Queue[TokenChunk | OutriderError] = asyncio.Queue()
         request = TokenRequest(PROMPT, LENGTH, sampling, speculation=options, ignore_eos=True)
-        await self.thread.call(lambda: self.thread.engine.submit(request, chunks.put_nowait))
+        await self.thread.call(
+            lambda: self.thread.engine.submit(request, chunks.put_nowait, NO_SPAN, None)
+        )
         tokens: list[int] = []
         while True:
             chunk = await asyncio.wait_for(chunks.get(), 60)
@@ -292,7 +295,7 @@ async def test_a_fatal_fault_ends_the_head_and_no_text(site: Site) -> None:
 
     def make(info: ModelInfo) -> HeadFamily:
         family = Faulty(site.worker, info.vocab_size)
-        family.fatal = (ArithmeticError,)  # type: ignore[assignment]
+        family.fatal = (ArithmeticError,)
         return family
 
     async with site.head(site.own, make) as running:

@@ -100,7 +100,7 @@ def proxy(name: str = "proxy", **more: object) -> tuple[Launch, int]:
     control, listen = free_port("127.0.0.1"), free_port("127.0.0.1")
     forward = f"127.0.0.1:{listen}=127.0.0.1:1"
     arguments = ("--control", f"127.0.0.1:{control}", "--forward", forward)
-    return Launch(name, "outrider_bench.experiment.link_process", arguments, **more), control  # type: ignore[arg-type]
+    return Launch(name, "outrider_bench.experiment.link_process", arguments, **more), control
 
 
 def listens(port: int) -> bool:

@@ -13,7 +13,7 @@ from outrider_bench.experiment.hosts import Launch, LocalHandle, LocalHost, chec
 
 
 def _python(code: str, **more: object) -> Launch:
-    return Launch("child", "", ("-c", code), sys.executable, **more)  # type: ignore[arg-type]
+    return Launch("child", "", ("-c", code), sys.executable, **more)
 
 
 async def _said(handle: LocalHandle, line: str) -> None:

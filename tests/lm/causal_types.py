@@ -113,7 +113,7 @@ def _tiny_config(kind: Any, overrides: Mapping[str, Any]) -> Any:
         is_text = not name.startswith(("vision", "audio"))
         if name in fields and is_text and dataclasses.is_dataclass(part):
             values[name] = _tiny_config(part, {}).to_dict()
-    return kind(**values | overrides)
+    return kind(**{**values, **overrides})
 
 
 def build(name: str) -> Any:

@@ -279,8 +279,8 @@ def test_attention_to_a_tree_gives_each_row_the_bits_of_its_chain(
     def attend(rows: list[int], parents: list[int]) -> torch.Tensor:
         part = SequenceSlice([0] * len(rows), before, pages, 0, parents)
         batch = BatchLayout([part], page_size, torch.device("cpu")).cpu_batch
-        new = [held[rows][None].transpose(1, 2) for held in (query, key, value)]
-        return PagedAttention(*cache.clone()).attend(batch, *new, 0.2, window or None)
+        q, k, v = (held[rows][None].transpose(1, 2) for held in (query, key, value))
+        return PagedAttention(*cache.clone()).attend(batch, q, k, v, 0.2, window or None)
 
     with pytest.MonkeyPatch.context() as patch:
         use_build(build_name, patch)

@@ -28,8 +28,8 @@ def test_a_share_is_of_the_whole_card_so_that_processes_may_start_in_any_order()
     total = 80 * GIB
     target = {"own": 16 * GIB, "step": 4 * GIB, "share": 0.85}
     draft = {"own": 2 * GIB, "step": 2 * GIB, "share": 0.15}
-    cache = memory.cache_bytes(total, free=62 * GIB, **target)  # type: ignore[arg-type]
-    draft_cache = memory.cache_bytes(total, free=62 * GIB, **draft)  # type: ignore[arg-type]
+    cache = memory.cache_bytes(total, free=62 * GIB, **target)
+    draft_cache = memory.cache_bytes(total, free=62 * GIB, **draft)
     taken = 16 + 4 + 2 + 2 + 2 * memory._CONTEXT_BYTES / GIB
     assert cache + draft_cache == pytest.approx((80 - taken) * GIB, abs=2)
 

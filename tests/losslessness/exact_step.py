@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,7 +120,9 @@ class Batch:
         def uniforms(seeds: Probs, positions: Probs, purpose: Purpose, steps: Probs) -> Probs:
             return tables[purpose][seeds.astype(np.int64), positions - POSITION]
 
-        def keys(seeds: Probs, positions: Probs) -> npt.NDArray[np.int64]:
+        def keys(
+            seeds: npt.NDArray[Any], positions: npt.NDArray[np.int64]
+        ) -> npt.NDArray[np.int64]:
             return seeds.astype(np.int64) * self.width + positions - POSITION
 
         def coupled_sample(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

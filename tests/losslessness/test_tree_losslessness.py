@@ -214,7 +214,7 @@ def test_a_seed_gives_the_same_text_with_trees_of_two_drafters(page_size: int) -
     options = {**SMALL_POOL, "page_size": page_size, "page_count": 112 // page_size}
     plain = Traffic(seed=seed_of, length=9).run(300)
     policy = DraftTokensPolicy("fixed", 6)
-    traffic = Traffic(seed=seed_of, trees=True, policy=policy, **options)  # type: ignore[arg-type]
+    traffic = Traffic(seed=seed_of, trees=True, policy=policy, **options)
     moves = moves_of(traffic)
     assert traffic.run(300, *two_guessers()).tolist() == plain.tolist()
     assert sum(moves) > 50

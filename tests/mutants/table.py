@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from .mutant import Mutant
 
 ACCEPTANCE = "verifier_svc/verification/acceptance.py"
 COMMIT = "verifier_svc/engine/commit.py"

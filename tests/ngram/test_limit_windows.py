@@ -19,7 +19,7 @@ from redis_servers import (
 )
 from waiting import wait_until
 
-from gateway.access.rate_windows import Count, RateWindows
+from gateway.access.rate_windows import Count
 from gateway.access.redis_rate_windows import RedisRateWindows
 
 USER = "outrider-limits"
@@ -42,7 +42,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def shared(deployment: Deployment, url: str) -> RateWindows:
+def shared(deployment: Deployment, url: str) -> RedisRateWindows:
     return RedisRateWindows.of(url, deployment.password_file, None)
 
 

@@ -30,7 +30,11 @@ def test_a_command_gets_its_arguments_and_returns_its_status(
     installed: list[EntryPoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[list[str]] = []
-    main = lambda arguments: given.append(arguments) or 3  # noqa: E731
+
+    def main(arguments: list[str]) -> int:
+        given.append(arguments)
+        return 3
+
     monkeypatch.setitem(sys.modules, "elsewhere", SimpleNamespace(main=main))
     installed += [point("run", "elsewhere:main")]
     assert invoke(cli.app, "outrider", ["lab", "run", "a.yaml", "--help"]) == 3

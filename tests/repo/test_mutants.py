@@ -1,14 +1,12 @@
 """Every bug that `python -m tests.mutants` plants still applies, and its tests exist."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from mutants.mutant import Mutant
+from mutants.table import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-from tests.mutants.mutant import Mutant  # noqa: E402
-from tests.mutants.table import MUTANTS  # noqa: E402
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

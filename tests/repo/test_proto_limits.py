@@ -62,8 +62,8 @@ def limits() -> list[Limit]:
 def stated(field: str, comment: str) -> list[Limit]:
     if ranged := RANGE.search(comment):
         bracket, low, high = ranged.groups()
-        bounds = [float(NAMES.get(bound, bound)) for bound in (low, high)]
-        return [Limit(field, *bounds, low_is_open=bracket == "(")]
+        least, most = (float(NAMES.get(bound, bound)) for bound in (low, high))
+        return [Limit(field, least, most, low_is_open=bracket == "(")]
     counted = COUNT.search(comment)
     if counted is None:
         return []

@@ -45,7 +45,7 @@ def compiler() -> GrammarCompiler:
     """
     made = GrammarCompiler(TARGET, VOCAB, ENDS, trusted=True)
     made._workers = queue.SimpleQueue()
-    made._workers.put(_Here())  # type: ignore[arg-type]
+    made._workers.put(_Here())
     return made
 
 

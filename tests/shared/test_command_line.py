@@ -27,7 +27,12 @@ DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
     """The settings of the stacks that the command would have started."""
     settings: list[ServeSettings] = []
-    monkeypatch.setattr(serving, "run", lambda given: settings.append(given) or 0)
+
+    def run(given: ServeSettings) -> int:
+        settings.append(given)
+        return 0
+
+    monkeypatch.setattr(serving, "run", run)
     return settings
 
 

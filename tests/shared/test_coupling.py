@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,10 @@ def output(key: int, token: int) -> int:
 
 def test_the_vectors_for_other_languages_agree_with_the_code_and_the_document() -> None:
     for row in FILE["noise"]:
-        expected = (int(row["key"], 16), pytest.approx(row["exponential"], rel=TWO_ULP))
+        expected: tuple[int, Any] = (
+            int(row["key"], 16),
+            pytest.approx(row["exponential"], rel=TWO_ULP),
+        )
         assert by_the_document(int(row["seed"]), int(row["position"]), row["token"]) == expected
         keys = coupled_keys([int(row["seed"])], [int(row["position"])])
         assert int(keys[0]) % 2**64 == int(row["key"], 16)
@@ -61,8 +65,9 @@ def test_the_vectors_for_other_languages_agree_with_the_code_and_the_document() 
         assert output(int(row["key"], 16), row["token"]) == int(row["z"], 16)
     for row in FILE["draws"]:
         seed, position = int(row["seed"]), int(row["position"])
-        keys = torch.from_numpy(coupled_keys([seed], [position]))
-        drawn = coupled_sample(torch.tensor([row["probs"]]), keys)
+        drawn = coupled_sample(
+            torch.tensor([row["probs"]]), torch.from_numpy(coupled_keys([seed], [position]))
+        )
         assert drawn.item() == row["token"] == coupled_draw(row["probs"], seed, position)
 
 

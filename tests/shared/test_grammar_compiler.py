@@ -52,7 +52,7 @@ class Held:
         self.own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=seconds, trusted=True)
         self.own._workers = queue.SimpleQueue()
         for _ in range(2):
-            self.own._workers.put(self)  # type: ignore[arg-type]
+            self.own._workers.put(self)
 
     def call(self, request: bytes, seconds: float) -> bytes:
         """As `Worker.call`."""

@@ -66,8 +66,8 @@ async def test_each_item_read_gives_a_slow_reader_more_time(
     """By the loop's own clock, which a test can set."""
     loop = asyncio.get_running_loop()
     real = loop.time
-    monkeypatch.setattr(loop, "time", lambda: real() + passed)
     passed = 0.0
+    monkeypatch.setattr(loop, "time", lambda: real() + passed)
     watched = Watched()
     watched.fill()
     for _ in range(3):

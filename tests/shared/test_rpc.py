@@ -77,7 +77,7 @@ async def test_a_client_connects_over_a_round_trip_of_400_ms() -> None:
 
 async def test_an_error_in_a_stream_follows_the_messages_sent_before() -> None:
     async with serving() as (_, channel):
-        call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
+        call: Any = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
             verifier_pb2.GenerateTokensRequest()
         )
         assert (await call.read()).token_ids == [1]
@@ -91,7 +91,7 @@ async def test_an_unexpected_exception_is_internal_and_hides_its_text(
     caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     async with serving(Failing(ZeroDivisionError("a user's secret"))) as (_, channel):
-        answer: Any = channel.stream_stream(f"/outrider.v1.VerifierService/{method}")
+        answer: Any = channel.stream_stream(f"/outrider.v1.VerifierService/{method}", None, None)
         call = answer([b""])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
@@ -115,7 +115,9 @@ METHODS = [
 
 def failure(status: bytes) -> grpc.aio.AioRpcError:
     trailing = grpc.aio.Metadata(("grpc-status-details-bin", status))
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, "away")
+    return grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, "away", None
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", quick)
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", lenient)
     async with serving() as (_, channel):
-        call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
+        call: Any = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
             verifier_pb2.GenerateTokensRequest(max_tokens=20)
         )
         assert (await call.read()).token_ids == [1]
@@ -187,7 +189,7 @@ async def test_both_ends_notice_a_peer_that_vanishes(
         link.forward((HOST, 0), (HOST, server.ports[0])) as port,
         rpc.dial(f"{HOST}:{port}") as channel,
     ):
-        call: Any = verifier_pb2_grpc.VerifierServiceStub(channel).StreamDrafts()
+        call: Any = verifier_pb2_grpc.VerifierServiceStub(channel).StreamDrafts(None)
 
         async def talk() -> None:
             while True:
@@ -230,14 +232,16 @@ async def test_the_error_names_an_address_that_cannot_be_bound() -> None:
 async def ask_reflection(
     channel: grpc.aio.Channel, version: str, **question: str
 ) -> reflection_pb2.ServerReflectionResponse:
-    call = channel.stream_stream(
+    method: Any = channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
         response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-    )()
+    )
+    call = method()
     await call.write(reflection_pb2.ServerReflectionRequest(**question))
     await call.done_writing()
-    return await call.read()
+    response: reflection_pb2.ServerReflectionResponse = await call.read()
+    return response
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
@@ -311,7 +315,7 @@ async def test_an_unknown_method_is_refused_for_good() -> None:
             "/grpc.health.v1.Health/List",
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary(method)(b"")
+                await channel.unary_unary(method, None, None)(b"")
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
             error = rpc_errors.error_of(caught.value)
             assert (error.reason, error.retry) == (Reason.ROUTE_NOT_FOUND, Retry.NEVER)

@@ -78,7 +78,7 @@ def test_a_worker_that_waits_for_ever_is_killed_too(worker: Worker) -> None:
 def test_a_hanging_worker_delays_no_other(source: WorkerSource, worker: Worker) -> None:
     """Otherwise this would take as long as the hanging worker may."""
     worker.start()
-    worker._forked[1].send_bytes(SECONDS.pack(LONG_S) + b"hang")  # type: ignore[index]
+    worker._forked[1].send_bytes(SECONDS.pack(LONG_S) + b"hang")
     other = Worker(source)
     assert other.call(b"say there", LONG_S) == b"> there"
     other.kill()

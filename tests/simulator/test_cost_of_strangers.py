@@ -9,8 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-
-from tests.simulator.policies import speed
+from policies import speed
 
 GOOD = {"name": "good", "acceptance": 0.8}
 SECONDS = 6.0

@@ -7,8 +7,7 @@ prompts share forwards, and any disturbance loses that advantage for good.
 from typing import Any
 
 import pytest
-
-from tests.simulator.policies import speed
+from policies import speed
 
 pytestmark = pytest.mark.slow
 

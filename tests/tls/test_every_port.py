@@ -210,7 +210,7 @@ async def talk(made: Served) -> None:
             plain = {"accept-encoding": "identity"}
             got = await client.get("/metrics", headers=plain, extensions=names)
             assert got.status_code == 200
-    files = (None, None, None)
+    files: tuple[Path | None, Path | None, Path | None] = (None, None, None)
     if operator is not None:
         files = (operator.cert, operator.key, operator.ca)
     address = f"127.0.0.1:{wires['drafter health']}"

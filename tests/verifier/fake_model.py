@@ -176,7 +176,7 @@ class ScriptedDrafter:
         self.ahead: dict[int, list[int]] = {}
         """Its guesses behind that length which no verdict contradicts."""
         fields = {"max_draft_tokens": 16, **hello}
-        introduction = Hello(name, family, "f", **fields)  # type: ignore[arg-type]
+        introduction = Hello(name, family, "f", **fields)
         self.handle: Drafter = engine.drafting.join(introduction, self._sink, trusted=trusted)
 
     def _sink(self, message: StepBatch | OutriderError) -> None:

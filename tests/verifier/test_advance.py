@@ -69,7 +69,7 @@ def test_a_post_wakes_a_sleeping_engine_and_a_stop_follows_earlier_posts() -> No
     done = threading.Event()
 
     def collect(chunk: object) -> None:
-        client(chunk)  # type: ignore[arg-type]
+        client(chunk)
         if len(client.tokens) == 5:
             done.set()
 

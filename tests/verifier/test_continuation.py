@@ -71,8 +71,8 @@ def guess(model: TableModel, sequence: Sequence, *, sampled: bool) -> Proposal:
     distributions: list[SparseDistribution | None] = []
     for _ in range(3):
         logits = model.table[text[max(len(text) - 2, 0)], text[-1]].numpy()
-        probs = np.exp(logits + rng.normal(size=VOCAB))
-        probs = np.float32(probs / probs.sum()).astype(np.float64)
+        weights = np.exp(logits + rng.normal(size=VOCAB))
+        probs = (weights / weights.sum()).astype(np.float32).astype(np.float64)
         distributions.append(SparseDistribution(np.arange(VOCAB), probs / probs.sum()))
         drawn = probs.cumsum().searchsorted(rng.random() * probs.sum(), "right")
         text.append(int(drawn if sampled else probs.argmax()))

@@ -13,7 +13,7 @@ from outrider.protocol.messages import SpeculationOptions, TokenRequest
 
 def request(prompt: list[int], max_tokens: int, **changes: object) -> TokenRequest:
     """A greedy request with some fields changed."""
-    return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)  # type: ignore[arg-type]
+    return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)
 
 
 def test_when_a_drafter_leaves_another_of_its_family_takes_over() -> None:

@@ -20,7 +20,7 @@ PROMPT = st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12)
 
 def request(prompt: list[int], max_tokens: int = 20, **changes: object) -> TokenRequest:
     """A greedy request with some fields changed."""
-    return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)  # type: ignore[arg-type]
+    return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)
 
 
 def test_a_wrong_draft_costs_nothing_but_the_step() -> None:

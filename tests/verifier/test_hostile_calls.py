@@ -17,6 +17,7 @@ import pytest_asyncio
 from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from hostile_messages import fuzzing, wire
@@ -73,7 +74,7 @@ METHODS = [
 ]
 REQUESTS = {
     method.name: st.lists(
-        wire(method.input_type._concrete_class, VALID.get(method.name)),
+        wire(GetMessageClass(method.input_type), VALID.get(method.name)),
         min_size=1,
         max_size=4 if method.client_streaming else 1,
     )
@@ -154,7 +155,11 @@ def aimed(data: bytes, opened: drafts_pb2.Opened) -> bytes:
         request = verifier_pb2.StreamDraftsRequest.FromString(data)
     except DecodeError:
         return data
-    for part in (*request.drafts.proposals, *request.drafts.skips):
+    parts: list[drafts_pb2.Proposal | drafts_pb2.Skip] = [
+        *request.drafts.proposals,
+        *request.drafts.skips,
+    ]
+    for part in parts:
         if part.sequence_id <= 12:
             part.sequence_id = opened.sequence_id
         if part.base_length <= 12:
@@ -179,7 +184,7 @@ async def end(drafter: RawDrafter) -> None:
         await drafter.call.done_writing()
     try:
         async with asyncio.timeout(20):
-            while await drafter.call.read() is not grpc.aio.EOF:
+            while await drafter.call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]  # grpc-stubs lack it
                 pass
     except grpc.aio.AioRpcError as failure:
         check_clear(failure)

@@ -50,7 +50,7 @@ def test_a_fault_in_processing_a_message_costs_its_sender_alone(
     engine.drain_inbox()
     unlucky.propose(sequence.id, [1])
     # No message from the wire has such a token; it stands for a fault of our own.
-    unlucky.send(Proposal(sequence.id, 2, [[]]))  # type: ignore[list-item]
+    unlucky.send(Proposal(sequence.id, 2, [[]]))
     assert unlucky.error is not None
     assert unlucky.error.reason is Reason.INTERNAL
     assert "TypeError" in caplog.text

@@ -253,7 +253,7 @@ def test_a_tenants_budget_is_that_of_five_requests_and_comes_back() -> None:
     for tenant in ["a"] * 8 + ["b"]:
         asked = request(SamplingParams(0.0), tenant=tenant)
         sequence = engine.submit(asked, Client(), matcher=Alternating())
-        work = sequence.mask_work = MaskWork(lambda: None, NO_DRAFT, "")  # type: ignore[arg-type, return-value]
+        work = sequence.mask_work = MaskWork(lambda: None, NO_DRAFT, "")  # type: ignore[return-value]
         spent(work, 0.92)
         error = budget.error(sequence)
         budget.charge(sequence, work)
@@ -261,7 +261,7 @@ def test_a_tenants_budget_is_that_of_five_requests_and_comes_back() -> None:
     assert ends == {"a goes on": 5, "a RATE_LIMIT_EXCEEDED": 3, "b goes on": 1}
     now = 100.0
     sequence = engine.submit(request(SamplingParams(0.0), tenant="a"), Client())
-    sequence.mask_work = MaskWork(lambda: None, NO_DRAFT, "")  # type: ignore[arg-type, return-value]
+    sequence.mask_work = MaskWork(lambda: None, NO_DRAFT, "")  # type: ignore[return-value]
     spent(sequence.mask_work, 0.92)
     assert budget.error(sequence) is None
 
@@ -289,8 +289,8 @@ def test_a_failing_matcher_ends_its_sequence_alone() -> None:
 def test_one_tenants_masks_in_progress_delay_neither_another_tenants_nor_slow_ones() -> None:
     lanes = Threads()
     release = threading.Event()
-    stuck = [MaskWork(lambda: release.wait(60), NO_DRAFT, "") for _ in range(4)]  # type: ignore[arg-type, return-value]
-    quick = [MaskWork(lambda: None, NO_DRAFT, "") for _ in range(2)]  # type: ignore[arg-type, return-value]
+    stuck = [MaskWork(lambda: release.wait(60), NO_DRAFT, "") for _ in range(4)]  # type: ignore[return-value]
+    quick = [MaskWork(lambda: None, NO_DRAFT, "") for _ in range(2)]  # type: ignore[return-value]
     lanes.begin(stuck[:2], "a")
     for work in stuck[2:]:
         lanes.begin_slow(work, "a")

@@ -80,7 +80,7 @@ def test_relaxed_acceptance_takes_the_likeliest_few_within_delta() -> None:
 def draft(
     tokens: list[int], rule: AcceptanceRule, temperature: float = 1.0, **more: object
 ) -> Draft:
-    return Draft(Context(SamplingParams(temperature), [0], 1, tokens), 7, rule, **more)  # type: ignore[arg-type]
+    return Draft(Context(SamplingParams(temperature), [0], 1, tokens), 7, rule, **more)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -75,7 +75,7 @@ async def calling(verifier: Verifier) -> AsyncIterator[Any]:
     [port] = await server.start("127.0.0.1:0")
     try:
         async with asyncio.timeout(60.0), rpc.dial(f"127.0.0.1:{port}") as channel:
-            yield TokenStreamServiceStub(channel).StreamTokens()
+            yield TokenStreamServiceStub(channel).StreamTokens(None)
     finally:
         await server.stop(0.0)
 

@@ -63,7 +63,7 @@ class Rig:
         """The drafts that pay at these prices; a sequence's chain where trees are no use."""
         depths = {sequence.id: depth for sequence in self.sequences}
         plan = {"draft_tokens": depths, "token_prices": prices, **plan}
-        found = grow_trees(lambda: self.sequences, Plan(**plan), lambda: room)  # type: ignore[arg-type]
+        found = grow_trees(lambda: self.sequences, Plan(**plan), lambda: room)
         return [
             (found.get(sequence.id) or best_chain(sequence, depth))[1]
             for sequence in self.sequences

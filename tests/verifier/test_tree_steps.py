@@ -206,7 +206,7 @@ def run_fixed(tree: DraftTree, truth: list[int], **request: object) -> list[Toke
     """The chunks of a request behind [1, 2] whose first step verifies the tree."""
     engine, _ = make_engine(eos_bias=-99)
     client = Client()
-    asked = TokenRequest([1, 2], len(truth), GREEDY, **request)  # type: ignore[arg-type]
+    asked = TokenRequest([1, 2], len(truth), GREEDY, **request)
     engine.submit(asked, client)
     Fixed(engine, tree)
     finish(engine)

@@ -8,7 +8,15 @@ import pytest
 
 from outrider.errors import OutriderError
 from outrider.process.telemetry import NO_SPAN
-from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, Skip, StepBatch
+from outrider.protocol.draft_messages import (
+    DraftBatch,
+    Hello,
+    Opened,
+    Proposal,
+    Skip,
+    StepBatch,
+    Verdict,
+)
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import PauseReason, SamplingParams, TokenRequest
 from outrider.protocol.model_info import Placement
@@ -145,7 +153,10 @@ def windows(hub: TestHub) -> set[int]:
     step(hub, "a", 5, 1, hub.right[1:])
     step(hub, "a", 10, 1, hub.right[6:])
     batches = [message for message in hub.told if isinstance(message, StepBatch)]
-    told = [each.window for batch in batches for each in (*batch.opened, *batch.verdicts)]
+    asked: list[Opened | Verdict] = []
+    for batch in batches:
+        asked += [*batch.opened, *batch.verdicts]
+    told = [each.window for each in asked]
     return {window.depth for window in told if window is not None}
 
 

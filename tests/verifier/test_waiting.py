@@ -12,6 +12,7 @@ from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outbox import Delivery
 from verifier_svc.policy.goodput import goodput
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.sequence import Assignment, Sequence
@@ -45,7 +46,7 @@ def after_one_step(
 ) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
     """A greedy request after one step of `forward_s`, which committed a draft token and its own."""
     engine, model = make_engine(eos_bias=-99, clock=clock)
-    drafter = ScriptedDrafter(engine, **hello)  # type: ignore[arg-type]  # of Hello's own types
+    drafter = ScriptedDrafter(engine, **hello)
     sequence = engine.submit(TokenRequest([1], max_tokens, GREEDY), Client())
     slow_forward(model, clock, forward_s)
     engine.drain_inbox()
@@ -172,16 +173,16 @@ def test_with_always_draft_a_step_has_the_drafts_of_all_its_drafters(
             drafter.propose(sequence.id, truth[done : done + count], anew=True)
             drafter.skip(sequence.id)
 
-    def answer_later(deliveries: list[object]) -> None:
-        deliver(deliveries)  # type: ignore[arg-type]
-        for sink, message in deliveries:  # type: ignore[misc]
+    def answer_later(deliveries: list[Delivery]) -> None:
+        deliver(deliveries)
+        for sink, message in deliveries:
             if isinstance(message, StepBatch):
                 mine, seconds, count = (
                     (quick, 0.001, 1) if sink == quick.handle.sink else (slow, 0.03, 4)
                 )
                 clock.after(seconds, partial(engine.post, partial(answer, mine, count)))
 
-    engine.outbox._deliver = answer_later  # type: ignore[assignment]
+    engine.outbox._deliver = answer_later
     client = Client()
     sequence = engine.submit(TokenRequest([1, 2], 24, GREEDY), client)
     sequence.assignments["quick"].rate = AcceptanceRate(quick_rate, 4)
@@ -213,18 +214,18 @@ def test_a_prompt_answer_is_waited_for_and_used(clock: VirtualClock) -> None:
     truth = model.greedy([1, 2], 60)
     deliver = engine.outbox._deliver
 
-    def answer_soon(deliveries: list[object]) -> None:
-        deliver(deliveries)  # type: ignore[arg-type]
+    def answer_soon(deliveries: list[Delivery]) -> None:
+        deliver(deliveries)
 
         def answer() -> None:
             done = len(sequence.tokens) - 2
             if sequence.id in engine.sequences and done < 55:
                 drafter.propose(sequence.id, truth[done : done + 4], anew=True)
 
-        if any(isinstance(argument, StepBatch) for _, argument in deliveries):  # type: ignore[misc]
+        if any(isinstance(argument, StepBatch) for _, argument in deliveries):
             clock.after(0.004, lambda: engine.post(answer))
 
-    engine.outbox._deliver = answer_soon  # type: ignore[assignment]
+    engine.outbox._deliver = answer_soon
     sequence = engine.submit(TokenRequest([1, 2], 60, GREEDY), client)
     clock.finish(engine)
     assert client.tokens == truth

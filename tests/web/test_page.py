@@ -209,7 +209,7 @@ async def test_the_page_is_accessible_in_each_theme_and_width(
 ) -> None:
     context = await browser.new_context(
         viewport={"width": width, "height": 800},
-        color_scheme=scheme,  # type: ignore[arg-type]  # it is one of the allowed strings
+        color_scheme=scheme,
     )
     page = await context.new_page()
     await page.goto(site.url)

@@ -68,7 +68,7 @@ async def test_a_thought_content_and_calls_are_apart(
     answers(thinker, ANSWER, "It rains.", chunk=chunk)
     context = await browser.new_context(
         viewport={"width": width, "height": 800},
-        color_scheme=scheme,  # type: ignore[arg-type]  # it is one of the allowed strings
+        color_scheme=scheme,
     )
     page = await context.new_page()
     await page.goto(thinker.gateway.http_url)
