@@ -9,7 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.protocol.limits import MAX_BATCH_ENTRIES, MAX_PROPOSAL_TOKENS, SUM_TOLERANCE
+from outrider.protocol.limits import (
+    MAX_BATCH_ENTRIES,
+    MAX_BATCH_TOKENS,
+    MAX_PROPOSAL_TOKENS,
+    SUM_TOLERANCE,
+)
 from outrider.v1 import drafts_pb2
 
 # Messages for a sequence may arrive this long after the verifier closed it.
@@ -101,6 +106,8 @@ class Ledger:
         """Record a message of the drafter and check it."""
         if len(batch.proposals) + len(batch.skips) > MAX_BATCH_ENTRIES:
             self._complain("valid-tokens", f"a message has more than {MAX_BATCH_ENTRIES} entries")
+        if sum(len(proposal.token_ids) for proposal in batch.proposals) > MAX_BATCH_TOKENS:
+            self._complain("valid-tokens", f"a message has more than {MAX_BATCH_TOKENS} tokens")
         for proposal in batch.proposals:
             known = self._known(proposal.sequence_id, proposal.base_length)
             if known is not None:

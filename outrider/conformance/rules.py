@@ -53,7 +53,8 @@ RULES: dict[str, Rule] = {
         "It is the number of committed tokens that you know, from Opened and verdicts.",
     ),
     "valid-tokens": Rule(
-        "A proposal has 1 to 1024 tokens, all below vocab_size, and a message 4096 entries.",
+        "A proposal has 1 to 1024 tokens, all below vocab_size; a message has at most 4096 entries"
+        " and 16384 tokens.",
         "Welcome.vocab_size is the limit; cut what is longer into several messages.",
     ),
     "valid-parents": Rule(

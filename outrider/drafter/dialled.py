@@ -16,6 +16,7 @@ from outrider.process import rpc, rpc_errors
 from outrider.process.clock import Clock, monotonic
 from outrider.process.tls import Tls, explain
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
+from outrider.protocol.limits import MAX_BATCH_TOKENS
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model
@@ -177,15 +178,26 @@ class _Call:
 
 
 def _messages(batch: DraftBatch) -> Iterator[DraftBatch]:
-    """Split a batch into messages of at most 512 entries.
+    """Split a batch into messages of at most 512 entries and MAX_BATCH_TOKENS tokens.
 
     A batch that fits stays whole, because the verifier divides the drafting time of a message by
     its longest run.
     """
-    if len(batch.proposals) + len(batch.skips) <= _MAX_MESSAGE_ENTRIES:
+    token_count = sum([len(proposal.token_ids) for proposal in batch.proposals])
+    entry_count = len(batch.proposals) + len(batch.skips)
+    if entry_count <= _MAX_MESSAGE_ENTRIES and token_count <= MAX_BATCH_TOKENS:
         yield batch
         return
-    for first in range(0, len(batch.proposals), _MAX_MESSAGE_ENTRIES):
-        yield DraftBatch(batch.proposals[first : first + _MAX_MESSAGE_ENTRIES])
+    part = DraftBatch()
+    room = MAX_BATCH_TOKENS
+    for proposal in batch.proposals:
+        room -= len(proposal.token_ids)
+        if room < 0 or len(part.proposals) == _MAX_MESSAGE_ENTRIES:
+            yield part
+            part = DraftBatch()
+            room = MAX_BATCH_TOKENS - len(proposal.token_ids)
+        part.proposals.append(proposal)
+    if part.proposals:
+        yield part
     for first in range(0, len(batch.skips), _MAX_MESSAGE_ENTRIES):
         yield DraftBatch(skips=batch.skips[first : first + _MAX_MESSAGE_ENTRIES])

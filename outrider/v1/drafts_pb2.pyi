@@ -685,7 +685,7 @@ class DraftBatch(_message.Message):
     SKIPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]:
-        """Guesses, applied in order. With the skips at most 4096 entries."""
+        """Guesses, applied in order. With the skips at most 4096 entries, and at most 16384 tokens."""
 
     @_builtins.property
     def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Skip]:

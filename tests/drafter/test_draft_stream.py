@@ -22,7 +22,9 @@ from outrider.protocol.draft_messages import (
     StepBatch,
     Verdict,
 )
+from outrider.protocol.limits import MAX_BATCH_TOKENS
 from outrider.protocol.model_info import Stage
+from outrider.protocol.wire.drafts import drafts_from_proto, drafts_to_proto
 
 
 async def test_it_says_hello_and_drafts_ahead_up_to_the_window(
@@ -199,3 +201,16 @@ def test_drafts_and_skips_are_one_message_where_they_fit() -> None:
     assert list(dialled._messages(batch)) == [batch]
     parts = list(dialled._messages(DraftBatch(batch.proposals, [*batch.skips, Skip(3, 2)])))
     assert [len(part.proposals) + len(part.skips) for part in parts] == [300, 213]
+
+
+def test_a_batch_is_divided_into_messages_that_the_verifier_accepts() -> None:
+    """Deep windows of many sequences hold more tokens than a message may have."""
+    sizes = [1024, 1, 700, 1024] * 200
+    proposals = [Proposal(i, 2, [5] * size) for i, size in enumerate(sizes)]
+    skips = [Skip(i, 2) for i in range(600)]
+    parts = list(dialled._messages(DraftBatch(proposals, skips)))
+    for part in parts:
+        assert drafts_from_proto(drafts_to_proto(part), 10) == part
+    assert [each for part in parts for each in part.proposals] == proposals
+    assert [each for part in parts for each in part.skips] == skips
+    assert len(parts) < 2 * sum(sizes) / MAX_BATCH_TOKENS

@@ -250,3 +250,16 @@ def test_the_error_of_a_malformed_proposal_states_the_limit(
     assert caught.value.field is not None
     assert caught.value.field.startswith("drafts.proposals[1].")
     assert caught.value.message.startswith(caught.value.field)
+
+
+def test_a_messages_tokens_have_a_limit_together() -> None:
+    full = [d.Proposal(1, 5, [0] * 1024)] * 16
+    batch = wire_drafts.drafts_to_proto(d.DraftBatch(full))
+    assert len(wire_drafts.drafts_from_proto(batch, VOCAB).proposals) == 16
+    batch.proposals.add(sequence_id=1, base_length=5, token_ids=[0])
+    with pytest.raises(OutriderError) as caught:
+        wire_drafts.drafts_from_proto(batch, VOCAB)
+    assert caught.value.reason is Reason.PROTOCOL_VIOLATION
+    assert caught.value.message == (
+        "drafts.proposals must hold at most 16384 tokens together, not 16385"
+    )

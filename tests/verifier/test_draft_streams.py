@@ -3,8 +3,10 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from fake_model import Client, make_engine
 from waiting import until
@@ -18,6 +20,7 @@ from outrider.protocol.draft_messages import (
     Hello,
     Opened,
     Proposal,
+    SparseDistribution,
     StepBatch,
     Verdict,
     Window,
@@ -26,7 +29,7 @@ from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenR
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model
-from outrider.v1 import verifier_pb2
+from outrider.v1 import drafts_pb2, verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import drafter_streams, unread_steps
 
@@ -108,13 +111,14 @@ class Listener:
 
 
 FLOOD_MESSAGES = 200
+SERVED = ModelInfo("fake", Stage.READY, "serving", "f", 64, 64)
 
 
 class Flood:
     """A drafter that introduces itself and, after `go`, sends many messages of stale drafts."""
 
     def __init__(self) -> None:
-        drafts = wire_drafts.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 100)] * 500))
+        drafts = wire_drafts.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 30)] * 500))
         self.message = verifier_pb2.StreamDraftsRequest(drafts=drafts)
         self.go = asyncio.Event()
         self.all_sent = asyncio.Event()
@@ -146,7 +150,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
 
     thread = EngineThread(lambda deliver: engine)
     await thread.built
-    info = ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64)
+    info = replace(SERVED, vocab_size=model.vocab_size)
     stream = drafter_streams.DrafterStream(
         thread, flood.requests(), cast(Any, Listener()), wire_model.model_to_proto(info)
     )
@@ -175,3 +179,27 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     await thread.stop()
+
+
+async def test_the_event_loop_does_not_check_a_large_messages_distributions() -> None:
+    """Checking each of 16,384 distributions takes some 10 µs, and every client waits."""
+    checked_by: list[threading.Thread] = []
+    convert = wire_drafts.drafts_from_proto
+
+    def watched(proto: drafts_pb2.DraftBatch, vocab_size: int) -> DraftBatch:
+        checked_by.append(threading.current_thread())
+        return convert(proto, vocab_size)
+
+    stream = drafter_streams.DrafterStream(
+        cast(Any, None), cast(Any, None), cast(Any, Listener()), wire_model.model_to_proto(SERVED)
+    )
+    sure = SparseDistribution(np.array([5]), np.array([1.0]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire_drafts, "drafts_from_proto", watched)
+        for count in (1, 1024):
+            proposal = Proposal(1, 1, [5] * count, [], [sure] * count)
+            proto = wire_drafts.drafts_to_proto(DraftBatch([proposal]))
+            assert await stream._checked(proto, proto.ByteSize()) == DraftBatch([proposal])
+    small, large = checked_by
+    assert small is threading.current_thread()
+    assert large is not small

@@ -19,7 +19,7 @@ from verifier_svc.metrics import Metrics
 from verifier_svc.policy.pauses import pause_reason
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
-from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
+from verifier_svc.state.drafter import Drafter, held_bytes
 from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_siblings
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.trie import Trie
@@ -109,7 +109,7 @@ class DraftExchange:
 
     def drain(self, drafter: Drafter, byte_count: int) -> None:
         """Assign no more sequences to a drafter that is about to leave."""
-        drafter.taken_bytes += byte_count + MESSAGE_BYTES
+        drafter.taken_bytes += held_bytes(byte_count)
         drafter.draining = True
 
     def reject(self, drafter: Drafter, error: OutriderError) -> None:
@@ -172,7 +172,7 @@ class DraftExchange:
         at = self._clock() if arrived_at is None else arrived_at
         is_timed = drafter.round_trip.value > 0.0
         drafter.busy_until = max(drafter.busy_until, at) if is_timed else at
-        drafter.taken_bytes += byte_count + MESSAGE_BYTES
+        drafter.taken_bytes += held_bytes(byte_count, batch)
         if self.roster.connected.get(drafter.id) is not drafter:
             return
         self._metrics.received(drafter, byte_count)
@@ -193,7 +193,7 @@ class DraftExchange:
 
     def ignore(self, drafter: Drafter, byte_count: int) -> None:
         """Count a message of a kind that only a later version knows."""
-        drafter.taken_bytes += byte_count + MESSAGE_BYTES
+        drafter.taken_bytes += held_bytes(byte_count)
         self._metrics.ignored(drafter)
 
     def note_pauses(self, sequences: Iterable[Sequence]) -> None:

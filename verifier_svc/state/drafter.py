@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
-from outrider.protocol.draft_messages import Hello, StepBatch
+from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SiblingRates
 from verifier_svc.state.acceptance_watch import AcceptanceWatch
@@ -31,8 +31,18 @@ _WRONG_STEPS = 4
 LONG_MEMORY = 0.99
 # Weight of the newest answer in a drafter's `answer_rate`.
 _RECENT_ANSWER = 0.05
-# Memory that a message takes besides its size on the wire.
-MESSAGE_BYTES = 1024
+# Memory that a message takes besides its size on the wire, and that each of its tokens takes.
+_MESSAGE_BYTES = 1024
+_TOKEN_BYTES = 16
+
+
+def held_bytes(byte_count: int, batch: DraftBatch | None = None) -> int:
+    """About the memory of a received message, of `byte_count` on the wire, for the engine.
+
+    The engine's time for a batch grows with its tokens, so this bounds that time too.
+    """
+    token_count = sum([len(each.token_ids) for each in batch.proposals]) if batch else 0
+    return byte_count + _MESSAGE_BYTES + _TOKEN_BYTES * token_count
 
 
 def target_cores(device: str, thread_count: int) -> frozenset[int] | None:
@@ -85,7 +95,7 @@ class Drafter:
     """When it should have filled its windows (seconds)."""
     draining: bool = False
     taken_bytes: int = 0
-    """Bytes of its messages that the engine has processed, `MESSAGE_BYTES` added for each."""
+    """The `held_bytes` of its messages that the engine has processed."""
     right_guesses: int = 0
     """Drafts whose first token was right, at most `_TEST_GUESSES`."""
     proven: bool = False

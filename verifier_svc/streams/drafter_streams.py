@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,11 +18,11 @@ from google.protobuf.message import Message
 from outrider.errors import OutriderError, Reason
 from outrider.process.roles import Peer, Role
 from outrider.process.tasks import until_first_end
-from outrider.protocol.draft_messages import Hello, StepBatch, Welcome
+from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2, verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
-from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
+from verifier_svc.state.drafter import Drafter, held_bytes
 from verifier_svc.streams.unread_steps import UnreadSteps
 
 _HELLO_S = 10.0
@@ -31,6 +32,9 @@ _MAX_MESSAGE_BYTES = 2 * 2**20
 # the stream stops reading beyond this, and further messages wait at the drafter.
 _MAX_UNTAKEN_BYTES = 2**20
 _POLL_S = 0.005
+# The distributions of a larger message take longer to check than other streams may wait.
+_QUICK_BYTES = 8192
+_CHECKS = ThreadPoolExecutor(1, "draft checks")
 
 _Entry = TypeVar("_Entry", bound=Message)
 Requests = AsyncIterator[verifier_pb2.StreamDraftsRequest]
@@ -149,9 +153,9 @@ class DrafterStream:
                 await asyncio.sleep(_POLL_S)
             kind = request.WhichOneof("message")
             size = request.ByteSize()
-            read_bytes += size + MESSAGE_BYTES
-            if kind == "drafts":
-                batch = wire_drafts.drafts_from_proto(request.drafts, self._model.vocab_size)
+            batch = await self._checked(request.drafts, size) if kind == "drafts" else None
+            read_bytes += held_bytes(size, batch)
+            if batch is not None:
                 engine.post(partial(drafting.on_drafts, drafter, batch, size, arrived_at))
             elif kind is None:
                 # Only a later version knows this kind of message.
@@ -160,6 +164,16 @@ class DrafterStream:
                 engine.post(partial(drafting.drain, drafter, size))
             else:
                 raise _violation("Hello comes first and only once")
+
+    async def _checked(self, proto: drafts_pb2.DraftBatch, size: int) -> DraftBatch:
+        """The drafts of a message of `size` bytes. One thread converts the large messages.
+
+        Raises OutriderError(PROTOCOL_VIOLATION).
+        """
+        convert = partial(wire_drafts.drafts_from_proto, proto, self._model.vocab_size)
+        if size <= _QUICK_BYTES:
+            return convert()
+        return await asyncio.get_running_loop().run_in_executor(_CHECKS, convert)
 
     async def _write(self) -> None:
         while (step := await self._unread.get()) is not None:

@@ -16,6 +16,7 @@ from outrider.protocol import messages as m
 from outrider.protocol.checks import check_ids, check_name
 from outrider.protocol.limits import (
     MAX_BATCH_ENTRIES,
+    MAX_BATCH_TOKENS,
     MAX_DISTRIBUTION_ENTRIES,
     MAX_DRAFT_SECONDS,
     MAX_DRAFT_TOKENS,
@@ -150,6 +151,10 @@ def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> d.DraftB
     """
     if len(proto.proposals) + len(proto.skips) > MAX_BATCH_ENTRIES:
         raise _violation("drafts", f"must hold at most {MAX_BATCH_ENTRIES} proposals and skips")
+    token_count = sum([len(proposal.token_ids) for proposal in proto.proposals])
+    if token_count > MAX_BATCH_TOKENS:
+        message = f"must hold at most {MAX_BATCH_TOKENS} tokens together, not {token_count}"
+        raise _violation("drafts.proposals", message)
     proposals = []
     for index, proposal in enumerate(proto.proposals):
         try:
