@@ -1,10 +1,13 @@
 """Intake: drafters get a sequence once it leaves the queue, and prompts keep their share."""
 
+from functools import partial
+
 from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SpeculationOptions, TokenRequest
 from verifier_svc.engine.config import EngineConfig
+from verifier_svc.engine.intake import Inbox
 
 
 def opened_ids(drafter: ScriptedDrafter) -> list[int]:
@@ -54,3 +57,21 @@ def test_deep_drafts_leave_room_for_a_prompt() -> None:
     # The prompt gets a quarter of the step. Drafts fill the rest, but for one token a sequence.
     assert prompt.num_uncomputed_tokens == 40 - 8
     assert sum(sequence.stats.draft_token_count for sequence in decoding) == 32 - 6 - 8
+
+
+def test_work_that_is_posted_meanwhile_does_not_delay_the_next_step() -> None:
+    """A drafter may post messages as fast as the engine can process them."""
+    inbox = Inbox()
+    done: list[str] = []
+
+    def flood() -> None:
+        done.append("message")
+        assert len(done) < 100
+        inbox.post(flood)
+
+    inbox.post(flood)
+    inbox.post(partial(done.append, "request"))
+    inbox.run_all()
+    assert done == ["message", "request"]
+    inbox.run_all()
+    assert done == ["message", "request", "message"]

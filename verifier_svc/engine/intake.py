@@ -45,8 +45,12 @@ class Inbox:
         self.stopped = True
 
     def run_all(self) -> None:
-        """Run all posted work; an exception of the work goes to the caller."""
-        while self._work:
+        """Run the work posted so far; an exception of the work goes to the caller.
+
+        Work posted meanwhile waits for the next call, so that drafters whose messages arrive faster
+        than the engine takes them cannot keep it from its next step.
+        """
+        for _ in range(len(self._work)):
             self._work.popleft()()
 
     def wait(self, seconds: float | None) -> None:
