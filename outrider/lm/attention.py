@@ -112,7 +112,7 @@ class LayerCache:
         if self.shape is None:
             raise RuntimeError("allocate before the trial forward")
         size = (page_count, page_size, self.shape.heads)
-        # Zeros, because the mask hides the scores of unwritten pages but not 0 * NaN.
+        # Zeros, because masks hide the scores of slots without a token but not 0 * NaN.
         keys = torch.zeros(*size, self.shape.key_size, dtype=dtype, device=device)
         values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
         self._store = _Store(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
@@ -282,7 +282,11 @@ def _contiguous_view(cache: torch.Tensor, slots: slice) -> torch.Tensor:
 def _gather(cache: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
     """Copy the group's keys or values from the cache, [B, heads, keys, size]."""
     pages = cache.index_select(0, group.block_table_BP.flatten())
-    return pages.view(group.shape[0], -1, *pages.shape[2:])[:, : group.key_count].transpose(1, 2)
+    gathered = pages.view(group.shape[0], -1, *pages.shape[2:])[:, : group.key_count]
+    if group.unwritten_BK is not None:
+        # Earlier sequences may have left NaN there, and the mask does not hide 0 * NaN.
+        gathered.masked_fill_(group.unwritten_BK[:, :, None, None], 0)
+    return gathered.transpose(1, 2)
 
 
 def _soft_capped(

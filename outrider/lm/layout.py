@@ -150,6 +150,15 @@ class AttentionGroup:
         """Page numbers, padded with page 0, which the mask hides."""
         return self._layout.block_table(self._slices)
 
+    @cached_property
+    def unwritten_BK(self) -> torch.Tensor | None:
+        """True for the keys behind each slice's last token, [B, keys]; None if there are none."""
+        ends = [part.end for part in self._slices]
+        if min(ends) == self.key_count:
+            return None
+        ends_B1 = self._layout.tensor(ends)[:, None]
+        return torch.arange(self.key_count, device=ends_B1.device) >= ends_B1
+
     def _padded(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return a row of numbers for each slice; the last number is repeated up to Q."""
         longest = self.shape[1]

@@ -93,7 +93,7 @@ class Committer:
         A prompt's tokens stay in the cache except the last token, whose logits are needed again.
         """
         kv = scheduled.sequence.kv
-        if not scheduled.scored:
+        if not scheduled.scored and not scheduled.is_spoilt:
             kv.num_computed_tokens = scheduled.start + len(scheduled.token_ids) - 1
         self._pool.truncate(kv, kv.num_computed_tokens)
 

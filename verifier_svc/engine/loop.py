@@ -341,8 +341,23 @@ class Engine:
             if not isinstance(error, OutriderError):
                 error = OutriderError(Reason.INTERNAL, "the target's forward failed")
             return [error] * len(batch)
+        for scheduled, each in zip(batch, found, strict=True):
+            draft = scheduled.draft
+            # To drop a sampled token because of its value would bias what is drawn instead.
+            if draft.token_ids and not draft.distributions and _is_not_finite(each):
+                self._go_on_plainly(scheduled)
         pairs = zip(batch, found, strict=True)
         return [None if scheduled.is_late else each for scheduled, each in pairs]
+
+    def _go_on_plainly(self, scheduled: ScheduledSequence) -> None:
+        """Repeat a step without its draft, and draft no more for its sequence.
+
+        A model may overflow at a draft token alone. Attention does not hide that from the tokens
+        before it, because 0 * NaN is NaN. But a guess must not end a sequence.
+        """
+        scheduled.is_late = scheduled.is_spoilt = True
+        scheduled.sequence.max_draft_tokens = 0
+        self.drafting.close(scheduled.sequence)
 
     def _commit(
         self,
@@ -406,6 +421,10 @@ class Engine:
             paying = self.drafting.plan.paying
             self.planner.budget.observe(len(batch), paying, committed, seconds, baseline=baseline)
         return self.isolated_cost.estimate(len(batch), token_count)
+
+
+def _is_not_finite(found: Verified | OutriderError) -> bool:
+    return isinstance(found, OutriderError) and found.reason is Reason.LOGITS_NOT_FINITE
 
 
 def _nothing() -> None:

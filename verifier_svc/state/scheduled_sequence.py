@@ -38,6 +38,8 @@ class ScheduledSequence:
     """Tokens that the grammar allows, as in `outrider.sampling.logits.Context`."""
     is_late: bool = False
     """Whether its masks were not there in time, so that its step must be repeated."""
+    is_spoilt: bool = False
+    """Whether its draft made logits not finite. Its step must be repeated, prompt tokens too."""
 
     @property
     def logit_count(self) -> int:
