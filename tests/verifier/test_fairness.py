@@ -136,3 +136,20 @@ def test_a_sequence_that_grows_takes_pages_from_the_tenant_with_the_most() -> No
     assert small.id in engine.scheduler.running
     assert flood[-1].id not in engine.scheduler.running
     finish(engine)
+
+
+def test_a_place_is_not_taken_for_a_sequence_whose_pages_are_not_there() -> None:
+    """It would stay empty, and the preempted sequence could not come back."""
+    engine, _ = make_engine(
+        eos_bias=-99, page_count=24, page_size=4, config=EngineConfig(max_sequences=2)
+    )
+    submit(engine, "a", 2, max_tokens=30)
+    engine.step()
+    large = engine.submit(TokenRequest([2] * 94, 2, GREEDY, tenant="b"), Client())
+    for _ in range(10):
+        engine.step()
+        engine.drain_inbox()
+    assert engine.scheduler.tenants == {"a": 2}
+    assert engine.scheduler.preemption_count == 0
+    finish(engine)
+    assert len(large.tokens) == 96

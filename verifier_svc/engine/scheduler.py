@@ -285,12 +285,20 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self.waiting:
             sequence = self.waiting.first(self.tenants)
-            if not self._make_place(sequence.request.tenant):
-                break
+            loser: Sequence | None = None
+            if len(self.running) >= self._max_sequences:
+                loser = self._loser_of_place(sequence.request.tenant)
+                if loser is None:
+                    break
             # Scoring a token needs the logits before it, which the cache does not hold.
             limit = sequence.unscored.start - 1 if sequence.unscored else None
             tenant = sequence.request.tenant
             cached = self.pool.match_prefix(sequence.kv, sequence.tokens, tenant, limit)
+            if loser is not None:
+                if not self._fits_without(loser, sequence):
+                    self.pool.free(sequence.kv)
+                    break
+                self._preempt(loser)
             if not self._make_pages(sequence):
                 self.pool.free(sequence.kv)
                 break
@@ -306,20 +314,27 @@ class Scheduler:
         self.load_meter.admitted()
         return [sequence for sequence in admitted if sequence.id in self.running]
 
-    def _make_place(self, tenant: str) -> bool:
-        """Make a place free for a tenant, if it has at least two fewer than another tenant.
+    def _loser_of_place(self, tenant: str) -> Sequence | None:
+        """Whose place a tenant may take: of a tenant that has at least two more, its youngest.
 
         So the tenant that loses a place still has as many places as the tenant that gets it, and
         cannot take it back.
         """
-        if len(self.running) < self._max_sequences:
-            return True
         most, count = self.tenants.most_common(1)[0]
         if count <= self.tenants[tenant] + 1:
-            return False
+            return None
         own = [each for each in self.running.values() if each.request.tenant == most]
-        self._preempt(max(own, key=_arrival))
-        return True
+        return max(own, key=_arrival)
+
+    def _fits_without(self, loser: Sequence, sequence: Sequence) -> bool:
+        """Whether a sequence can get its pages if `loser` is preempted for its place.
+
+        Otherwise the place would stay empty.
+        """
+        missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)
+        if missing <= self.pool.free_count + len(loser.kv.pages):
+            return True
+        return bool(self._losers_of_pages(sequence))
 
     def _make_pages(self, sequence: Sequence) -> bool:
         """Reserve pages for all tokens of a sequence, if need be from tenants with more of them."""
