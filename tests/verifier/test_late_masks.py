@@ -17,6 +17,7 @@ from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.process.tenant_threads import TenantThreads
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.trie import NO_DRAFT
@@ -304,3 +305,27 @@ def test_one_tenants_masks_in_progress_delay_neither_another_tenants_nor_slow_on
     for threads in (lanes._fast, lanes._slow):
         assert isinstance(threads, TenantThreads)
         threads.close()
+
+
+def test_a_recomputed_prompt_asks_once_for_slow_masks() -> None:
+    """They were asked for before the preemption, and the text is the same."""
+    config = EngineConfig(max_batch_tokens=16)
+    engine, _ = make_engine(eos_bias=-99, config=config)
+    held = Held()
+    engine._grammar_masks = GrammarMasks(held, MaskBudget(1e9, engine.clock), engine._wake)
+    asked = TokenRequest([1, 2] * 40, 20, SamplingParams(seed=3), ignore_eos=True)
+    sequence = engine.submit(asked, Client(), matcher=Alternating())
+    sequence.mask_row_s = 0.01
+    while len(sequence.tokens) < 82:
+        engine.advance()
+        held.let_go()
+        sequence.mask_row_s = 0.01
+    engine.pool._prefix_caching = False
+    engine.scheduler._preempt(sequence)
+    engine._intake.admit()
+    begun: list[MaskWork] = []
+    while len(sequence.tokens) < 83:
+        engine.advance()
+        begun += [*held.begun, *held.slow]
+        held.let_go()
+    assert len({id(work) for work in begun}) <= 1

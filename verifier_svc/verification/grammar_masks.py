@@ -103,6 +103,9 @@ class GrammarMasks:
     def prepare(self, sequences: Iterable[SequenceState]) -> None:
         """Begin the masks of committed sequences' next step, where masks take long."""
         for sequence in sequences:
+            # A prompt that is recomputed in chunks after a preemption has them already.
+            if sequence.mask_work is not None:
+                continue
             if sequence.matcher is not None and has_slow_masks(sequence):
                 work = _work_of(sequence, NO_DRAFT, None)
                 self._lanes.begin_slow(work, sequence.request.tenant)
