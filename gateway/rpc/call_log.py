@@ -14,6 +14,7 @@ import grpc
 from gateway import access_log
 from gateway.access.interceptor import text_metadata
 from gateway.access_log import AccessLog
+from outrider.errors import OutriderError
 from outrider.process.request_id import HEADER
 from outrider.process.rpc_checks import handler_within
 
@@ -46,8 +47,10 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
         try:
             await context.send_initial_metadata(((HEADER, access.request_id),))
             yield
-        except grpc.aio.AbortError:
+        except grpc.aio.AbortError as aborted:
             status = context.code().name
+            if isinstance(cause := aborted.__context__, OutriderError):
+                access.error = cause.reason.name.lower()
             raise
         except (GeneratorExit, asyncio.CancelledError):
             status = "CANCELLED"

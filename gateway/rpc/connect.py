@@ -21,6 +21,7 @@ from protobuf.wkt import Any as PackedDetail
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway import access_log
 from gateway.http.json_size import check_size
 from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from outrider.errors import OutriderError, Reason
@@ -133,7 +134,8 @@ def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
 
 
 def _connect_error(error: OutriderError) -> ConnectError:
-    """The error with the same status and details as over gRPC."""
+    """The error with the same status and details as over gRPC; the access line gets it too."""
+    access_log.current().error = error.reason.name.lower()
     details = [
         PackedDetail(type_url=packed.type_url, value=packed.value)
         for packed in rpc_errors.status_of(error).details

@@ -21,6 +21,7 @@ from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.process import telemetry
 from outrider.v1 import generation_pb2
+from outrider.v1.generation_pb2 import GenerateTextRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -258,3 +259,13 @@ async def test_a_line_is_text_with_quoted_values_or_one_json_object() -> None:
         "trace_id": "a" * 32,
         "span_id": "b" * 16,
     }
+
+
+async def test_a_refused_call_of_grpc_has_a_line_with_its_reason(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for request in (GenerateTextRequest(), GenerateTextRequest(prompt="x", model="none")):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.generation.GenerateText(request).read()
+    found = [(line["status"], line["error"]) for line in lines(caplog)]
+    assert found == [("INVALID_ARGUMENT", "invalid_value"), ("NOT_FOUND", "model_not_found")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import struct
 from collections.abc import AsyncIterator
 
@@ -288,3 +289,14 @@ async def test_the_error_for_a_content_type_names_the_accepted_ones(
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "malformed_request")
     assert JSON in answer.json()["error"]["message"]
     assert caplog.text == ""
+
+
+async def test_the_access_line_names_a_refusals_reason(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.access")
+    await post(rig, JSON, envelope(JSON, GenerateTextRequest(prompt="x", model="none")))
+    await post(rig, JSON, framed(b"{"))
+    records = [record for record in caplog.records if record.name == "gateway.access"]
+    found = [vars(record)["fields"].get("error") for record in records]
+    assert found == ["model_not_found", "malformed_request"]
