@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.families.settings import RedisSettings
 from drafter_svc.placement import plan
 from drafter_svc.pools.keys import read_secret
-from outrider.process.check_config import check_address, check_certificate, check_model
+from outrider.process.check_config import check_address, check_certificate, check_file, check_model
 from outrider.process.roles import Role
 
 
@@ -22,6 +23,8 @@ def check(settings: DrafterSettings) -> None:
     for name in ("model", "target"):
         if model := getattr(settings, name, None):
             check_model(name, model)
+    if head := getattr(settings, "head", None):
+        check_file("head", Path(head) / "config.json")
     # A family's settings are mixed into the settings of every drafter.
     family: Any = settings
     if isinstance(family, RedisSettings) and family.redis_server() is not None:

@@ -10,7 +10,7 @@ from outrider.process.check_config import (
     check_file,
     check_model,
 )
-from outrider.process.config import need_models
+from outrider.process.config import need_models, need_vllm
 from outrider.process.roles import Role
 from verifier_svc.config import VerifierSettings
 
@@ -21,8 +21,13 @@ def check(settings: VerifierSettings) -> None:
     Weights and the device's memory show only when the target is loaded.
     """
     need_models()
+    if settings.engine == "vllm":
+        need_vllm()
     check_address("listen", settings.listen)
     check_certificate("tls", settings.tls, Role.VERIFIER)
     check_model("target", settings.target)
     for head in settings.feature_projection:
         check_file("feature-projection", Path(head) / "config.json")
+    # Only `outrider verifier` has this setting.
+    if own_head := getattr(settings, "head", None):
+        check_file("head", Path(own_head) / "config.json")

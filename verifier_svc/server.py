@@ -22,6 +22,7 @@ from outrider.lm.pages import PagePool
 from outrider.lm.runner import Bounds, ModelRunner
 from outrider.lm.weights_fingerprint import weights_fingerprint
 from outrider.process import rpc, telemetry
+from outrider.process.config import need_vllm
 from outrider.process.metrics_export import serve_metrics
 from outrider.process.process_metrics import add_process_metrics
 from outrider.process.tasks import watch
@@ -123,6 +124,7 @@ def _loader(
         return Loader(settings, servicer, metrics, own_drafter)
     if own_drafter is not None:
         raise invalid("head", "reads the native engine's states; vLLM has heads of its own")
+    need_vllm()
     from verifier_svc.vllm.loader import VllmLoader
 
     return VllmLoader(settings, servicer, metrics)

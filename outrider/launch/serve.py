@@ -22,7 +22,7 @@ from outrider.launch.serve_settings import DrafterSpec, ServeSettings
 from outrider.launch.stack_plan import Stack, plan_stack
 from outrider.launch.start_log import StartLog, start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
-from outrider.process.check_config import check_config
+from outrider.process.check_config import check_config, check_file
 from outrider.process.output import Output
 
 _LAST_WRITES_S = 1.0
@@ -47,13 +47,15 @@ def run(settings: ServeSettings) -> int:
 
 
 def _check_models(settings: ServeSettings) -> None:
-    """Raises OutriderError(MODEL_NOT_FOUND) for the first model that no process would find."""
+    """Raises OutriderError for the first model that no process would find, and for such a head."""
     from outrider.tokenizer import model_file  # loads the hub's library
 
     for model in _models(settings):
         for name in ("config.json", "tokenizer.json"):
             if model_file(model, name) is None:
                 raise OutriderError(Reason.MODEL_NOT_FOUND, f"{model} has no {name}", "target")
+    if settings.head is not None:
+        check_file("head", Path(settings.head) / "config.json")
 
 
 def _models(settings: ServeSettings) -> list[str]:

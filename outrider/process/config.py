@@ -332,6 +332,13 @@ def _problem(schema: type[Settings], details: ErrorDetails) -> str:
 MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "xgrammar", "llguidance", "jsonschema")
 
 
+def need_vllm() -> None:
+    """Raises OutriderError(INTERNAL) if vLLM is not installed."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:  # some folder named vllm is no package
+        raise OutriderError(Reason.INTERNAL, "the engine vllm needs vLLM, which is not installed")
+
+
 def need_models() -> None:
     """Raises OutriderError(INTERNAL) that names the missing libraries and the extra with them."""
     missing = [name for name in MODEL_LIBRARIES if find_spec(name) is None]

@@ -12,13 +12,13 @@ from certificates import Site
 
 import drafter_svc.__main__
 import gateway.__main__
-import verifier_svc.__main__
 from gateway.config import GatewaySettings
+from outrider.launch import verifier
 from outrider.launch.serve import run
 from outrider.launch.serve_settings import ServeSettings
+from outrider.launch.verifier import HeadVerifierSettings
 from outrider.process.config import load, parse
 from outrider.process.tls import Tls
-from verifier_svc.config import VerifierSettings
 
 ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "models/target")
@@ -30,9 +30,7 @@ def serve() -> None:
 
 COMMANDS: dict[str, Callable[[], None]] = {
     "gateway": lambda: gateway.__main__.run(parse(GatewaySettings, "gateway", sys.argv[1:])),
-    "verifier": lambda: verifier_svc.__main__.run(
-        parse(VerifierSettings, "verifier", sys.argv[1:])
-    ),
+    "verifier": lambda: verifier.run(parse(HeadVerifierSettings, "verifier", sys.argv[1:])),
     "drafter": lambda: drafter_svc.__main__.main(sys.argv[1:]),
     "serve": serve,
 }
@@ -51,8 +49,11 @@ BAD: list[tuple[str, list[str], str]] = [
     ("gateway", ["--tokenizer", "no-such-model"], "no directory no-such-model"),
     ("verifier", ["--target", "no-such-model"], "no directory no-such-model"),
     ("verifier", ["--feature-projection", "none"], "feature-projection none/config.json cannot"),
+    ("verifier", ["--head", "none"], "head none/config.json cannot be read"),
+    ("verifier", ["--engine", "vllm"], "the engine vllm needs vLLM, which is not installed"),
     ("drafter", ["--cores", "4000"], "cores must be among"),
     ("drafter", ["--model", "no-such-model"], "no directory no-such-model"),
+    ("serve", ["--head", "none"], "head none/config.json cannot be read"),
     ("serve", ["--drafter", "model=no-such-model"], "no directory no-such-model"),
 ]
 
