@@ -15,8 +15,18 @@ from gateway.generation.admission import Admission, ClientTimeout, Permit
 from gateway.generation.turns import Turns
 from outrider.errors import OutriderError
 
-PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
-"""Paths of requests for text."""
+PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+"""Paths of requests whose bodies cost memory while they arrive, and work after that."""
 
 _SCOPE_KEY = "outrider.arrival"
 # The body may say how long its caller waits.
@@ -65,7 +75,7 @@ class _Route(NamedTuple):
 
 
 class Entrance:
-    """ASGI middleware that refuses a request for text unread if there is no room for it.
+    """ASGI middleware that refuses a request with a text unread if there is no room for it.
 
     A request counts as one sequence until its body says how many choices it wants. Where the
     gateway serves several models, only the body names the model, so nothing counts before it.

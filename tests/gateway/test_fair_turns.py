@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 from gateway_rig import Rig
+from scripted_verifier import last
+from waiting import until
 
 from gateway.generation import turns as turns_module
 from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
+from outrider.protocol.messages import FinishReason
 from outrider.v1.generation_pb2 import GenerateTextRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -110,3 +115,30 @@ async def test_a_call_over_grpc_waits_for_its_turn_and_a_refusal_does_not(rig: R
 
 async def text_of(rig: Rig, request: GenerateTextRequest) -> str:
     return "".join([response.text async for response in rig.generation.GenerateText(request)])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/messages/count_tokens"])
+async def test_a_burst_of_long_texts_does_not_hold_up_another_tenant(rig: Rig, path: str) -> None:
+    text = "a " * 30_000
+    rig.script.info = replace(rig.script.info, context_length=131_072)
+    rig.script.play(last([5], FinishReason.LENGTH))
+    await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": text, "max_tokens": 1},
+        "/tokenize": {"prompt": text},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": text}]},
+    }
+    done: list[str] = []
+
+    async def ask(path: str, tenant: str) -> None:
+        headers = {"authorization": f"Bearer {tenant}"}
+        answer = await rig.http.post(path, json=bodies[path], headers=headers, timeout=60)
+        assert answer.status_code == 200
+        done.append(tenant)
+
+    burst = [asyncio.create_task(ask(path, "a")) for _ in range(24)]
+    await until(lambda: done)
+    begun = len(done)
+    await ask("/v1/completions", "b")
+    assert done.index("b") - begun <= 8
+    await asyncio.gather(*burst)
