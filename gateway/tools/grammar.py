@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from gateway.tools.definitions import Tool, ToolUse
@@ -139,8 +140,25 @@ def _arguments(form: ToolFormat, tool: Tool, use: ToolUse) -> Json:
     if form.style == "gemma":
         return {"type": "grammar", "grammar": _GEMMA}
     held = tool.strict or use.is_forced
-    schema = tool.parameters if held and tool.parameters else _ANY_OBJECT
+    schema = _of_objects(tool.parameters) if held and tool.parameters else _ANY_OBJECT
     return _json_format(schema, form.style)
+
+
+def _of_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema, narrowed to objects: the reader of calls expects nothing else."""
+    made = dict(schema)
+    for name in ("anyOf", "oneOf"):
+        options = made.get(name)
+        if isinstance(options, list):
+            made[name] = [each for each in options if _may_be_object(each)] or [_ANY_OBJECT]
+    if not made.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
+        made["type"] = "object"
+    return made
+
+
+def _may_be_object(schema: Any) -> bool:
+    named = schema.get("type", "object") if isinstance(schema, Mapping) else "object"
+    return "object" in (named if isinstance(named, list) else [named])
 
 
 def _json_format(schema: Any, style: str) -> Json:

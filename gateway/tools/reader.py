@@ -277,9 +277,13 @@ class AnswerReader:
                 return True
         for pattern, marks in self._begins:
             begin = pattern.match(self._buffer)
-            if begin is not None:
-                self._begin_call(begin, marks, parts)
-                return True
+            if begin is None:
+                continue
+            if self._reading.is_either and begin["name"] not in self._reading.schemas:
+                # An answer in JSON may begin as a call does, and go on with another name.
+                return self._no_call(parts)
+            self._begin_call(begin, marks, parts)
+            return True
         # Elsewhere the grammar allows nothing but a call after the trigger.
         is_other = self._reading.is_either and not self._may_begin()
         if is_other or len(self._buffer) > _LONGEST_BEGIN:
@@ -340,10 +344,12 @@ class AnswerReader:
         """Take the text after a call's arguments."""
         assert self._marks is not None
         end = self._marks.end.lstrip()
-        text = self._buffer.lstrip()
-        if not text.startswith(end):
-            return False
-        self._buffer = text.removeprefix(end)
+        # The blanks belong to the mark; without a mark they belong to the content.
+        if end:
+            text = self._buffer.lstrip()
+            if not text.startswith(end):
+                return False
+            self._buffer = text.removeprefix(end)
         if self._section_end:
             self._step = self._call
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from gateway_rig import Rig
+from gateway_rig import Rig, rig_with_template
 
 from outrider.grammar.kinds import GrammarKind
 from outrider.protocol.messages import FinishReason
@@ -416,3 +417,58 @@ async def test_a_schema_that_json_cannot_hold_is_refused(
     )
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("schema", "held"),
+    [
+        ({"type": "integer"}, {"type": "object"}),
+        ({"type": ["object", "null"]}, {"type": "object"}),
+        ({"properties": {"a": {}}}, {"properties": {"a": {}}, "type": "object"}),
+        ({"anyOf": [{"type": "object"}, {"type": "null"}]}, {"anyOf": [{"type": "object"}]}),
+    ],
+)
+async def test_forced_arguments_are_an_object_whatever_their_schema(
+    rig: Rig, schema: dict[str, Any], held: dict[str, Any]
+) -> None:
+    """The reader would take what follows another value for a part of it."""
+    rig.says(CALL)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    await answer_of(rig, tools=[tool], tool_choice="required")
+    found = schemas(tag_of(rig))
+    assert found
+    assert all(each == held for each in found)
+
+
+LLAMA = (
+    '{% for m in messages %}<|start_header_id|>{{ m["content"] }}{% endfor %}{# "parameters": #}'
+)
+MISTRAL = '{% for m in messages %}{{ m["content"] }}{% endfor %}{# [TOOL_CALLS] [ARGS] #}'
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "body"),
+    [
+        (
+            LLAMA,
+            '{"name": "bob", "parameters": {"x": 1}}',
+            {"response_format": {"type": "json_object"}},
+        ),
+        (MISTRAL, '[TOOL_CALLS]clock[ARGS]{"a": 1} and so on', {}),
+    ],
+    ids=["JSON that begins as a call", "text behind a call"],
+)
+async def test_an_answer_reads_alike_in_one_chunk_and_token_by_token(
+    tmp_path: Path, template: str, text: str, body: dict[str, Any]
+) -> None:
+    async with rig_with_template(tmp_path, template) as rig:
+        messages = []
+        for chunk in (1, 1000):
+            rig.says(text, chunk)
+            asked = {"messages": CHAT, "tools": [CLOCK], "max_tokens": 200, **body}
+            answer = await rig.http.post("/v1/chat/completions", json=asked)
+            [choice] = answer.json()["choices"]
+            for call in choice["message"].get("tool_calls") or []:
+                call.pop("id")
+            messages.append(choice)
+    assert messages[0] == messages[1]
