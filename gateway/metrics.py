@@ -312,7 +312,11 @@ class SequenceClock:
             self._add_tokens(len(chunk.token_ids))
         for activity in self._activities:
             activity.add(chunk)
-        self._draft_token_count += chunk.draft_token_count
+        if not gathered:
+            self._draft_token_count += chunk.draft_token_count
+        elif chunk.stats is not None:
+            # A lost verifier's statistics never come; its drafts count as little as its steps.
+            self._draft_token_count += chunk.stats.draft_token_count
         if gathered and chunk.stats is not None:
             self._add_accepted(chunk.stats.histogram)
         elif not gathered and chunk.draft_token_count:

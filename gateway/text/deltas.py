@@ -158,9 +158,9 @@ class DeltaBuilder:
         parts, used = self._add_text(chunk, ended_by_token=by_token)
         text = "".join([part.text for part in parts if isinstance(part, Content)])
         sources = chunk.sources[:used]
-        # Of several gathered steps, only the verifier's own statistics tell what each accepted.
-        gathered = self._request.tokens.min_chunk_tokens > 1 and self._stats.forward_count > 0
-        if ids and not gathered:
+        if ids and self._request.tokens.min_chunk_tokens > 1:
+            _record_steps(self._stats, sources, chunk.draft_token_count)
+        elif ids:
             accepted = sum([source.is_accepted for source in sources])
             self._stats.record(chunk.draft_token_count, accepted)
         if self._resumed_count == 0:
@@ -282,6 +282,21 @@ def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> Speculati
         [*earlier.rules, *(rule for rule in later.rules if rule not in earlier.rules)],
         later.paused,
     )
+
+
+def _record_steps(stats: SpeculationStats, sources: Sequence[TokenSource], drafted: int) -> None:
+    """Count several gathered steps, which verified `drafted` tokens together.
+
+    Each step ends with a token that is not accepted; the last may lack that token.
+    """
+    before = stats.draft_token_count
+    accepted = 0
+    for count, source in enumerate(sources, 1):
+        accepted += source.is_accepted
+        if not source.is_accepted or count == len(sources):
+            stats.record(0 if source is TokenSource.PLAIN else accepted + 1, accepted)
+            accepted = 0
+    stats.draft_token_count = before + drafted
 
 
 def _finite(logprob: float) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 from gateway_rig import events_of
-from mortal_verifiers import FOREVER, TEXT, Site, Verifier, running_site, text_of
+from mortal_verifiers import FOREVER, LOST, TEXT, Site, Verifier, running_site, text_of
 from scripted_verifier import last, plain
 from waiting import until
 
@@ -280,3 +281,28 @@ async def test_sequences_spread_over_the_verifiers_that_are_left(prompts: Prompt
             await asyncio.gather(*asked, return_exceptions=True)
     finally:
         await third.kill()
+
+
+async def test_gathered_steps_of_a_lost_verifier_count_one_by_one(site: Site) -> None:
+    """Only the verifier's last chunk has statistics, and that chunk never comes."""
+    steps = [TokenSource.ACCEPTED] * 3 + [TokenSource.RECOVERED]
+    ids = (site.ids * 10)[:40]
+    lost = TokenChunk(ids, steps * 10, "ngram-1", draft_token_count=40)
+    site.first.script.play(lost, LOST)
+    ending = TokenChunk(
+        ids[:4],
+        steps,
+        "ngram-1",
+        FinishReason.LENGTH,
+        SpeculationStats(1, 1, 4, 3, [0, 0, 0, 1], 4),
+        draft_token_count=4,
+    )
+    site.second.script.play(ending)
+    answer = (await site.ask(max_tokens=44, speculation={"metrics": True})).json()
+    found = answer["metrics"]["speculative_decoding"]
+    assert found["mean_acceptance_length"] == 4
+    assert found["acceptance_histogram"] == [0, 0, 0, 11, 0]
+    assert (found["num_draft_tokens"], found["num_accepted_draft_tokens"]) == (44, 33)
+    counters = (await site.http.get("/metrics")).text
+    shown = dict(re.findall(r"^vllm:spec_decode_num_(\w+)_total\S* (\S+)$", counters, re.MULTILINE))
+    assert float(shown["accepted_tokens"]) / float(shown["draft_tokens"]) == 0.75
