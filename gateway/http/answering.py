@@ -8,11 +8,11 @@ from typing import Any
 from fastapi.responses import Response
 
 from gateway.access.limits import Limits
-from gateway.api_errors import AsciiResponse
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import serve_text
 from gateway.http.calls import HttpCall
 from gateway.http.entrance import arrival_of
+from gateway.http.long_json import written
 from gateway.http.streaming import EventStream, sse, until_gone
 from gateway.text.choices import collect
 
@@ -26,7 +26,9 @@ async def answer_text(generation: Generation, limits: Limits, call: HttpCall[Any
         if not call.streams:
             collected = collect(answer.events, len(answer.totals.finishes))
             choices = await until_gone(call.request, collected)
-            return AsciiResponse(writer.whole(choices), headers=answer.grant.headers)
+            content = await written(writer.whole(choices))
+            headers = answer.grant.headers
+            return Response(content, media_type="application/json", headers=headers)
         # Await the first delta before the status line goes out, so that a refused request gets the
         # status of its error.
         first = await until_gone(call.request, anext(answer.events))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from gateway.http.long_json import LongList
 from gateway.http.schema import StreamOptions
 from gateway.text.choices import UsageTotals, WholeChoice
 from gateway.text.deltas import AttributedToken, FinishInfo, LogprobToken, TextDelta
@@ -23,6 +24,10 @@ def _named(token: LogprobToken) -> Json:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}
 
 
+def _with_top(token: LogprobToken) -> Json:
+    return {**_named(token), "top_logprobs": [_named(likely) for likely in token.top]}
+
+
 def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
     """Log probabilities by text, the likeliest first, and as in OpenAI's answers the token itself.
 
@@ -36,9 +41,9 @@ def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
     return by_text
 
 
-def _prompt_logprobs(prompt: Sequence[LogprobToken]) -> list[Json | None]:
+def _prompt_logprobs(prompt: Sequence[LogprobToken]) -> LongList:
     """vLLM's list: an object by token id for each token of the prompt, None for the first token."""
-    return [_by_id(token) for token in prompt]
+    return LongList(_by_id, prompt)
 
 
 def _by_id(token: LogprobToken) -> Json | None:
@@ -81,6 +86,13 @@ def _finish(finish: FinishInfo | None) -> Json:
     return {"finish_reason": reason, **incomplete}
 
 
+_Listed = Callable[[Callable[[LogprobToken], Any], Sequence[LogprobToken]], Any]
+
+
+def _made(make: Callable[[LogprobToken], Any], tokens: Sequence[LogprobToken]) -> list[Any]:
+    return [make(token) for token in tokens]
+
+
 class ResponseShape(ABC):
     """Writes the answers of one endpoint. Subclasses write its choices."""
 
@@ -121,7 +133,7 @@ class ResponseShape(ABC):
             choice = {
                 "index": len(choices),
                 **self._whole_choice(given),
-                "logprobs": self.logprobs(tokens),
+                "logprobs": self.logprobs(tokens, LongList),
                 **_finish(finish),
             }
             choices.append(choice)
@@ -151,8 +163,8 @@ class ResponseShape(ABC):
         """Put vLLM's `prompt_logprobs` into a whole answer. `prompts` has one list a choice."""
 
     @abstractmethod
-    def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
-        """OpenAI's `logprobs` object of tokens; None without tokens."""
+    def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
+        """OpenAI's `logprobs` object of tokens, with `listed` lists; None without tokens."""
 
     @abstractmethod
     def delta(self, part: Part) -> Json:
@@ -170,15 +182,15 @@ class CompletionShape(ResponseShape):
         for choice, prompt in zip(answer["choices"], prompts, strict=True):
             choice["prompt_logprobs"] = _prompt_logprobs(prompt)
 
-    def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
+    def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
         """Lists with one entry a token, as OpenAI's completions have them."""
         if not shown:
             return None
         return {
-            "tokens": [token.text for token in shown],
-            "token_logprobs": [token.logprob for token in shown],
-            "top_logprobs": [_top_logprobs(token) for token in shown],
-            "text_offset": [token.offset for token in shown],
+            "tokens": listed(lambda token: token.text, shown),
+            "token_logprobs": listed(lambda token: token.logprob, shown),
+            "top_logprobs": listed(_top_logprobs, shown),
+            "text_offset": listed(lambda token: token.offset, shown),
         }
 
     def _whole_choice(self, given: WholeChoice) -> Json:
@@ -203,15 +215,9 @@ class ChatShape(ResponseShape):
         """Put the scores of the one prompt beside the choices, as vLLM does."""
         answer["prompt_logprobs"] = _prompt_logprobs(prompts[0])
 
-    def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
+    def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
         """A list of objects, one a token, as OpenAI's chats have it."""
-        if not shown:
-            return None
-        content = [
-            {**_named(token), "top_logprobs": [_named(likely) for likely in token.top]}
-            for token in shown
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": listed(_with_top, shown), "refusal": None} if shown else None
 
     def _whole_choice(self, given: WholeChoice) -> Json:
         message: Json = {"role": "assistant", "content": given.text, "refusal": None}

@@ -27,10 +27,11 @@ from outrider.protocol.checks import (
     check_sampling,
     check_speculation,
 )
-from outrider.protocol.limits import MAX_STOP_TOKENS
+from outrider.protocol.limits import MAX_GATHERED_TOKENS, MAX_STOP_TOKENS
 from outrider.protocol.model_info import ModelInfo
 
 _COMPLETION_MAX_TOKENS = 16
+_LISTED_AT_ONCE = 256
 
 
 def text_requests(
@@ -49,6 +50,8 @@ def text_requests(
     template = _template(body, inputs, info)
     sampling = template.tokens.sampling
     at_once = gathers(body)
+    # Each listed token takes the event loop 30 µs.
+    most = MAX_GATHERED_TOKENS if template.tokens.top_logprobs is None else _LISTED_AT_ONCE
     requests = []
     for prompt in inputs.prompts:
         max_tokens = inputs.limit.resolve(prompt, sampling.min_tokens, info)
@@ -56,7 +59,7 @@ def text_requests(
             template.tokens,
             prompt=prompt.token_ids,
             max_tokens=max_tokens,
-            min_chunk_tokens=max_tokens if at_once else 1,
+            min_chunk_tokens=min(max_tokens, most) if at_once else 1,
             prediction=prompt.prediction[: info.context_length],
         )
         if max_tokens == 0 and tokens.prompt_logprobs is None:

@@ -21,16 +21,23 @@ Event = tuple[int, TextDelta]
 _Queue = asyncio.Queue[Event | BaseException | None]
 
 
-async def merge(streams: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[Event, None]:
+async def merge(
+    streams: Sequence[AsyncGenerator[TextDelta, None]], at_once: int
+) -> AsyncGenerator[Event, None]:
     """Yield the deltas of all streams as they arrive, with the index of their stream.
+
+    At most `at_once` of them begin in one round of the event loop.
 
     The first exception of a stream is raised and cancels the others. Closing the iterator
     closes all streams.
     """
     queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
-    forwards = [_forward(index, stream, queue) for index, stream in enumerate(streams)]
-    tasks = [asyncio.create_task(forward) for forward in forwards]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for index, stream in enumerate(streams):
+            if index and index % at_once == 0:
+                await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(_forward(index, stream, queue)))
         running = len(tasks)
         while running:
             item = await queue.get()

@@ -41,6 +41,8 @@ class TokenTable:
         )
         # By the texts of an answer's format, of which a gateway has a few.
         self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
+        # A list of log probabilities names thousands of tokens, mostly the same ones.
+        self._known: dict[int, tuple[str, bytes]] = {}
 
     def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
         """The special tokens, which have no text, but for those within a text of `shown`."""
@@ -67,10 +69,12 @@ class TokenTable:
 
         With a byte-level tokenizer the bytes of a text's tokens join to the text's bytes.
         """
-        text = self.token_text(token_id)
-        if _REPLACEMENT in text:
-            return text, self._raw_bytes(token_id, text)
-        return text, text.encode()
+        known = self._known.get(token_id)
+        if known is None:
+            text = self.token_text(token_id)
+            raw = self._raw_bytes(token_id, text) if _REPLACEMENT in text else text.encode()
+            known = self._known[token_id] = (text, raw)
+        return known
 
     def _raw_bytes(self, token_id: int, text: str) -> bytes:
         """The bytes that a token's name spells, else the bytes of its text."""

@@ -15,7 +15,7 @@ import contextlib
 import json
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,13 +25,19 @@ import httpx
 import pytest
 import pytest_asyncio
 from gateway_process import gateway_process
-from scripted_verifier import Script, last, plain
+from scripted_verifier import Script, Step, last, plain
 from stack import GatewayProcess
 from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.process import rpc
-from outrider.protocol.messages import FinishReason
+from outrider.protocol.messages import (
+    FinishReason,
+    SpeculationStats,
+    TokenChunk,
+    TokenLogprob,
+    TokenRequest,
+)
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
@@ -118,6 +124,29 @@ class Target:
         return {float(bound): float(count) for bound, count in _BUCKET.findall(text)}
 
 
+# What one token lists with 20 log probabilities.
+LISTED = TokenLogprob(-1.0, tuple(range(100, 120)), tuple(-1.0 - i for i in range(20)), 1)
+
+
+def _answer(request: TokenRequest) -> Iterator[Step]:
+    """What a verifier gathers before each chunk, with the log probabilities that are asked for."""
+    if request.prompt_logprobs:
+        for _ in range(15):
+            yield TokenChunk([], [], prompt_logprobs=[LISTED] * 512)
+            yield 0.03
+    left = request.max_tokens if request.top_logprobs else 1
+    while left > request.min_chunk_tokens:
+        left -= request.min_chunk_tokens
+        yield _listed(request.min_chunk_tokens)
+        yield 0.02
+    end = _listed(left) if request.top_logprobs else plain([5])
+    yield replace(end, finish_reason=FinishReason.LENGTH, stats=SpeculationStats(1))
+
+
+def _listed(count: int) -> TokenChunk:
+    return replace(plain([7] * count), logprobs=[LISTED] * count)
+
+
 @contextlib.asynccontextmanager
 async def _target(prompts: Prompts) -> AsyncIterator[Target]:
     async with (
@@ -125,7 +154,7 @@ async def _target(prompts: Prompts) -> AsyncIterator[Target]:
         httpx.AsyncClient(base_url=gateway.url, timeout=120) as http,
     ):
         script.info = replace(script.info, context_length=CONTEXT)
-        script.answer = lambda _: [last([5], FinishReason.LENGTH)]
+        script.answer = _answer
 
         async def is_known() -> bool:
             listed = (await http.get("/v1/models")).json()["data"]
@@ -177,6 +206,14 @@ ITEMS = json.dumps(
         "max_output_tokens": 1,
     }
 ).encode()
+LISTING = json.dumps(
+    {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 4096,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+).encode()
 GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 
 ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
@@ -193,6 +230,12 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     "as many items as allowed": lambda t: t.post("/v1/responses", ITEMS, 200),
     "a long logit_bias": lambda t: t.post(
         "/v1/completions", f'{{"prompt":"x","logit_bias":{{{_keys(300_000)}}}}}'.encode(), 413
+    ),
+    "prompts": lambda t: t.complete(200, prompt=["漢字仮名" * 1250] * 64),
+    "choices of a long prompt": lambda t: t.complete(200, prompt=[5] * (CONTEXT - 99), n=64),
+    "log probabilities": lambda t: t.post("/v1/chat/completions", LISTING, 200),
+    "a prompt's log probabilities": lambda t: t.complete(
+        200, prompt=[5] * 7681, prompt_logprobs=20
     ),
     "too many token ids": lambda t: t.complete(413, prompt=[5] * 1_000_000),
     "quotation marks": lambda t: t.post(
