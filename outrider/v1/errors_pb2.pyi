@@ -83,7 +83,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_QUARANTINED: _ErrorReason.ValueType  # 18
     """RESOURCE_EXHAUSTED. This drafter broke the protocol 3 times within 30 s. Retry: RetryInfo."""
     ERROR_REASON_SLOW_READER: _ErrorReason.ValueType  # 19
-    """RESOURCE_EXHAUSTED. The drafter did not read its messages; the stream ends. Retry: backoff."""
+    """RESOURCE_EXHAUSTED. The drafter did not read its messages, or the client its answer; the stream
+    ends. Retry: backoff.
+    """
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 20
     """RESOURCE_EXHAUSTED. There is no room for more. Retry: RetryInfo."""
     ERROR_REASON_CLIENT_GONE: _ErrorReason.ValueType  # 21
@@ -105,7 +107,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INSUFFICIENT_PERMISSIONS: _ErrorReason.ValueType  # 29
     """PERMISSION_DENIED. The API key's role may not call this. Retry: never."""
     ERROR_REASON_RATE_LIMIT_EXCEEDED: _ErrorReason.ValueType  # 30
-    """RESOURCE_EXHAUSTED. The API key has used up one of its limits. Retry: RetryInfo."""
+    """RESOURCE_EXHAUSTED. The API key has used up one of its limits, or the tenant its time for masks
+    of grammars. Retry: RetryInfo.
+    """
     ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 31
     """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
     ERROR_REASON_UNSUPPORTED_ENCODING: _ErrorReason.ValueType  # 32
@@ -159,7 +163,9 @@ ERROR_REASON_PROTOCOL_VIOLATION: ErrorReason.ValueType  # 17
 ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 18
 """RESOURCE_EXHAUSTED. This drafter broke the protocol 3 times within 30 s. Retry: RetryInfo."""
 ERROR_REASON_SLOW_READER: ErrorReason.ValueType  # 19
-"""RESOURCE_EXHAUSTED. The drafter did not read its messages; the stream ends. Retry: backoff."""
+"""RESOURCE_EXHAUSTED. The drafter did not read its messages, or the client its answer; the stream
+ends. Retry: backoff.
+"""
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 20
 """RESOURCE_EXHAUSTED. There is no room for more. Retry: RetryInfo."""
 ERROR_REASON_CLIENT_GONE: ErrorReason.ValueType  # 21
@@ -181,7 +187,9 @@ ERROR_REASON_INVALID_API_KEY: ErrorReason.ValueType  # 28
 ERROR_REASON_INSUFFICIENT_PERMISSIONS: ErrorReason.ValueType  # 29
 """PERMISSION_DENIED. The API key's role may not call this. Retry: never."""
 ERROR_REASON_RATE_LIMIT_EXCEEDED: ErrorReason.ValueType  # 30
-"""RESOURCE_EXHAUSTED. The API key has used up one of its limits. Retry: RetryInfo."""
+"""RESOURCE_EXHAUSTED. The API key has used up one of its limits, or the tenant its time for masks
+of grammars. Retry: RetryInfo.
+"""
 ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 31
 """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
 ERROR_REASON_UNSUPPORTED_ENCODING: ErrorReason.ValueType  # 32
