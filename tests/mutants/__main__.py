@@ -1,7 +1,7 @@
 """Plants known bugs, one at a time, in a copy of the code, and reports which the tests notice.
 
     python -m tests.mutants            # all of `tests/mutants/table.py`
-    python -m tests.mutants A2 J2      # these
+    python -m tests.mutants A2 T3      # these
 
 Prints which test notices each. The exit status is 0 if each mutant is noticed. It takes minutes:
 run it for a release, and after changes to files that mutants change.
