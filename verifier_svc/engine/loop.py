@@ -44,6 +44,7 @@ from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.step_clock import StepClock
+from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import DraftVerifier, Verification, Verified
 from verifier_svc.verification.grammar_masks import GrammarMasks
 from verifier_svc.verification.mask_lanes import Inline, MaskBudget, MaskLanes
@@ -342,9 +343,7 @@ class Engine:
                 error = OutriderError(Reason.INTERNAL, "the target's forward failed")
             return [error] * len(batch)
         for scheduled, each in zip(batch, found, strict=True):
-            draft = scheduled.draft
-            # To drop a sampled token because of its value would bias what is drawn instead.
-            if draft.token_ids and not draft.distributions and _is_not_finite(each):
+            if isinstance(each, OutriderError) and _may_be_the_drafts(each, scheduled.draft):
                 self._go_on_plainly(scheduled)
         pairs = zip(batch, found, strict=True)
         return [None if scheduled.is_late else each for scheduled, each in pairs]
@@ -423,8 +422,14 @@ class Engine:
         return self.isolated_cost.estimate(len(batch), token_count)
 
 
-def _is_not_finite(found: Verified | OutriderError) -> bool:
-    return isinstance(found, OutriderError) and found.reason is Reason.LOGITS_NOT_FINITE
+def _may_be_the_drafts(error: OutriderError, draft: DraftTree) -> bool:
+    """Whether a step may go well without its draft, and may be repeated without it.
+
+    To drop a sampled token because of its value would bias what is drawn instead.
+    """
+    if error.reason is not Reason.LOGITS_NOT_FINITE:
+        return False
+    return bool(draft.token_ids) and not draft.distributions
 
 
 def _nothing() -> None:
