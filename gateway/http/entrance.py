@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access.gate import identity_in
 from gateway.api_errors import error_response
@@ -104,7 +104,13 @@ class Entrance:
                 return
         with Arrival(self._turns, tenant, permit) as arrival:
             scope[_SCOPE_KEY] = arrival
-            await self._app(scope, receive, send)
+
+            async def answer(message: Message) -> None:
+                # A client that does not read its answer holds up nobody.
+                arrival.end()
+                await send(message)
+
+            await self._app(scope, receive, answer)
 
 
 def arrival_of(request: HTTPConnection) -> Arrival:

@@ -20,6 +20,8 @@ Json = dict[str, Any]
 ThoughtState = Literal["open", "possible", "over"]
 """Whether the answer begins within a thought, may begin with one, or has none."""
 _ANY_OBJECT: Json = {"type": "object", "additionalProperties": True}
+# A schema without any of these allows every object.
+_CLOSED = {"type", "properties", "patternProperties", "additionalProperties", "enum", "const"}
 # As for JSON without tools, see outrider.grammar.backends.
 _MOST_BLANKS = 16
 # Gemma 4 writes keys without quotation marks, and texts between tokens of its own.
@@ -151,7 +153,12 @@ def _of_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         options = made.get(name)
         if isinstance(options, list):
             made[name] = [each for each in options if _may_be_object(each)] or [_ANY_OBJECT]
+    if isinstance(values := made.get("enum"), list):
+        made["enum"] = [each for each in values if isinstance(each, Mapping)] or values
     if not made.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
+        if not made.keys() & _CLOSED:
+            # XGrammar allows an object no properties but those of its schema.
+            made["additionalProperties"] = True
         made["type"] = "object"
     return made
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from gateway_rig import Rig
 from scripted_verifier import last
+from starlette.types import Message, Receive, Scope, Send
 from waiting import until
 
 from gateway.generation import turns as turns_module
 from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
+from gateway.http import entrance
 from outrider.protocol.messages import FinishReason
 from outrider.v1.generation_pb2 import GenerateTextRequest
 
@@ -142,3 +145,35 @@ async def test_a_burst_of_long_texts_does_not_hold_up_another_tenant(rig: Rig, p
     await ask("/v1/completions", "b")
     assert done.index("b") - begun <= 8
     await asyncio.gather(*burst)
+
+
+async def test_an_answer_that_its_client_does_not_read_holds_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        arrival = entrance.arrival_in(scope)
+        assert arrival is not None
+        await arrival.turn()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def unread(message: Message) -> None:
+        await asyncio.Event().wait()
+
+    async def read(message: Message) -> None:
+        answered.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    answered: list[Message] = []
+    monkeypatch.setattr(entrance, "identity_in", lambda _: SimpleNamespace(tenant="a"))
+    nobody: Any = SimpleNamespace(only_model=lambda: None)
+    entered = entrance.Entrance(app, nobody, Turns(AT_ONCE, OF_A_TENANT))
+    scope = {"type": "http", "path": "/tokenize", "method": "POST"}
+    stuck = [asyncio.create_task(entered(dict(scope), receive, unread)) for _ in range(OF_A_TENANT)]
+    async with asyncio.timeout(20):
+        await entered(dict(scope), receive, read)
+    assert answered
+    for task in stuck:
+        task.cancel()
+    await asyncio.wait(stuck)

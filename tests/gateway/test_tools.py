@@ -425,6 +425,8 @@ async def test_a_schema_that_json_cannot_hold_is_refused(
         ({"type": "integer"}, {"type": "object"}),
         ({"type": ["object", "null"]}, {"type": "object"}),
         ({"properties": {"a": {}}}, {"properties": {"a": {}}, "type": "object"}),
+        ({"nullable": True}, {"nullable": True, "additionalProperties": True, "type": "object"}),
+        ({"enum": [{"a": 1}, None]}, {"enum": [{"a": 1}], "type": "object"}),
         ({"anyOf": [{"type": "object"}, {"type": "null"}]}, {"anyOf": [{"type": "object"}]}),
     ],
 )
