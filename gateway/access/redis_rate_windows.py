@@ -11,6 +11,7 @@ from typing import Any
 
 from gateway.access.rate_windows import MINUTE_S, Count, RateWindows
 from outrider.errors import OutriderError
+from outrider.process.redis_replies import bound_replies
 from outrider.process.redis_server import RedisServer, close
 from outrider.process.tls import Tls
 
@@ -42,6 +43,7 @@ class Counters:
 
     def __init__(self, server: RedisServer) -> None:
         self._client = server.client(_REDIS_TIMEOUT_S, _REDIS_CONNECT_S)
+        bound_replies(self._client)
 
     async def add(self, name: str, amount: int) -> int:
         """Add to a counter and return its sum. Raises an error of redis-py if Redis fails."""

@@ -9,9 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 from pools import found, pool, written
 from redis.asyncio import RedisCluster
+from redis.asyncio.sentinel import SentinelConnectionPool
 from redis_servers import Standalone
 
 from drafter_svc.pools import redis_client
+from gateway.access.rate_windows import Count
+from gateway.access.redis_rate_windows import Counters, RedisRateWindows
+from outrider.process import redis_replies
 from outrider.process.redis_server import RedisServer
 
 
@@ -60,6 +64,7 @@ async def lying(liar: Liar) -> AsyncIterator[RedisServer]:
 LIES = {
     "a list of a thousand million": Liar([b"*1048576000\r\n"]),
     "such a list in two pieces": Liar([b"*10485", b"76000\r\n"]),
+    "such a list byte by byte": Liar([bytes([byte]) for byte in b"*1048576000\r\n"]),
     "such a list in a list": Liar([b"*1\r\n*1048576000\r\n"]),
     "a value without an end": Liar([b"*1\r\n$536870911\r\n"], endless=True),
     "lists in lists in lists": Liar([b"*1\r\n" * 100_000]),
@@ -78,7 +83,7 @@ async def test_an_oversized_or_garbled_reply_is_a_failed_lookup(
         assert made.counters.late == 0
         # The pool does not read the rest, and does not send another command at once.
         await asyncio.wait_for(liar.hung_up.wait(), 30)
-        assert liar.sent_bytes < 4 * redis_client._MAX_REPLY_BYTES
+        assert liar.sent_bytes < 4 * redis_replies._MAX_REPLY_BYTES
         assert await found(made, [[1]]) == [[]]
         assert made.counters.skipped == 1
     assert "Redis fails (lookups" in caplog.text
@@ -99,8 +104,22 @@ async def test_replies_are_bounded_in_every_topology(url: str) -> None:
             ]
         else:
             settings = [made.connection_pool.connection_kwargs]
-        assert {one["parser_class"] for one in settings} == {redis_client.BoundedParser}
+            if isinstance(made.connection_pool, SentinelConnectionPool):
+                sentinels = made.connection_pool.sentinel_manager.sentinels
+                settings += [each.connection_pool.connection_kwargs for each in sentinels]
+        assert {one["parser_class"] for one in settings} == {redis_replies.BoundedParser}
     await client.aclose()
+
+
+async def test_a_gateways_limits_refuse_an_oversized_reply(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    liar = Liar([b"*1048576000\r\n"])
+    async with lying(liar) as server:
+        windows = RedisRateWindows(Counters(server))
+        assert await windows.add("a/requests", 1, 1) == Count(1, 1)
+        await windows.close()
+    assert "a reply is a list of a million elements or more" in caplog.text
 
 
 async def test_the_longest_valid_reply_is_accepted(redis_server: Standalone) -> None:
