@@ -11,10 +11,13 @@ MINUTE_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A window's sum after an addition, and whether it is in Redis."""
+    """A window's sum after an addition."""
 
     total: int
+    minute: int = 0
+    """The minute to which the amount was added, if that was in memory."""
     is_shared: bool = False
+    """Whether the sum is in Redis."""
 
 
 class RateWindows:
@@ -32,17 +35,21 @@ class RateWindows:
 
     async def add(self, name: str, amount: int, minute: int) -> Count:
         """Add to a count of a minute."""
-        return Count(self._add(name, amount, minute))
+        total = self._add(name, amount, minute)
+        return Count(total, self._minute)
 
     async def correct(self, name: str, amount: int, minute: int, counted: Count) -> None:
         """Add an amount, which may be negative, in the place where `counted` was counted."""
         # To lower the count of an earlier minute would change nothing.
-        if amount > 0 or minute >= self._minute:
+        if amount > 0:
             self._add(name, amount, minute)
+        elif counted.minute == self._minute:
+            self._add(name, amount, counted.minute)
 
     def _add(self, name: str, amount: int, minute: int) -> int:
-        # An earlier minute's amount, which Redis has refused late, counts in the current one.
-        if minute > self._minute:
+        # The last minute's amount, which Redis has refused late, counts in the current one. Before
+        # that the clock was set back.
+        if minute > self._minute or minute < self._minute - 1:
             self._minute = minute
             self._counts = {}
         total = max(0, self._counts.get(name, 0) + amount)

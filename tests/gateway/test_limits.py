@@ -247,7 +247,8 @@ async def test_a_late_count_of_an_earlier_minute_keeps_this_minutes_counts() -> 
     late = await counts.add("a/tokens", 2, this - 1)
     assert late.total == 7
     await counts.correct("a/tokens", -2, this - 1, late)
-    assert (await counts.add("a/tokens", 0, this)).total == 7
+    # It was counted in this minute, and so is taken back from it.
+    assert (await counts.add("a/tokens", 0, this)).total == 5
 
 
 class FakeCounters(Counters):
@@ -321,3 +322,11 @@ async def test_a_client_that_leaves_during_its_reservation_takes_nothing() -> No
 async def test_a_wrong_url_of_redis_is_refused(url: str) -> None:
     with pytest.raises(OutriderError, match="limits-redis must"):
         RedisRateWindows.of(url, None, None)
+
+
+async def test_a_clock_that_is_set_back_begins_a_new_count() -> None:
+    clock = Clock()
+    counts = RateWindows(clock)
+    await counts.add("a/tokens", 5, counts.now()[0])
+    clock.seconds -= 3600
+    assert (await counts.add("a/tokens", 2, counts.now()[0])).total == 2
