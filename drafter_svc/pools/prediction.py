@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -51,5 +52,7 @@ class Prediction:
                 continue
             places = self._places.get(tuple(generated[-size:]))
             if places:
-                return min(places, key=lambda place: abs(place - expected))
+                # A text that repeats itself may have one n-gram in all its places.
+                i = bisect_left(places, expected)
+                return min(places[max(0, i - 1) : i + 1], key=lambda place: abs(place - expected))
         return None
