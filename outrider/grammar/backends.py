@@ -256,7 +256,9 @@ class LLGuidance:
 
 def _alternatives(choices: tuple[str, ...]) -> str:
     """The right side of a rule that matches one of these texts, escaped as in JSON."""
-    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    # LLGuidance's lexer takes no raw DEL, which JSON does not escape.
+    return " | ".join(texts).replace("\x7f", r"\u007f")
 
 
 class _LLCompiled:

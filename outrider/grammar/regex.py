@@ -34,6 +34,7 @@ _CATEGORIES = {
     sre.CATEGORY_NOT_WORD: "W",
     sre.CATEGORY_NOT_SPACE: "S",
 }
+_TYPES = re.ASCII | re.UNICODE | re.LOCALE
 _STARTS = (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
 _ENDS = (sre.AT_END, sre.AT_END_STRING)
 _UNSUPPORTED = {
@@ -144,6 +145,9 @@ class _Translator:
         kind, value = item
         if kind is sre.SUBPATTERN:
             _, added, removed, inner = value
+            if added & _TYPES:
+                # As `re` does: of "a" and "u", a group's own flag holds.
+                flags &= ~_TYPES
             flags = (flags | added) & ~removed
             return f"(?:{self._sequence(list(inner), flags, left, right)})"
         if kind is sre.BRANCH:
@@ -182,16 +186,19 @@ class _Translator:
         self, items: Sequence[tuple[Any, Any]], flags: int, shorthand: Callable[[str], Ranges]
     ) -> Ranges:
         ranges: list[tuple[int, int]] = []
+        shorthands: list[tuple[int, int]] = []
         for kind, value in items:
             if kind is sre.LITERAL:
                 ranges.append((value, value))
             elif kind is sre.RANGE:
                 ranges.append(value)
             elif kind is sre.CATEGORY:
-                ranges.extend(shorthand(_CATEGORIES[value]))
+                shorthands.extend(shorthand(_CATEGORIES[value]))
         found = sets.characters(ranges)
         if flags & re.IGNORECASE:
             found = sets.any_case(found, ascii_only=bool(flags & re.ASCII))
+        # The flag "i" does not widen \w: U+0345 is none, though it is another case of U+0399.
+        found = sets.characters([*found, *shorthands])
         return sets.complement(found) if items[0][0] is sre.NEGATE else found
 
     def _set(self, found: Ranges) -> str:

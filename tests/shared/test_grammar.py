@@ -35,8 +35,8 @@ OTHERS = [
         lambda text: re.fullmatch("[a-f]{2,5}-[0-9]+", text),
     ),
     (
-        Grammar(GrammarKind.CHOICE, choices=("yes", 'no "really"', "naïve 😀\n")),
-        lambda text: text in ("yes", 'no "really"', "naïve 😀\n"),
+        Grammar(GrammarKind.CHOICE, choices=("yes", 'no "really"', "naïve 😀\n", "\x7f")),
+        lambda text: text in ("yes", 'no "really"', "naïve 😀\n", "\x7f"),
     ),
     (
         Grammar(GrammarKind.EBNF, 'root ::= "<" [a-z]+ ">" | "none"'),

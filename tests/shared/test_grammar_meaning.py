@@ -89,6 +89,12 @@ def test_a_schema_takes_the_texts_that_json_schema_does(value: Any, text: str, r
         (".", "\n", False),
         (r"\w", "é", True),
         (r"(?i)k", "K", True),
+        (r"(?a)\w", "é", False),
+        (r"(?a)(?u:\w)", "é", True),
+        (r"(?a)(?u:\W)", "é", False),
+        # Another case of U+0399, which is a letter.
+        (r"(?i)\w", "\u0345", False),
+        (r"(?i)[^\W]", "\u0399", True),
         (r"a{2}|b", "aa", True),
     ],
 )
