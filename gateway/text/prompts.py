@@ -224,7 +224,7 @@ def _tokenizer_config(model: str) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as cause:
+    except (ValueError, RecursionError) as cause:
         raise invalid("tokenizer", f"{model}: its {name} is not JSON: {cause}") from cause
     if not isinstance(content, dict):
         raise invalid("tokenizer", f"{model}: its {name} must hold a JSON object")

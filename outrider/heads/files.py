@@ -187,7 +187,7 @@ def open_config(folder: Path) -> Keys:
     path = folder / "config.json"
     try:
         keys = json.loads(path.read_text())
-    except (OSError, ValueError) as cause:
+    except (OSError, ValueError, RecursionError) as cause:
         raise refusal(folder, f"its config.json cannot be read ({cause})") from cause
     if not isinstance(keys, dict):
         raise refusal(path, "it must be an object")

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig
 
+from outrider.errors import invalid
 from outrider.heads.layer_choice import LayerChoice, candidates, choose_layers, states_of
 from outrider.heads.loading import load, target_weights
 from outrider.heads.reading import read
@@ -33,7 +34,12 @@ def run(head: Path, target: str, dtype: str, device: str) -> int:
 
     Raises OutriderError(INVALID_VALUE) for a head or target that cannot be read.
     """
-    found = read(head, AutoConfig.from_pretrained(target))
+    try:
+        config = AutoConfig.from_pretrained(target)
+    # `transformers` checks the config with errors of many types.
+    except Exception as cause:
+        raise invalid("target", f"cannot read {target}: {' '.join(str(cause).split())}") from cause
+    found = read(head, config)
     with start_status(Console(stderr=True), f"loading {target}, and reading a text with it ..."):
         choice = check(found, target, dtype, device)
     spec = found.spec

@@ -108,6 +108,9 @@ def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
         raise invalid(source, f"is not YAML{_place_of(error)}") from None
     except ValidationError as error:
         raise invalid(source, f"holds no valid keys: {_first_problem(error)}") from error
+    # PyYAML raises these for an impossible date, a vast number and lists in lists without end.
+    except (ValueError, RecursionError):
+        raise invalid(source, "is not YAML: a value in it cannot be read") from None
 
 
 def _place_of(error: yaml.YAMLError) -> str:

@@ -26,6 +26,7 @@ from outrider.process.key_file import key_digest, read_keys, write_keys
         ("keys: [{id: a, tenant: t, sha256: {h}}, {id: b, tenant: t, sha256: {h}}]", "sha256"),
         ("keys: [{id: a, tenant: t, sha256: {h}, requests_per_minute: 0}]", "requests_per_minute"),
         ("keys: [{id: a, tenant: t, sha256: {h}, expires: 2026-01-01T00:00:00}]", "expires"),
+        ("keys: [{id: a, tenant: t, sha256: {h}, expires: 2026-02-30}]", "a value in it"),
         ("{", "is not YAML"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.errors import OutriderError, Reason
 from outrider.launch.check_head import run
 
 ROOT = Path(__file__).parents[2]
@@ -42,3 +43,11 @@ def test_a_head_of_another_target_is_told_apart(
     save_file(noise, path)
     assert run(tmp_path / "head", TARGET, "auto", "cpu") == 1
     assert "made for another" in capsys.readouterr().out
+
+
+def test_a_target_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    for target in (tmp_path, tmp_path / "none"):
+        with pytest.raises(OutriderError, match=f"target cannot read {target}: ") as caught:
+            run(ROOT / "models/heads/eagle3", str(target), "auto", "cpu")
+        assert caught.value.reason is Reason.INVALID_VALUE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Reason
 from outrider.heads.loading import load, target_weights
 from outrider.heads.reading import read
 from outrider.lm.runner import ModelRunner, SequenceSlice
@@ -138,3 +140,33 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "mtp.safetensors")
     with pytest.raises(OutriderError, match=r"the weights mlp\.experts\.2\.up_proj\.weight"):
         read(folder, target.config)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"use_cache": "x"},
+        {"dtype": [1]},
+        {"hidden_act": "none"},
+        {"head_dim": math.inf},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 1e12,
+            }
+        },
+    ],
+    ids=str,
+)
+def test_a_wrong_value_of_its_config_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    folder = write(tmp_path, *make())
+    read(folder, make()[0].config)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(OutriderError) as caught:
+        read(folder, make()[0].config)
+    assert caught.value.reason is Reason.INVALID_VALUE
+    assert str(folder) in caught.value.message
+    assert "\n" not in caught.value.message

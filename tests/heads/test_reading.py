@@ -157,6 +157,10 @@ BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "config.json").unlink(),
         r"config\.json cannot be read",
     ),
+    "config is lists in lists": (
+        lambda f: (f / "config.json").write_text("[" * 100_000),
+        r"config\.json cannot be read",
+    ),
     "config is a list": (
         lambda f: (f / "config.json").write_text("[]"),
         "must be an object",
@@ -354,6 +358,16 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
         head_files.eagle_safeailab,
         lambda c, t: t.pop("fc.weight"),
         "the weights name no head",
+    ),
+    "a Medusa head whose number leaves a gap": (
+        head_files.medusa_official,
+        lambda c, t: t.update({"999999999999.0.linear.bias": torch.ones(16)}),
+        r"nothing in it reads the weights 999999999999\.0\.linear\.bias",
+    ),
+    "a mask beyond the vocabulary": (
+        head_files.dflash_zlab,
+        lambda c, t: c["dflash_config"].update(mask_token_id=10**6),
+        "mask_token_id must be",
     ),
     "a Medusa head less": (
         head_files.medusa_official,

@@ -253,10 +253,13 @@ def check_target_size(keys: Keys, target: TargetShape) -> None:
         raise keys.wrong("target_hidden_size", why)
 
 
-def mask_token(keys: Keys, *sections: Keys) -> int | None:
-    """The token in the place of unknown ones, under any of the names that dialects give it."""
+def mask_token(keys: Keys, most: int, *sections: Keys) -> int | None:
+    """The token in the place of unknown ones, under any of the names that dialects give it.
+
+    `most` is the last token with an embedding. Raises OutriderError for a later one.
+    """
     for part in (*sections, keys):
         for name in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"):
             if name in part:
-                return part.integer(name, least=0)
+                return part.integer(name, least=0, most=most)
     return None

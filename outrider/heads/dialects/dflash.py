@@ -55,7 +55,8 @@ def read_dflash(
     size, ids = take_vocabulary(layer_keys, weights, target, hidden, stated)
     # MiMo's mask has a row of its own in place of the target's embedding of its token.
     has_row = weights.take_if("mask_embedding", hidden)
-    token = None if has_row else mask_token(keys, own)
+    last = layer_keys.integer("vocab_size", target.vocab_size) - 1
+    token = None if has_row else mask_token(keys, last, own)
     if token is None and not has_row:
         raise keys.wrong("mask_token_id", "is missing, and so are the weights mask_embedding")
     count = boundary_count(weights, target)

@@ -47,7 +47,8 @@ def read_eagle3(
     if feature_norms and row_norm:
         raise keys.wrong("fc_norm", "and norm_before_fc exclude each other")
     is_parallel = "mask_hidden" in weights
-    token = mask_token(keys, keys.section("dflash_config")) if is_parallel else None
+    last = layer_keys.integer("vocab_size", target.vocab_size) - 1
+    token = mask_token(keys, last, keys.section("dflash_config")) if is_parallel else None
     if is_parallel and token is None:
         raise keys.wrong("mask_token_id", "is missing, which a head with mask_hidden needs")
     boundaries, others = _boundaries(keys, nested, weights, target, layers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig
+from transformers.activations import ACT2FN
 
 from outrider.heads.files import BY_VLLM, Keys, Weights, open_weights
 from outrider.heads.spec import Decoder, Head, HeadSpec, TargetShape, refusal
@@ -30,8 +31,10 @@ def read_glm(keys: Keys, folder: Path, target: TargetShape) -> Head:
     weights.rename(lambda name: name.removeprefix(prefix))
     try:
         config = AutoConfig.from_pretrained(folder).get_mtp_config()
-    except (OSError, ValueError) as cause:
-        raise refusal(folder, f"its config.json cannot be read ({cause})") from cause
+    # `transformers` checks the config with errors of many types.
+    except Exception as cause:
+        why = " ".join(str(cause).split())
+        raise refusal(folder, f"its config.json cannot be read ({why})") from cause
     if config.hidden_size != target.hidden_size:
         why = f"is {config.hidden_size}, but the target's is {target.hidden_size}"
         raise keys.wrong("hidden_size", why)
@@ -58,24 +61,32 @@ def read_glm(keys: Keys, folder: Path, target: TargetShape) -> Head:
 
 
 def _decoder(keys: Keys, config: Any) -> Decoder:
-    rope = dict(config.rope_parameters)
-    if rope.get("rope_type", "default") != "default":
-        raise keys.wrong("rope_parameters", f"has the type {rope['rope_type']!r}; {BY_VLLM}")
-    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    rope = Keys(keys.path, dict(config.rope_parameters), "rope_parameters.")
+    kind = rope.text("rope_type", "default")
+    if kind != "default":
+        raise keys.wrong("rope_parameters", f"has the type {kind!r}; {BY_VLLM}")
+    part = rope.number("partial_rotary_factor", 1.0)
+    if part > 1:
+        raise rope.wrong("partial_rotary_factor", f"must be at most 1, not {part!r}")
+    heads = keys.integer("num_attention_heads", config.num_attention_heads)
+    size = keys.integer("head_dim", config.hidden_size // heads)
+    if config.hidden_act not in ACT2FN:
+        why = f"is {config.hidden_act!r}, which transformers does not have"
+        raise keys.wrong("hidden_act", why)
     return Decoder(
         hidden_size=config.hidden_size,
         intermediate_size=config.moe_intermediate_size,
         layer_count=1,
-        head_count=config.num_attention_heads,
+        head_count=heads,
         kv_head_count=config.num_key_value_heads,
         head_size=size,
         norm_eps=config.rms_norm_eps,
         activation=config.hidden_act,
-        rope={"rope_type": "default", "rope_theta": rope["rope_theta"]},
+        rope={"rope_type": "default", "rope_theta": rope.number("rope_theta")},
         windows=(None,),
         projection_bias=config.attention_bias,
         head_norms=config.use_qk_norm,
-        rotary_size=int(size * rope.get("partial_rotary_factor", 1.0)),
+        rotary_size=int(size * part),
     )
 
 

@@ -14,8 +14,9 @@ def read_medusa(keys: Keys, weights: Weights, target: TargetShape) -> Head:
     """
     weights.rename(lambda name: name.removeprefix("medusa_head."))
     hidden = target.hidden_size
-    numbers = (name.split(".")[0] for name in weights.names)
-    count = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
+    numbers = {name.split(".")[0] for name in weights.names}
+    # `finish` names the weights of a number that leaves a gap.
+    count = next(i for i in range(len(numbers) + 1) if str(i) not in numbers)
     if not count:
         raise refusal(weights.path, "it has no weights 0.*, those of a first head")
     blocks = keys.integer("medusa_num_layers", 1, least=0)
