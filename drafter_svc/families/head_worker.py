@@ -177,8 +177,10 @@ class HeadWorker:
         place = find_device(device)
         try:
             config = AutoConfig.from_pretrained(target)
-        except (OSError, ValueError) as cause:
-            raise invalid("target", f"cannot read {target}: {cause}") from cause
+        # `transformers` checks the config with errors of many types.
+        except Exception as cause:
+            why = " ".join(str(cause).split())
+            raise invalid("target", f"cannot read {target}: {why}") from cause
         found = read(head, config, layers or None)
         if found.spec.other_boundaries:
             read_first = "its file may mean other layers of the target than %s: try check-head"
@@ -272,11 +274,15 @@ class HeadWorker:
     def _draft(
         self, news: list[tuple[HeadDraft, News]], wanted: list[int], trees: bool
     ) -> list[Offer | None]:
-        for draft, _ in news:
-            # The work before on this thread is done.
-            reading, draft.reading = draft.reading, None
-            if reading is not None:
-                reading.result()
+        try:
+            for draft, _ in news:
+                # The work before on this thread is done.
+                reading, draft.reading = draft.reading, None
+                if reading is not None:
+                    reading.result()
+        except Exception:  # the caller gets it from its future
+            self._forget(news)
+            raise
         self._extend(news)
         places = [i for i, (draft, _) in enumerate(news) if draft.read and draft.read.ready]
         offers: list[Offer | None] = [None] * len(news)
@@ -312,10 +318,14 @@ class HeadWorker:
                 self._extend_alone(draft, extension)
         except Exception:  # the caller gets it from its future
             # The head may have read a part.
-            for draft, _ in batch:
-                self._close(draft)
-                draft.failed = True
+            self._forget(news)
             raise
+
+    def _forget(self, news: Sequence[tuple[HeadDraft, News]]) -> None:
+        """Have these drafts told their texts anew, because their news were not all read."""
+        for draft, _ in news:
+            self._close(draft)
+            draft.failed = True
 
     def _extend_alone(self, draft: HeadDraft, extension: Extension) -> None:
         try:

@@ -293,6 +293,34 @@ async def test_a_failed_forward_costs_one_draft_of_a_text_and_no_later_text(
     assert await proposed(eagle.session) == {2: eagle.guesses(text[:14])}
 
 
+async def test_a_failed_read_of_one_text_costs_no_text_in_the_same_draft(
+    eagle: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, text = eagle.text(20), eagle.text(20)
+    read_rows = eagle.model.read_rows
+
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    eagle.session.apply(opening(1, broken[:13]))
+    eagle.session.apply(opening(2, text[:13]))
+    monkeypatch.setattr(eagle.model, "read_rows", fail)
+    eagle.session.apply(StepBatch(features=[eagle.features(1, broken, 0, 6)]))
+    eagle.thread.submit(lambda: None).result()
+    monkeypatch.setattr(eagle.model, "read_rows", read_rows)
+    news = [eagle.features(1, broken, 6, 13), eagle.features(2, text, 0, 13)]
+    verdicts = [verdict(1, 14, broken[13:14]), verdict(2, 14, text[13:14])]
+    eagle.session.apply(StepBatch(features=news, verdicts=verdicts))
+    await proposed(eagle.session)
+    # It lost its states so far, as after a gap, and goes on with those of later tokens.
+    later = [eagle.features(2, text, 13, 16)]
+    eagle.session.apply(StepBatch(features=later, verdicts=[verdict(2, 17, text[14:17])]))
+    assert (await proposed(eagle.session))[2] in (
+        eagle.guesses(text[:17]),
+        eagle.guesses(text[:17], first=13),
+    )
+
+
 def test_a_verifier_of_another_target_is_refused(eagle: Site) -> None:
     width = eagle.head.spec.feature_width
     family = HeadFamily(HeadWorker(eagle.model, eagle.thread), VOCAB)
