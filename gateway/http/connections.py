@@ -139,6 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Give the body `body_seconds` to arrive."""
         self._expect(self.body_seconds)
+        self.transport.set_write_buffer_limits(UNSENT_BYTES)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -156,6 +157,15 @@ class BoundedProtocol(HttpToolsProtocol):
         """Answer a request that the parser refused with an error in its API's shape."""
         malformed = OutriderError(Reason.MALFORMED_REQUEST, f"this is not HTTP/1.1: {msg}")
         self._refuse(self._refusal or malformed)
+
+    def on_response_complete(self) -> None:
+        """Give the client `unread_seconds` to read the end of the answer."""
+        super().on_response_complete()
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        """Have `pause_writing` called while any bytes wait to be read."""
+        self.transport.set_write_buffer_limits(0)
 
     def _expect(self, seconds: float | None) -> None:
         """Set the deadline of the connection's next part `seconds` from now; None removes it."""
@@ -192,6 +202,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write(
                 b"".join([*head, b"content-length: %d\r\n\r\n" % len(content), content])
             )
+        self._expect_reading()
         if running:
             # Keep the application from writing anything more.
             self.cycle.disconnected = True

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from outrider.errors import OutriderError, Reason
 from outrider.launch.client import until_ready
@@ -74,7 +74,7 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
     stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     output = Output(_stdout(), functools.partial(_stop_soon, stop))
     console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
-    log = StartLog(lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}"))
+    log = StartLog(lambda name, line: console.print(_shown(name, line)))
     if settings.log_level == "debug":
         log.ready()
     supervisor = Supervisor(log.line)
@@ -98,6 +98,11 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
     if stop.result() != 0:
         _complain("stopped, since nobody reads its output any more")
     return stop.result()
+
+
+def _shown(name: str, line: str) -> Text:
+    """A line of a process after its name: not as markup, which would change some lines."""
+    return Text.assemble((f"{name:>10}", "bold"), f" │ {line}")
 
 
 def _stop(stop: asyncio.Future[int], status: int) -> None:

@@ -149,6 +149,9 @@ class Supervisor:
         except OSError as error:
             # The machine may be out of memory or of processes just now.
             return f"could not be run: {error}", True
+        if self._stopping.is_set():
+            # `stop` could not signal it before.
+            _signal(child, signal.SIGKILL)
         output = child.process.stdout
         while output is not None and (line := await _line(output)):
             self._show(child.name, line.decode(errors="replace").rstrip())
@@ -198,9 +201,11 @@ async def _drain(child: Child) -> None:
 async def _line(output: asyncio.StreamReader) -> bytes:
     """The next line, or a piece of a line that is longer than the reader's buffer."""
     try:
-        return await output.readline()
-    except ValueError:
-        return await output.read(1024)
+        return await output.readuntil()
+    except asyncio.IncompleteReadError as end:
+        return end.partial
+    except asyncio.LimitOverrunError as error:
+        return await output.readexactly(error.consumed)
 
 
 def _signal(child: Child, number: signal.Signals) -> None:

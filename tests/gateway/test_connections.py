@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 from gateway_rig import settings
+from waiting import until
 
 from gateway import server
 from gateway.http.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedProtocol
@@ -192,3 +194,26 @@ async def test_a_slow_answer_does_not_time_out(gateway: Gateway) -> None:
         async with asyncio.timeout(PATIENCE_S):
             for _ in range(3):
                 await connection.reader.readuntil(b"data: ")
+
+
+async def test_a_connection_whose_last_bytes_are_never_read_ends(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are too few to pause an answer."""
+    monkeypatch.setattr(BoundedProtocol, "unread_seconds", 0.5)
+    where = urlsplit(gateway.http_url)
+    state = gateway._http.server_state
+    connections = state.connections
+    await until(lambda: not connections)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2304)
+        client.connect((where.hostname, where.port))
+        await until(lambda: len(connections) == 1)
+        [connection] = connections
+        async with asyncio.timeout(PATIENCE_S):
+            while connection.transport.get_write_buffer_size() == 0:
+                count = state.total_requests
+                client.sendall(HEAD + b"\r\n")
+                while state.total_requests == count:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        await until(lambda: not connections)

@@ -1,5 +1,6 @@
 """`outrider serve` with a full, unread or closed log, and with a failing task of its own."""
 
+import io
 import os
 import signal
 import subprocess
@@ -9,7 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from waiting import wait_until
+
+from outrider.launch import serve
 
 TALKS = """
 import os, pathlib
@@ -156,3 +160,11 @@ outrider.launch.supervisor._line = line
     assert errors.startswith("outrider serve: a supervising task failed: ")
     assert errors.endswith("RuntimeError: a bug\n")
     assert not Path(f"/proc/{rig.progress[0]}").exists()
+
+
+def test_a_line_is_shown_as_its_process_wrote_it() -> None:
+    """A client chooses a part of it: the path in an access line."""
+    line = "path=/:key:/[bold]x[/]/\\[y\\ \\"
+    output = io.StringIO()
+    Console(file=output, highlight=False, soft_wrap=True).print(serve._shown("gateway", line))
+    assert output.getvalue() == f"   gateway │ {line}\n"
