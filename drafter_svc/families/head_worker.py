@@ -10,12 +10,10 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig
 
 from drafter_svc.grammar_state import GrammarState
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.step_queue import MAX_FEATURE_BYTES
-from outrider.errors import invalid
 from outrider.heads.layer_choice import choose_layers
 from outrider.heads.loading import load, target_weights
 from outrider.heads.model import (
@@ -28,7 +26,7 @@ from outrider.heads.model import (
     Proposal,
     Rank,
 )
-from outrider.heads.reading import read
+from outrider.heads.reading import read, read_target_config
 from outrider.heads.spec import Decoder, HeadSpec
 from outrider.lm.cpu.weights import fastest_dtype
 from outrider.lm.devices import find_device
@@ -175,12 +173,7 @@ class HeadWorker:
         if threads is not None:
             torch.set_num_threads(threads)
         place = find_device(device)
-        try:
-            config = AutoConfig.from_pretrained(target)
-        # `transformers` checks the config with errors of many types.
-        except Exception as cause:
-            why = " ".join(str(cause).split())
-            raise invalid("target", f"cannot read {target}: {why}") from cause
+        config = read_target_config(target)
         found = read(head, config, layers or None)
         if found.spec.other_boundaries:
             read_first = "its file may mean other layers of the target than %s: try check-head"
@@ -322,7 +315,7 @@ class HeadWorker:
             raise
 
     def _forget(self, news: Sequence[tuple[HeadDraft, News]]) -> None:
-        """Have these drafts told their texts anew, because their news were not all read."""
+        """Close these drafts, whose news were not all read. Each is told its text anew."""
         for draft, _ in news:
             self._close(draft)
             draft.failed = True

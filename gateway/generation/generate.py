@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # A request that makes every verifier crash must not end them all, whatever it writes in between.
 # One that every verifier refuses must not go round in circles.
 _MOST_LOST = 4
-# To write one takes the event loop 30 ns for each token of prompt and prediction.
+# To write a verifier's request takes the event loop 30 ns a token of its prompt and prediction.
 _REQUEST_TOKENS_AT_ONCE = 400_000
 # The call that carries a gateway's sequences, for their spans.
 _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"

@@ -192,7 +192,7 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
     prediction = await prompts.encode_start(call.prediction, most) if call.prediction else []
     encoded = []
     for given in call.prompts():
-        # To tokenise a short text takes the event loop 2 ms or more, and there may be many.
+        # To tokenise a short prompt takes the event loop 2 ms or more. A request may have 1024.
         await asyncio.sleep(0)
         content, name = given.content, given.field_name
         echo = None

@@ -157,7 +157,7 @@ def _of_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         made["enum"] = [each for each in values if isinstance(each, Mapping)] or values
     if not made.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
         if not made.keys() & _CLOSED:
-            # XGrammar allows an object no properties but those of its schema.
+            # Without this, XGrammar allows only the properties that the schema names.
             made["additionalProperties"] = True
         made["type"] = "object"
     return made

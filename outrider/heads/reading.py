@@ -6,6 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
+from outrider.errors import invalid
 from outrider.heads.dialects.dflash import read_dflash
 from outrider.heads.dialects.eagle import read_eagle
 from outrider.heads.dialects.eagle3 import read_eagle3
@@ -55,6 +58,16 @@ _BY_OTHERS = {
     "MuseSparkDSparkModel",
 }
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+
+
+def read_target_config(target: str) -> Any:
+    """The `transformers` configuration of a target. Raises OutriderError(INVALID_VALUE)."""
+    try:
+        return AutoConfig.from_pretrained(target)
+    # `transformers` checks the configuration with errors of many types.
+    except Exception as cause:
+        why = " ".join(str(cause).split())
+        raise invalid("target", f"cannot read {target}: {why}") from cause
 
 
 def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = None) -> Head:

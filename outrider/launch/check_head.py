@@ -11,12 +11,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig
 
-from outrider.errors import invalid
 from outrider.heads.layer_choice import LayerChoice, candidates, choose_layers, states_of
 from outrider.heads.loading import load, target_weights
-from outrider.heads.reading import read
+from outrider.heads.reading import read, read_target_config
 from outrider.heads.spec import Head, HeadSpec
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.launch.start_log import start_status
@@ -34,12 +32,7 @@ def run(head: Path, target: str, dtype: str, device: str) -> int:
 
     Raises OutriderError(INVALID_VALUE) for a head or target that cannot be read.
     """
-    try:
-        config = AutoConfig.from_pretrained(target)
-    # `transformers` checks the config with errors of many types.
-    except Exception as cause:
-        raise invalid("target", f"cannot read {target}: {' '.join(str(cause).split())}") from cause
-    found = read(head, config)
+    found = read(head, read_target_config(target))
     with start_status(Console(stderr=True), f"loading {target}, and reading a text with it ..."):
         choice = check(found, target, dtype, device)
     spec = found.spec

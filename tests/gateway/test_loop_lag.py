@@ -129,7 +129,10 @@ LISTED = TokenLogprob(-1.0, tuple(range(100, 120)), tuple(-1.0 - i for i in rang
 
 
 def _answer(request: TokenRequest) -> Iterator[Step]:
-    """What a verifier gathers before each chunk, with the log probabilities that are asked for."""
+    """The chunks of a verifier, with the log probabilities that the request asks for.
+
+    Before each chunk the verifier gathers the number of tokens that the request names.
+    """
     if request.prompt_logprobs:
         for _ in range(15):
             yield TokenChunk([], [], prompt_logprobs=[LISTED] * 512)

@@ -312,7 +312,7 @@ async def test_a_failed_read_of_one_text_costs_no_text_in_the_same_draft(
     verdicts = [verdict(1, 14, broken[13:14]), verdict(2, 14, text[13:14])]
     eagle.session.apply(StepBatch(features=news, verdicts=verdicts))
     await proposed(eagle.session)
-    # It lost its states so far, as after a gap, and goes on with those of later tokens.
+    # The head lost the states of text 2 so far, as after a gap, and reads those of later tokens.
     later = [eagle.features(2, text, 13, 16)]
     eagle.session.apply(StepBatch(features=later, verdicts=[verdict(2, 17, text[14:17])]))
     assert (await proposed(eagle.session))[2] in (
