@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from jsonschema import Draft202012Validator
-from jsonschema.validators import validator_for
 
 from outrider.errors import invalid
 from outrider.grammar.backends import Compiled
+from outrider.grammar.drafts import draft_of, validator
 from outrider.grammar.kinds import Grammar, GrammarKind
 
 # A text is free for a few tokens and then seeks its end.
@@ -149,9 +148,9 @@ def check_of(grammar: Grammar) -> Callable[[bytes], bool] | None:
     """Says whether the grammar allows a text; None for grammars without such a check."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return _schema_check(json.loads(grammar.text))
+            return _schema_check(json.loads(grammar.text), grammar.field)
         case GrammarKind.JSON_OBJECT:
-            return _schema_check({"type": "object"})
+            return _schema_check({"type": "object"}, grammar.field)
         case GrammarKind.REGEX:
             pattern = re.compile(grammar.text)
             return lambda text: pattern.fullmatch(_decoded(text)) is not None
@@ -161,16 +160,15 @@ def check_of(grammar: Grammar) -> Callable[[bytes], bool] | None:
             return None
 
 
-def _schema_check(schema: Any) -> Callable[[bytes], bool]:
-    kind = validator_for(schema, default=Draft202012Validator)
-    validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
+def _schema_check(schema: Any, field: str) -> Callable[[bytes], bool]:
+    checks = validator(schema, draft_of(schema, field))
 
     def is_right(text: bytes) -> bool:
         try:
             value = json.loads(_decoded(text))
         except ValueError:
             return False
-        return bool(validator.is_valid(value))
+        return bool(checks.is_valid(value))
 
     return is_right
 

@@ -12,11 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
-from jsonschema.validators import validator_for
-
 from outrider.errors import OutriderError, invalid
+from outrider.grammar.drafts import Draft, check_form, check_references, draft_of
 from outrider.grammar.formats import PATTERNS
 from outrider.grammar.regex import literal, schema_pattern, schema_text
 from outrider.grammar.repetition import check_pattern
@@ -71,10 +68,12 @@ def translate_schema(schema: Any, field: str, *, quoted: bool) -> Any:
         return {}
     if not isinstance(schema, Mapping):
         raise invalid(field, f"must be an object or a boolean, not {type(schema).__name__}")
-    translator = _Translator(field, quoted)
+    draft = draft_of(schema, field)
+    check_references(schema, field)
+    translator = _Translator(field, quoted, draft)
     translated = translator.translate(schema, ())
     translator.check_references()
-    _check_by_metaschema(schema, field)
+    check_form(schema, draft, field)
     return translated
 
 
@@ -105,21 +104,11 @@ def type_of(value: Any) -> str:
     return _TYPE_NAMES[type(value)]
 
 
-def _check_by_metaschema(schema: Mapping[str, Any], field: str) -> None:
-    """Check the form of all keywords, by the schema's own version of JSON Schema."""
-    kind = validator_for(schema, default=Draft202012Validator)
-    try:
-        kind.check_schema(dict(schema))
-    except SchemaError as cause:
-        place = "/".join(map(str, cause.absolute_path)) or "the top"
-        raise invalid(field, f"is no JSON schema at {place[:80]}: {cause.message[:120]}") from cause
-
-
 class _Translator:
     """Translates one schema and the schemas in it."""
 
-    def __init__(self, field: str, quoted: bool) -> None:
-        self._field, self._quoted = field, quoted
+    def __init__(self, field: str, quoted: bool, draft: Draft) -> None:
+        self._field, self._quoted, self._draft = field, quoted, draft
         self._places: set[tuple[str, ...]] = set()
         self._anchors: list[str] = []
         self._references: list[str] = []
@@ -232,11 +221,10 @@ class _Translator:
             raise unenforceable(self._field, f"uses {refused[0]}")
         if place and ("$id" in schema or isinstance(schema.get("id"), str)):
             raise unenforceable(self._field, "has $id within the schema")
+        if "$schema" in schema and draft_of(schema, self._field) is not self._draft:
+            raise unenforceable(self._field, "has $schema of another draft within the schema")
         if isinstance(schema.get("$ref"), str):
             self._references.append(schema["$ref"])
-            if not schema["$ref"].startswith("#"):
-                problem = f"has $ref {schema['$ref'][:80]!r}"
-                raise invalid(self._field, f"{problem}; only references within it are followed")
         if isinstance(schema.get("$anchor"), str):
             self._anchors.append(schema["$anchor"])
         form = schema.get("format", "date")

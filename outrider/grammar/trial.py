@@ -51,13 +51,23 @@ class Trial:
         compiled = compile_only(self._libraries, found)
         try:
             _try_out(compiled.matcher(), grammar.field, self._vocab_size, self._stops)
-            self._guard.check(compiled, grammar)
         except OutriderError:
             raise
         # Each library has its own exceptions, and all of them are about the grammar.
         except Exception as cause:
             raise _refused(grammar, cause) from cause
+        self._check(compiled, grammar)
         return found
+
+    def _check(self, compiled: Compiled, grammar: Grammar) -> None:
+        try:
+            self._guard.check(compiled, grammar)
+        except OutriderError:
+            raise
+        # jsonschema's messages quote what a reference leads to, so none of them is passed on.
+        except Exception as cause:
+            problem = f"cannot be enforced: its texts cannot be checked ({type(cause).__name__})"
+            raise invalid(grammar.field, problem) from cause
 
 
 def compile_only(libraries: Libraries, grammar: Grammar) -> Compiled:

@@ -1,0 +1,165 @@
+"""No schema makes us open a file or an address, and no refusal quotes what a reference leads to."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from grammar_texts import compiler, schema, takes
+
+from outrider.errors import OutriderError
+from outrider.grammar.drafts import DRAFTS, Draft, check_form, validator
+
+SECRET = {"password": "kestrel-4711"}
+DRAFT_3 = "http://json-schema.org/draft-03/schema"
+
+
+@dataclass
+class Traps:
+    """Two places with a secret that nothing may read, by what a reference would call them."""
+
+    places: list[str]
+    read: list[str] = field(default_factory=list)
+    """Every request and every opened file."""
+
+
+@pytest.fixture(scope="module")
+def traps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traps]:
+    path = tmp_path_factory.mktemp("secret") / "secret.json"
+    path.write_text(json.dumps(SECRET))
+    found = Traps([])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found.read.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(SECRET).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]) == str(path):
+            found.read.append(str(path))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        found.places += [f"http://{address}/secret", f"{path.as_uri()}#/nope", str(path)]
+        # It stays for the life of the process, and later finds nothing.
+        sys.addaudithook(hook)
+        yield found
+        server.shutdown()
+
+
+def forms(uri: str) -> dict[str, Any]:
+    """Schemas with a reference to `uri`, by each keyword that any draft has for schemas."""
+    to = {"$ref": uri}
+    alone = (
+        *("not", "if", "then", "else", "contains", "propertyNames", "additionalItems", "items"),
+        *("additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contentSchema"),
+        *("extends", "targetSchema", "x-unknown"),
+    )
+    lists = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "extends", "disallow", "type")
+    maps = (
+        *("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"),
+        *("dependencies", "x-schemas"),
+    )
+    return {
+        "$ref": to,
+        "$ref beside others": {"type": "string", "minLength": 1, **to},
+        "$dynamicRef": {"$dynamicRef": uri},
+        "$recursiveRef": {"$recursiveRef": uri},
+        "$schema": {"$schema": uri, "type": "string"},
+        "$id": {"$id": uri, "$ref": "#/nope"},
+        "$id within": {"properties": {"a": {"$id": uri, "$ref": "#/nope"}}},
+        "id": {"id": uri, "$ref": "#/nope"},
+        "id within": {"items": {"id": uri, "$ref": "#/nope"}},
+        "$schema within": {"items": {"$schema": DRAFT_3, "disallow": [to]}},
+        "unknown $schema within": {"items": {"$schema": uri}},
+        "$vocabulary": {"$vocabulary": {uri: True}, "type": "string"},
+        "links": {"links": [{"href": uri, "rel": "self", "targetSchema": to}]},
+        "into an unknown keyword": {"$ref": "#/x-unknown", "x-unknown": {"items": to}},
+        "into data": {"$ref": "#/const", "const": to},
+        **{f"{name}, alone": {"type": "string", name: to} for name in alone},
+        **{f"{name}, in a list": {name: [to, {}]} for name in lists},
+        **{f"{name}, by name": {name: {"a": to}} for name in maps},
+    }
+
+
+# These hold schemas that are used, so that what is in them is checked whatever it is.
+NESTS: tuple[Any, ...] = (
+    lambda inner: inner,
+    lambda inner: {"type": "object", "properties": {"const": inner}, "required": ["const"]},
+    lambda inner: {"type": "array", "items": {"anyOf": [inner, {"type": "null"}]}},
+)
+
+
+def refusal(value: Any) -> OutriderError | None:
+    """Why a schema is refused; None if it is compiled."""
+    try:
+        compiler().compile(schema(value))
+    except OutriderError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("draft", [*DRAFTS, DRAFT_3, None])
+def test_no_reference_of_any_draft_is_followed_out_of_a_schema(
+    draft: str | None, traps: Traps
+) -> None:
+    refused = 0
+    for uri in traps.places:
+        for nest in NESTS:
+            for name, form in forms(uri).items():
+                whole = nest(form)
+                if draft is not None and "$schema" not in whole:
+                    whole = {"$schema": f"{draft}#", **whole}
+                error = refusal(whole)
+                refused += error is not None
+                assert error is None or error.field == "grammar.json_schema", name
+                assert "kestrel" not in str(error), name
+                assert traps.read == [], (name, whole)
+    # A few forms name the place without a reference to it.
+    assert refused > 0.85 * len(traps.places) * len(NESTS) * len(forms(""))
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_the_validators_themselves_retrieve_nothing(draft: Draft, traps: Traps) -> None:
+    """The walk over a schema's keywords may lack a keyword."""
+    for uri in traps.places:
+        check_form({"$ref": uri}, draft, "field")
+        reference = {"allOf": [{"$ref": uri}]}
+        with pytest.raises(Exception, match=r"Unresolvable|PointerToNowhere") as failed:
+            validator(reference, draft).is_valid("text")
+        assert "kestrel" not in str(failed.value)
+    assert traps.read == []
+
+
+@pytest.mark.parametrize("keyword", ["const", "enum", "default", "examples", "example"])
+def test_what_looks_like_a_reference_in_data_is_data(keyword: str, traps: Traps) -> None:
+    for uri in traps.places:
+        data = {"$ref": uri, "$schema": DRAFT_3, "$id": uri, "disallow": [{"$ref": uri}]}
+        value = [data] if keyword in ("enum", "examples") else data
+        compiled = compiler().compile(schema({"type": "object", keyword: value}))
+        assert takes(compiled, json.dumps(data))
+    assert traps.read == []
+
+
+def test_a_property_may_be_named_as_a_reference() -> None:
+    named = {"type": "object", "properties": {"$ref": {"type": "string"}, "$schema": {}}}
+    assert takes(compiler().compile(schema(named)), '{"$ref": "http://example.com/x"}')
+
+
+@pytest.mark.parametrize("name", [DRAFT_3, "https://example.com/my-draft", "", 3, None, {}])
+def test_a_schema_of_an_unknown_draft_is_refused_with_the_known_ones(name: Any) -> None:
+    with pytest.raises(OutriderError, match=r"has \$schema .*draft-07.*2020-12") as refused:
+        compiler().compile(schema({"$schema": name, "type": "string"}))
+    assert refused.value.field == "grammar.json_schema"
