@@ -8,14 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError
 from outrider.lm import attention, support, trial
+from outrider.lm.checkpoint import read_checkpoint
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
-from outrider.lm.devices import find_device, find_dtype
+from outrider.lm.devices import find_device
 from outrider.lm.gpu import memory
 from outrider.lm.gpu.fused_layers import join_projections, use_kernels
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
@@ -173,7 +172,7 @@ class ModelRunner:
             torch.set_num_threads(threads)
         target_device = find_device(device)
         report(f"reading {model}")
-        loaded = _read_checkpoint(model, dtype, trust_remote_code)
+        loaded = read_checkpoint(model, dtype, trust_remote_code)
         report(f"moving the weights to {target_device}")
         if target_device.type == "cpu":
             optimize_for_cpu(loaded)
@@ -433,34 +432,6 @@ class ModelRunner:
         except torch.OutOfMemoryError as cause:
             why = f"the GPU has no memory for a step of {bounds.tokens} tokens"
             raise support.unsupported(self._name, why) from cause
-
-
-def _read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
-    """Load the model on the CPU; raise OutriderError if it cannot be found or served."""
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        if config.is_encoder_decoder:
-            raise support.unsupported(model, "it is an encoder-decoder")
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None:
-            method = dict(quantization).get("quant_method", "by an unnamed method")
-            raise support.unsupported(model, f"its weights are quantised ({method})")
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model,
-            dtype=find_dtype(dtype),
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError, SafetensorError) as cause:
-        message = f"cannot load {model}: {' '.join(str(cause).split())}"
-        raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model") from cause
-    except OutriderError:
-        raise
-    # The model's own code runs here, with a configuration that anybody may have written.
-    except Exception as cause:
-        why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
-        raise support.unsupported(model, f"it cannot be loaded ({why})") from cause
-    return cast(torch.nn.Module, loaded)
 
 
 def _hidden_states(model: Any) -> HiddenStates | None:

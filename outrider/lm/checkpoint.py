@@ -1,0 +1,128 @@
+"""Reads a model's checkpoint with `transformers`; refuses one that lacks weights of the model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.errors import OutriderError, Reason
+from outrider.lm import support
+from outrider.lm.devices import find_dtype
+
+log = logging.getLogger(__name__)
+
+# Most tensors that a refusal names.
+_NAMED = 4
+# Tables that old checkpoints store beside the weights they are computed from.
+_COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
+# The matrix by which a layer for multi-token prediction (MTP) joins embedding and hidden state.
+# DeepSeek's and GLM's files number such layers on after the model's own.
+_MTP = ".eh_proj.weight"
+
+
+def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
+    """Load the model of a directory or hub id on the CPU, from safetensors alone.
+
+    Raises OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model that cannot be served. A
+    tensor that the files lack is such a reason, and so is a tensor of the model's own parts that
+    nothing reads: `transformers` fills the former with random numbers and ignores the latter.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        if config.is_encoder_decoder:
+            raise support.unsupported(model, "it is an encoder-decoder")
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None:
+            method = dict(quantization).get("quant_method", "by an unnamed method")
+            raise support.unsupported(model, f"its weights are quantised ({method})")
+        loading: Any = AutoModelForCausalLM.from_pretrained(
+            model,
+            dtype=find_dtype(dtype),
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            # Tensors of another shape are in the report then, by name.
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, ValueError, SafetensorError) as cause:
+        message = f"cannot load {model}: {' '.join(str(cause).split())}"
+        raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model") from cause
+    except OutriderError:
+        raise
+    # The model's own code runs here, with a configuration that anybody may have written.
+    except Exception as cause:
+        why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        raise support.unsupported(model, f"it cannot be loaded ({why})") from cause
+    loaded: torch.nn.Module
+    loaded, report = loading
+    _check_names(model, loaded, report)
+    return loaded
+
+
+def _check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) -> None:
+    """Raise OutriderError unless the files have each tensor of the model, and no more of its parts.
+
+    `report` is what `transformers` says of the load. It leaves out tied tensors, and names that
+    the model's type declares as ignorable.
+    """
+    shapes = [f"{key} {list(of)}, not {list(to)}" for key, of, to in report["mismatched_keys"]]
+    unread = {each for each in report["unexpected_keys"] if _COMPUTED.search(each) is None}
+    missing = report["missing_keys"]
+    # Beside a gap, any name may be that of the weights that are missing.
+    beside = set() if missing else _beside(unread, model)
+    found = {
+        "its files lack": missing,
+        "its files have other shapes of": shapes,
+        "its configuration has no place for": unread - beside,
+    }
+    if why := [f"{what} {_some(names)}" for what, names in found.items() if names]:
+        raise support.unsupported(name, "; ".join(why))
+    if beside:
+        log.info("%s: nothing reads %s", name, _some(beside))
+
+
+def _some(names: Collection[str]) -> str:
+    """The count of some tensors, and the first of their names."""
+    first = ", ".join(sorted(names)[:_NAMED])
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{len(names)} of its weights ({first}{more})"
+
+
+def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
+    """Those of some tensors without a reader that belong to something beside the text model.
+
+    Such as a vision tower, a value head, or layers for multi-token prediction. What is beside lies
+    in a module of its own, next to the list of the decoder's layers or further out.
+    """
+    modules = dict(model.named_modules())
+    lists = [path for path, module in modules.items() if isinstance(module, torch.nn.ModuleList)]
+    around = {""}
+    for path in lists:
+        if not any(path.startswith(f"{outer}.") for outer in lists):
+            around |= set(_parents(path))
+    # A checkpoint of the decoder alone has no prefix.
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    decoder = {path.removeprefix(prefix) for path in modules}
+    known = modules.keys() | decoder
+    drafting = {each.removesuffix(_MTP) for each in tensors if each.endswith(_MTP)} - known
+    beside = set()
+    for tensor in tensors:
+        layer = _LAYER.match(tensor)
+        outer = _parents(tensor)
+        own = outer[0] not in known and next(path for path in outer if path in known) in around
+        if own or (layer is not None and layer["layer"] in drafting):
+            beside.add(tensor)
+    return beside
+
+
+def _parents(path: str) -> list[str]:
+    """The modules around a module or tensor, from the innermost to "", the model itself."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
