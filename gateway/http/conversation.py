@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from gateway.http.fields import Body, Listed, Text, check_unicode
 from gateway.http.json_size import check_size
@@ -102,27 +102,54 @@ def _no_calls(value: object) -> object:
 _NoCalls = Annotated[None, BeforeValidator(_no_calls, json_schema_input_type=None)]
 
 
-def check_arguments(text: str) -> str:
-    """A call's arguments themselves. Raises ValueError if they are no JSON object."""
+class Arguments(NamedTuple):
+    """The arguments of a call, as an object and as JSON."""
+
+    values: dict[str, Any]
+    text: str
+
+
+def read_arguments(text: str) -> Arguments | None:
+    """The arguments of a call, whose end `max_tokens` may have cut off.
+
+    Then they are the values that are complete, as in Anthropic's clients. None if the text does
+    not even begin an object, and if `checked_json` refuses the object.
+    """
+    text = text or "{}"
     try:
-        check_size(text.encode())
-        parsed = checked_json(json.loads(text or "{}"))
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as problem:
+            if problem.msg == "Extra data":
+                return None
+            given = from_json(text, allow_partial=True)
+            text = json.dumps(given, ensure_ascii=False)
+        return Arguments(checked_json(given), text) if isinstance(given, dict) else None
     except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise ValueError("must be a JSON object")
-    return text
+        return None
+
+
+def whole_arguments(text: str) -> str:
+    """A call's arguments as JSON, completed if they were cut off.
+
+    Raises ValueError if they do not even begin an object.
+    """
+    check_size(text.encode())
+    found = read_arguments(text)
+    if found is None:
+        raise ValueError("must be a JSON object, or the beginning of one that was cut off")
+    return found.text
 
 
 class CalledFunction(Body):
     """The function of a call, with its arguments as JSON."""
 
     name: Text
-    arguments: Annotated[Text, AfterValidator(check_arguments)] = ""
+    arguments: Annotated[Text, AfterValidator(whole_arguments)] = "{}"
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates expect it, with the arguments as an object."""
-        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+        return {"name": self.name, "arguments": json.loads(self.arguments)}
 
 
 class ToolCall(Body):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic_core import from_json
-
 from gateway.api_errors import messages_error
 from gateway.generation.serve_text import TextAnswer
+from gateway.http.conversation import read_arguments
 from gateway.http.streaming import event
 from gateway.text.choices import WholeChoice
 from gateway.text.deltas import FinishInfo, TextDelta
@@ -140,8 +138,8 @@ class MessagesWriter:
 def _joined(events: Iterable[Json]) -> list[Json]:
     """The blocks that the events of a stream write.
 
-    The input of a call that `max_tokens` cut off has what is complete of it, as in Anthropic's
-    clients.
+    The input of a call that `max_tokens` cut off has the values that are complete. It is empty if
+    a JSON document cannot hold it, or a verifier left its grammar.
     """
     content: list[Json] = []
     arguments = ""
@@ -156,20 +154,9 @@ def _joined(events: Iterable[Json]) -> list[Json]:
                 for name in delta.keys() - {"type"}:
                     content[-1][name] += delta[name]
             case {"type": "content_block_stop"} if content[-1]["type"] == "tool_use":
-                content[-1]["input"] = _input(arguments)
+                found = read_arguments(arguments)
+                content[-1]["input"] = {} if found is None else found.values
     return content
-
-
-def _input(text: str) -> Json:
-    """The arguments as an object."""
-    try:
-        given = from_json(text or "{}", allow_partial=True)
-        json.dumps(given, allow_nan=False)
-    # It has an infinite number, is nested too deeply, holds half of a surrogate pair, or a verifier
-    # left its grammar.
-    except (ValueError, RecursionError):
-        given = None
-    return given if isinstance(given, dict) else {}
 
 
 def _usage(finish: FinishInfo) -> Json:

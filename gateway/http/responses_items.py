@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from gateway.api_errors import validation_error
-from gateway.http.conversation import check_arguments
+from gateway.http.conversation import whole_arguments
 from gateway.http.fields import Body, Text
 from outrider.errors import OutriderError, invalid
 from outrider.protocol.limits import MAX_MESSAGES
@@ -101,23 +101,18 @@ class MessageItem(Body):
 
 
 class FunctionCall(Body):
-    """A call that an earlier answer made. One that was cut off says nothing to the model."""
+    """A call that an earlier answer made."""
 
     type: Literal["function_call"]
-    status: Text | None = None
+    status: Ignored = None
     call_id: Text
     name: Text
     namespace: Text | None = None
-    arguments: Text
+    arguments: Annotated[Text, AfterValidator(whole_arguments)]
     id: Text | None = None
     async_: Ignored = Field(default=None, alias="async")
     caller: Ignored = None
     created_by: Ignored = None
-
-    @field_validator("arguments")
-    @classmethod
-    def _check_arguments(cls, text: str, info: ValidationInfo) -> str:
-        return text if info.data.get("status") == "incomplete" else check_arguments(text)
 
 
 class FunctionCallOutput(Body):
@@ -210,8 +205,6 @@ def _add_to_answer(messages: list[Json], item: MessageItem | FunctionCall | Reas
             # A thought comes first in an answer.
             messages.append({"role": "assistant", "content": None})
             messages[-1]["reasoning_content"] = item.content
-        return
-    if isinstance(item, FunctionCall) and item.status == "incomplete":
         return
     last = messages[-1] if messages else {}
     begins = last.get("role") != "assistant"

@@ -269,20 +269,6 @@ async def test_an_answer_that_is_cut_off_is_incomplete_and_says_why(rig: Rig, te
         assert all(item["status"] == "completed" for item in earlier)
 
 
-async def test_a_call_that_was_cut_off_is_left_out_of_what_follows(rig: Rig) -> None:
-    rig.says(CALLS[:60], 5, FinishReason.LENGTH)
-    first = await ask(rig, tools=[WEATHER])
-    assert first["output"][-1]["type"] == "function_call"
-    rig.says("yes")
-    for given in ({"previous_response_id": first["id"]}, {}):
-        sent = [{"role": "user", "content": "and?"}]
-        if not given:
-            sent = [{"role": "user", "content": "hi"}, *first["output"], *sent]
-        await ask(rig, sent, **given)
-        assert "Let me look." in prompt_of(rig)
-        assert "weather" not in prompt_of(rig)
-
-
 async def test_a_stream_that_fails_ends_with_the_error_and_a_failed_response(rig: Rig) -> None:
     [word] = rig.prompts.tokenizer.encode("if").ids
     for reason, code in (
