@@ -41,7 +41,6 @@ export COMPOSE_PROJECT_NAME=outrider-ci COMPOSE_PROFILES=cpu PYTHONPATH=$PWD
 export OUTRIDER_TAG=outrider-ci OUTRIDER_DTYPE=float32 OUTRIDER_TARGET=models/target
 export OUTRIDER_HTTP_PORT=${OUTRIDER_HTTP_PORT:-18000}
 export OUTRIDER_GRPC_PORT=${OUTRIDER_GRPC_PORT:-18001}
-export OUTRIDER_VERIFIER_PORT=${OUTRIDER_VERIFIER_PORT:-18051}
 export OUTRIDER_URL=http://127.0.0.1:$OUTRIDER_HTTP_PORT
 export OUTRIDER_BASE=$base OUTRIDER_REDIS_IMAGE=$redis OUTRIDER_PROMETHEUS_IMAGE=$prometheus
 export OUTRIDER_PROMETHEUS_PORT=${OUTRIDER_PROMETHEUS_PORT:-18090}
@@ -259,18 +258,36 @@ profiles_are_valid() {
   for profile in cpu gpu grace grammar redis-cluster observability; do
     COMPOSE_PROFILES=$profile compose config --quiet
     COMPOSE_PROFILES=$profile compose -f compose/tls.yaml config --quiet
+    COMPOSE_PROFILES=$profile compose -f compose/egress.yaml config --quiet
   done
 }
 
 up() { compose up --detach --no-build --scale drafter-ngram=2; }
 
-# asks PORT SERVICE: succeeds if the service serves there.
-asks() { "$python" -m outrider.launch.cli health "127.0.0.1:$1" --service "outrider.v1.$2"; }
+# asks ADDRESS SERVICE: succeeds if the service serves there.
+asks() { "$python" -m outrider.launch.cli health "$1" --service "outrider.v1.$2"; }
+
+# The verifier's port is not published, but this machine reaches a container by its address.
+verifier_address() {
+  docker inspect --format '{{range .NetworkSettings.Networks}}{{.IPAddress}}:50051{{end}}' \
+    "$(of_service verifier)"
+}
 
 health() {
-  asks "$OUTRIDER_GRPC_PORT" GenerationService
-  asks "$OUTRIDER_VERIFIER_PORT" VerifierService
-  if asks "$OUTRIDER_VERIFIER_PORT" Nothing; then return 1; fi
+  asks "127.0.0.1:$OUTRIDER_GRPC_PORT" GenerationService
+  asks "$(verifier_address)" VerifierService
+  if asks "$(verifier_address)" Nothing; then return 1; fi
+}
+
+# A container without a default route reaches its own networks alone.
+no_way_out() {
+  local service
+  for service in verifier drafter-model drafter-ngram redis; do
+    if docker exec "$(of_service "$service")" grep -q $'^[^\t]*\t00000000\t' /proc/net/route; then
+      echo "$service has a default route"
+      return 1
+    fi
+  done
 }
 
 crash() { "$python" compose/check.py crash "$work/plain.json" "$1" "$(of_service "$2")"; }
@@ -353,7 +370,7 @@ to_tls() {
   OUTRIDER_VERIFIER_TLS_CA=$certs/ca.pem OUTRIDER_VERIFIER_TLS_CERT=$certs/operator.pem \
     OUTRIDER_VERIFIER_TLS_KEY=$certs/operator.key health
   # A caller without a certificate is refused.
-  if asks "$OUTRIDER_VERIFIER_PORT" VerifierService; then return 1; fi
+  if asks "$(verifier_address)" VerifierService; then return 1; fi
   if curl --silent "http://127.0.0.1:$OUTRIDER_HTTP_PORT/livez"; then return 1; fi
 }
 
@@ -454,6 +471,7 @@ compose down --volumes --remove-orphans >>"$log" 2>&1
 step "up, drafter-ngram twice" up
 step "healthy" wait_healthy 6
 step "health over gRPC" health
+step "no way out" no_way_out
 step "Prometheus" scraped
 step "requests" "$python" compose/check.py requests
 step "50 streams, plain" "$python" compose/check.py plain "$work/plain.json"

@@ -18,6 +18,7 @@ from verifier_svc.config import VerifierSettings
 COMPOSE = Path(__file__).parents[2] / "compose"
 TEXT = (COMPOSE / "compose.yaml").read_text()
 TLS_TEXT = (COMPOSE / "tls.yaml").read_text()
+EGRESS_TEXT = (COMPOSE / "egress.yaml").read_text()
 STACK_TEXT = (COMPOSE / "stack.yaml").read_text()
 STACK: dict[str, dict[str, Any]] = yaml.safe_load(STACK_TEXT)["services"]
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
@@ -115,10 +116,32 @@ def test_prometheus_reaches_the_metrics_of_every_image_that_has_a_port_for_them(
 
 
 def test_ports_are_published_on_loopback_by_default() -> None:
-    ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    services = [*SERVICES.values(), *yaml.safe_load(EGRESS_TEXT)["services"].values()]
+    ports = [port for service in services for port in service.get("ports", [])]
     assert len(ports) >= 3
     loopback = re.compile(r"\$\{OUTRIDER_(VERIFIER_)?BIND:-127\.0\.0\.1\}:")
     assert [port for port in ports if not loopback.match(port)] == []
+
+
+def networks(service: dict[str, Any]) -> set[str]:
+    """The networks that a service is on."""
+    if service.get("network_mode") == "none":
+        return set()
+    return set(service.get("networks", ["default"]))
+
+
+@pytest.mark.parametrize("text", [TEXT, STACK_TEXT], ids=["compose.yaml", "stack.yaml"])
+def test_only_services_with_published_ports_reach_anything_outside(text: str) -> None:
+    """So a verifier or a drafter that is made to open an address reaches none."""
+    document = yaml.safe_load(text)
+    closed = {
+        name for name, options in document["networks"].items() if (options or {}).get("internal")
+    }
+    services = MORE if text is TEXT else STACK
+    with_ports = {name for name, service in services.items() if service.get("ports")}
+    with_a_way_out = {name for name, service in services.items() if networks(service) - closed}
+    assert with_a_way_out == with_ports
+    assert not [name for name in with_ports if re.match("verifier|drafter|redis|secrets", name)]
 
 
 def test_only_redis_and_ngram_drafters_share_secrets_and_a_network() -> None:
@@ -133,7 +156,7 @@ def test_only_redis_and_ngram_drafters_share_secrets_and_a_network() -> None:
 
 
 def test_every_variable_is_a_setting_of_its_process() -> None:
-    files = TEXT + TLS_TEXT + STACK_TEXT + (COMPOSE / "Dockerfile").read_text()
+    files = TEXT + TLS_TEXT + STACK_TEXT + EGRESS_TEXT + (COMPOSE / "Dockerfile").read_text()
     variable = r"^ +(?:ENV )?OUTRIDER_(VERIFIER|DRAFTER|GATEWAY)_([A-Z_]+)[:=]"
     named = set(re.findall(variable, files, re.MULTILINE))
     assert len(named) > 20
@@ -145,7 +168,8 @@ def test_every_variable_is_a_setting_of_its_process() -> None:
 
 
 def test_every_variable_is_in_the_readme() -> None:
-    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT + TLS_TEXT + STACK_TEXT))
+    files = TEXT + TLS_TEXT + STACK_TEXT + EGRESS_TEXT
+    variables = set(re.findall(r"\$\{([A-Z_]+):-", files))
     variables |= set(re.findall(r"^ +([A-Z_]+):$", TEXT, re.MULTILINE))
     readme = (COMPOSE / "README.md").read_text()
     assert [name for name in variables if f"`{name}`" not in readme] == []

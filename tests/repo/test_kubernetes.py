@@ -372,9 +372,24 @@ def test_every_pod_has_a_policy_and_no_port_without_a_lock_is_open_to_all(
     }
     # The gateway asks for keys.
     assert open_to_all <= {("outrider-gateway", "https"), ("outrider-gateway", "grpc")}
-    redis = of_kind(documents, "NetworkPolicy")["outrider-redis"]["spec"]
-    assert "Egress" in redis["policyTypes"]
-    assert redis["egress"] == []
+
+
+def test_a_pod_reaches_its_peers_and_the_clusters_dns_alone(documents: list[Document]) -> None:
+    """So a process that is made to open an address reaches none, in the cluster or outside."""
+    policies = of_kind(documents, "NetworkPolicy")
+    for name in ("outrider-verifier", "outrider-redis"):
+        assert policies[name]["spec"]["egress"] == []
+    dns = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
+    ports = {"outrider-verifier": "grpc", "outrider-redis": "redis"}
+    for policy in policies.values():
+        assert "Egress" in policy["spec"]["policyTypes"]
+        for rule in policy["spec"]["egress"]:
+            [peer] = rule["to"]
+            if peer == dns:
+                assert {port["port"] for port in rule["ports"]} == {53}
+            else:
+                [port] = rule["ports"]
+                assert port["port"] == ports[selected(peer["podSelector"])[0]]
 
 
 def test_each_process_gets_the_secrets_of_its_own_role_alone(documents: list[Document]) -> None:
