@@ -26,6 +26,7 @@ from outrider.lm.cpu import weights
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.library import runnable_builds
 from outrider.lm.cpu.weights import TiledLinear, optimize_for_cpu
+from outrider.lm.cpu.widened import widened_logits
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import FINAL_STATE
 
@@ -276,12 +277,60 @@ def test_a_model_without_support_runs_its_own_forward(config: PreTrainedConfig) 
     torch.testing.assert_close(found, own, rtol=0, atol=1e-4 * float(own.std()))
 
 
-@pytest.mark.parametrize("difference", [0.2, float("nan")])
-def test_a_trial_that_differs_leaves_the_model_its_own_forward(
-    difference: float, monkeypatch: pytest.MonkeyPatch
+def deep_runner() -> ModelRunner:
+    """A runner of a model whose many layers round more than the bundled models' six."""
+    return cpu_runner(LlamaConfig(**SIZES | {"num_hidden_layers": 40}), torch.bfloat16)
+
+
+def test_a_deep_model_is_taken_though_its_layers_round_differently(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CpuDecoder, "_difference", lambda *arguments: difference)
+    errors: list[tuple[float, float]] = []
+    measured = CpuDecoder._errors
+
+    def watched(self: CpuDecoder, *arguments: Any) -> tuple[float, float]:
+        errors.append(measured(self, *arguments))
+        return errors[-1]
+
+    monkeypatch.setattr(CpuDecoder, "_errors", watched)
+    assert deep_runner().decoder is not None
+    [(found, own)] = errors
+    assert min(found, own) > 0.02
+
+
+def test_a_deep_model_with_another_scale_of_attention_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = CpuDecoder._whole
+
+    def scaled(self: CpuDecoder, *arguments: Any) -> Any:
+        found = whole(self, *arguments)
+        found.attention_scale *= 1.5
+        return found
+
+    monkeypatch.setattr(CpuDecoder, "_whole", scaled)
+    assert deep_runner().decoder is None
+
+
+@pytest.mark.parametrize("errors", [(0.2, 0.16), (float("nan"), 0.01), (0.01, float("nan"))])
+def test_a_trial_that_is_further_off_leaves_the_model_its_own_forward(
+    errors: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuDecoder, "_errors", lambda *arguments: errors)
     assert cpu_runner(SUPPORTED["llama"], torch.float32).decoder is None
+
+
+@pytest.mark.parametrize("config", SUPPORTED.values(), ids=SUPPORTED.keys())
+def test_widened_logits_are_those_of_the_same_weights_in_float32(config: PreTrainedConfig) -> None:
+    model = build(config).to(torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    optimize_for_cpu(model)
+    tokens = torch.tensor(ids(90))
+    found = widened_logits(model, tokens)
+    with torch.inference_mode():
+        expected = exact(tokens.unsqueeze(0)).logits[0]
+    # The model rounds its rotary tables, not its products.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
 @pytest.mark.parametrize(("outs", "has_bias"), [(32, False), (40, True), (97, True), (8, False)])

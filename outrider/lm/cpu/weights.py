@@ -101,6 +101,11 @@ class TiledLinear(torch.nn.Module):
         outs = self._tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, self.in_features)
         return outs[: self.out_features]
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias [out]."""
+        return None if self._bias is None else self._bias[: self.out_features]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what the replaced layer computes.
 
