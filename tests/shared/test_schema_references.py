@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from grammar_texts import compiler, schema, takes
+from secret_traps import SECRET, Traps, set_traps
 
 from outrider.errors import OutriderError
 from outrider.grammar.drafts import DRAFTS, Draft, check_form, validator
 
-SECRET = {"password": "kestrel-4711"}
 DRAFT_3 = "http://json-schema.org/draft-03/schema"
-
-
-@dataclass
-class Traps:
-    """Two places with a secret that nothing may read, by what a reference would call them."""
-
-    places: list[str]
-    read: list[str] = field(default_factory=list)
-    """Every request and every opened file."""
 
 
 @pytest.fixture(scope="module")
 def traps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traps]:
-    path = tmp_path_factory.mktemp("secret") / "secret.json"
-    path.write_text(json.dumps(SECRET))
-    found = Traps([])
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found.read.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(SECRET).encode())
-
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and str(arguments[0]) == str(path):
-            found.read.append(str(path))
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{server.server_port}"
-        found.places += [f"http://{address}/secret", f"{path.as_uri()}#/nope", str(path)]
-        # It stays for the life of the process, and later finds nothing.
-        sys.addaudithook(hook)
+    with set_traps(tmp_path_factory.mktemp("secret")) as found:
         yield found
-        server.shutdown()
 
 
 def forms(uri: str) -> dict[str, Any]:
@@ -125,7 +88,7 @@ def test_no_reference_of_any_draft_is_followed_out_of_a_schema(
                 error = refusal(whole)
                 refused += error is not None
                 assert error is None or error.field == "grammar.json_schema", name
-                assert "kestrel" not in str(error), name
+                assert SECRET not in str(error), name
                 assert traps.read == [], (name, whole)
     # A few forms name the place without a reference to it.
     assert refused > 0.85 * len(traps.places) * len(NESTS) * len(forms(""))
@@ -139,7 +102,7 @@ def test_the_validators_themselves_retrieve_nothing(draft: Draft, traps: Traps) 
         reference = {"allOf": [{"$ref": uri}]}
         with pytest.raises(Exception, match=r"Unresolvable|PointerToNowhere") as failed:
             validator(reference, draft).is_valid("text")
-        assert "kestrel" not in str(failed.value)
+        assert SECRET not in str(failed.value)
     assert traps.read == []
 
 
