@@ -92,3 +92,19 @@ def test_of_a_large_tensor_a_few_kilobytes_are_read(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
     assert len(weights_fingerprint(str(tmp_path))) == 64
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 1), (0, 500), (900, 500), (1800, 500), (2700, 500), (4095, 1)]
+)
+def test_a_change_in_any_part_of_a_large_tensor_gives_another_fingerprint(
+    tmp_path: Path, first: int, count: int
+) -> None:
+    """Of the first row or the last one, or of many rows in between, as further training does."""
+    rows = torch.randn(4096, 64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for change in (0.0, 0.01):
+        rows[first : first + count] += change
+        save_file({"w": rows}, tmp_path / FILE)
+        found.append(weights_fingerprint(str(tmp_path)))
+    assert found[0] != found[1]

@@ -9,8 +9,10 @@ COMMIT = "verifier_svc/engine/commit.py"
 DRAFT_TREES = "verifier_svc/policy/draft_trees.py"
 EXCHANGE = "verifier_svc/drafts/exchange.py"
 FORWARDS = "drafter_svc/families/forwards.py"
+FINGERPRINT = "outrider/lm/weights_fingerprint.py"
 GUESS_TREE = "outrider/drafter/guess_tree.py"
 LIMITS = "gateway/access/limits.py"
+LOOP = "verifier_svc/engine/loop.py"
 PAGES = "outrider/lm/pages.py"
 ROWS = "verifier_svc/verification/rows.py"
 RULE_CHOICE = "verifier_svc/verification/rule_choice.py"
@@ -26,6 +28,7 @@ EXACT = ("tests/losslessness/test_exact_step.py",)
 IN_ANY_BATCH = (
     "tests/losslessness/test_reference.py::test_a_sequence_is_verified_alike_alone_and_in_any_batch",
 )
+LATE_MASKS = "tests/verifier/test_late_masks.py"
 POOLS = ("tests/lm/test_pages.py",)
 RULES = ("tests/verifier/test_rules.py",)
 SAMPLED_LENGTHS = "tests/verifier/test_sampled_lengths.py"
@@ -218,6 +221,62 @@ MUTANTS = (
         "next(iter(tenants)) if len(tenants) == 1 else None",
         "next(iter(tenants))",
         ("tests/verifier/test_step_shares.py::test_each_tenant_pays_for_its_rows_of_a_step",),
+    ),
+    Mutant(
+        "X14",
+        "a tenant that would keep as many pages as another loses none to it",
+        SCHEDULER,
+        "if held[most] < own:",
+        "if held[most] <= own:",
+        (
+            "tests/verifier/test_fairness.py::"
+            "test_a_tenant_that_loses_pages_keeps_as_many_as_the_other_gets",
+        ),
+    ),
+    # --- grammars with slow masks ---
+    Mutant(
+        "M1",
+        "a text whose request ignores ends goes on after its grammar's end",
+        COMMIT,
+        " or not self._eos_token_ids.isdisjoint(new)",
+        "",
+        (f"{LATE_MASKS}::test_a_text_ends_with_its_grammar_even_if_ends_are_ignored",),
+    ),
+    Mutant(
+        "M2",
+        "masks of an unread answer have no budget",
+        LOOP,
+        "[*self.scheduler.running.values(), *unread]",
+        "list(self.scheduler.running.values())",
+        (f"{LATE_MASKS}::test_an_unread_answer_ends_when_its_masks_have_used_up_their_budget",),
+    ),
+    # --- forwards that overflow, weights, slow readers ---
+    Mutant(
+        "O1",
+        "a drafter that joins after an overflow drafts for its sequence",
+        LOOP,
+        "        scheduled.sequence.max_draft_tokens = 0\n",
+        "",
+        (
+            "tests/verifier/test_overflows.py::"
+            "test_after_an_overflow_no_drafter_drafts_for_the_sequence",
+        ),
+    ),
+    Mutant(
+        "W1",
+        "the fingerprint of a checkpoint depends on the beginnings of its tensors alone",
+        FINGERPRINT,
+        "[last * i // (_SAMPLES - 1) for i in range(_SAMPLES)]",
+        "[_SAMPLE_BYTES * i for i in range(_SAMPLES)]",
+        ("tests/lm/test_weights_fingerprint.py",),
+    ),
+    Mutant(
+        "S1",
+        "a paused producer goes on only when its reader has read everything",
+        "outrider/process/read_ahead.py",
+        "len(self) <= _FEW_UNREAD",
+        "len(self) == 0",
+        ("tests/shared/test_read_ahead.py",),
     ),
     # --- the length of a sampled draft ---
     Mutant(

@@ -109,3 +109,14 @@ async def test_a_closed_queue_asks_nothing_of_its_producer() -> None:
     watched.fill()
     await asyncio.sleep(0.15)
     assert watched.said == [False]
+
+
+async def test_the_producer_goes_on_before_the_reader_has_nothing_left() -> None:
+    """A reader that runs dry gets its answer in bursts."""
+    watched = Watched()
+    watched.fill()
+    await watched.read(MOST_UNREAD - 9)
+    assert watched.said == [False]
+    await watched.read(1)
+    assert watched.said == [False, True]
+    assert len(watched.items) == 8

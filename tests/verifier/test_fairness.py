@@ -153,3 +153,25 @@ def test_a_place_is_not_taken_for_a_sequence_whose_pages_are_not_there() -> None
     assert engine.scheduler.preemption_count == 0
     finish(engine)
     assert len(large.tokens) == 96
+
+
+def held(engine: Engine) -> dict[str, int]:
+    """Pages of the running sequences by tenant."""
+    return dict(engine.scheduler._pages_held())
+
+
+@pytest.mark.parametrize(("prompt_length", "is_admitted"), [(23, True), (27, False)])
+def test_a_tenant_that_loses_pages_keeps_as_many_as_the_other_gets(
+    prompt_length: int, is_admitted: bool
+) -> None:
+    """With equal shares nobody can take pages back; with less, both would take turns."""
+    engine, _ = make_engine(eos_bias=-99, page_count=12, page_size=4)
+    for number in range(6):
+        prompt = [number, 2, 3, 4, 5, 6]
+        engine.submit(TokenRequest(prompt, 1, GREEDY, tenant="flood"), Client())
+    assert held(engine) == {"flood": 12}
+    prompt = [5] * prompt_length
+    small = engine.submit(TokenRequest(prompt, 1, GREEDY, tenant="small"), Client())
+    assert (small.id in engine.scheduler.running) is is_admitted
+    assert held(engine) == ({"flood": 6, "small": 6} if is_admitted else {"flood": 12})
+    finish(engine)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_model import VOCAB, Client, ScriptedDrafter, finish, make_engine
+from fake_model import EOS, VOCAB, Client, ScriptedDrafter, finish, make_engine
 from toy_grammars import Alternating
 
 from outrider.errors import OutriderError, Reason
@@ -21,7 +22,7 @@ from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.trie import NO_DRAFT
-from verifier_svc.verification.grammar_masks import GrammarMasks
+from verifier_svc.verification.grammar_masks import GrammarMasks, has_slow_masks
 from verifier_svc.verification.mask_lanes import MaskBudget, Threads
 
 GRAMMAR = Grammar(GrammarKind.EBNF, "root ::= root root | [a-z]")
@@ -329,3 +330,59 @@ def test_a_recomputed_prompt_asks_once_for_slow_masks() -> None:
         begun += [*held.begun, *held.slow]
         held.let_go()
     assert len({id(work) for work in begun}) <= 1
+
+
+class OnePair(Alternating):
+    """An even and an odd token, and then the end of the text."""
+
+    @property
+    def ended(self) -> bool:
+        return self.text[-1:] == [EOS]
+
+    def allows(self, token: int) -> bool:
+        return token == EOS if len(self.text) == 2 else super().allows(token)
+
+
+@pytest.mark.parametrize("are_slow", [False, True], ids=["quick", "slow"])
+def test_a_text_ends_with_its_grammar_even_if_ends_are_ignored(are_slow: bool) -> None:
+    held = Held()
+    engine = engine_with(held)
+    client = Client()
+    asked = replace(request(SamplingParams(0.0)), ignore_eos=True)
+    sequence = engine.submit(asked, client, matcher=OnePair())
+    for _ in range(20):
+        engine.advance()
+        works = [*held.begun, *held.slow]
+        held.let_go()
+        for work in works:
+            spent(work, 0.02 if are_slow else 0.0)
+    assert has_slow_masks(sequence) is are_slow
+    engine.outbox.send_to_clients()
+    assert client.error is None
+    assert client.finish_reason is FinishReason.STOP
+    assert (len(client.tokens), client.tokens[-1]) == (3, EOS)
+
+
+@pytest.mark.parametrize("others_go_on", [True, False])
+def test_an_unread_answer_ends_when_its_masks_have_used_up_their_budget(
+    others_go_on: bool,
+) -> None:
+    held = Held()
+    engine = engine_with(held, seconds=1.0)
+    unread, other = Client(), Client()
+    sequence = engine.submit(request(SamplingParams(0.0)), unread, matcher=Alternating())
+    engine.step()
+    [work] = held.begun
+    if others_go_on:
+        engine.submit(TokenRequest([2, 4], 20, SamplingParams(0.0)), other)
+    engine.set_aside(sequence)
+    held.let_go()
+    for seconds in (0.9, 1.1):
+        assert unread.error is None
+        spent(work, seconds)
+        engine.advance()
+        engine.outbox.send_to_clients()
+    assert unread.error is not None
+    assert "masks take more than 1 s of processor time" in unread.error.message
+    assert sequence.id not in engine.sequences
+    assert other.error is None

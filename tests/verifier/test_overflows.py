@@ -5,6 +5,8 @@ The model is real, because attention multiplies NaN by the weight 0 of a hidden 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.errors import Reason
 from outrider.lm.pages import PagePool
-from outrider.lm.runner import ModelRunner
+from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from verifier_svc.engine.config import EngineConfig
@@ -135,3 +137,32 @@ def test_pages_of_an_ended_sequence_harm_no_later_one(dtype: torch.dtype, head_s
     finish(engine)
     assert [client.error for client in clients] == [None, None]
     assert clients[0].tokens == fresh.tokens
+
+
+def test_after_an_overflow_no_drafter_drafts_for_the_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A drafter that joins later would propose such a token again, and cost a forward each time."""
+    engine = make(torch.float32, 64)
+    forward, counts = engine.model.forward, []
+
+    def counted(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        counts.append(len(slices))
+        return forward(slices)
+
+    monkeypatch.setattr(engine.model, "forward", counted)
+    drafters = [ScriptedDrafter(engine)]
+    client = Client()
+    sequence = engine.submit(TokenRequest([3, 4, 5], 6, GREEDY, ignore_eos=True), client)
+    while engine.sequences:
+        engine.drain_inbox()
+        for drafter in drafters:
+            drafter.prove()
+            if sequence.id in drafter.length:
+                drafter.propose(sequence.id, [BAD], anew=True)
+        engine.step()
+        drafters.append(ScriptedDrafter(engine, f"drafter {len(drafters)}"))
+    engine._go_idle()
+    assert len(client.tokens) == 6
+    assert len(counts) == 1 + 6, "the step with the draft is repeated once"
+    assert all(drafter.length == {} for drafter in drafters[1:])

@@ -241,6 +241,7 @@ class Engine:
         self.drain_inbox()
         if not self.scheduler.has_work:
             self._wait.cancel()
+            self._end_overdue()
             self._go_idle()
             return None
         wait_s = self._wait.poll()
