@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -29,8 +29,9 @@ _HUB_TIMEOUT_S = 5.0
 def model_file(model: str, name: str) -> Path | None:
     """The path of a model's file; None when the model has no file of this name.
 
-    `model` is a directory or a Hugging Face hub id. Raises OutriderError(MODEL_NOT_FOUND) when it
-    is no directory and the hub has no such model, neither cached nor online.
+    `model` is a directory or a Hugging Face hub id. Without the hub, a model whose config.json is
+    cached has the files that are cached too. Raises OutriderError(MODEL_NOT_FOUND) when it is no
+    directory and the hub has no such model, neither cached nor online.
     """
     directory = Path(model)
     if directory.is_dir():
@@ -39,6 +40,8 @@ def model_file(model: str, name: str) -> Path | None:
         _look_for_hub()
         return Path(hf_hub_download(model, name))
     except LocalEntryNotFoundError as cause:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return None
         message = f"there is no directory {model}, and the hub cannot be reached"
         raise _not_found(message) from cause
     except EntryNotFoundError:

@@ -241,7 +241,12 @@ class Loader:
         Raises OutriderError(INVALID_VALUE).
         """
         settings = self._settings
-        found = load_projections(settings.feature_projection, settings.target, runner.device)
+        found = load_projections(
+            settings.feature_projection,
+            settings.target,
+            runner.device,
+            trust_remote_code=settings.trust_remote_code,
+        )
         runner.projections = found
         projected = [each.states for each in found.values()]
         own = self._own_drafter.meet(runner) if self._own_drafter is not None else ()

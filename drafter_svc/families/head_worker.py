@@ -163,6 +163,7 @@ class HeadWorker:
         device: str,
         page_count: int | None,
         threads: int | None,
+        trust_remote_code: bool = False,
     ) -> HeadWorker:
         """Load the head, on `thread`. Raises OutriderError(INVALID_VALUE) that says what is wrong.
 
@@ -173,7 +174,7 @@ class HeadWorker:
         if threads is not None:
             torch.set_num_threads(threads)
         place = find_device(device)
-        config = read_target_config(target)
+        config = read_target_config(target, trust_remote_code)
         found = read(head, config, layers or None)
         if found.spec.other_boundaries:
             read_first = "its file may mean other layers of the target than %s: try check-head"

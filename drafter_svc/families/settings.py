@@ -138,8 +138,8 @@ class HeadSettings(FamilySettings):
     with safetensors."""
 
     target: str = Field(min_length=1)
-    """Directory of the target's checkpoint. The drafter reads its configuration and tokenizer, and
-    the embeddings and lm_head that the head shares with it."""
+    """Directory or hub id of the target. The drafter reads its configuration and tokenizer, and the
+    embeddings and lm_head that the head shares with it."""
 
     head_states: list[int] = Field(default=[])
     """The target's hidden states that the head reads, if its file is wrong about them: k for the
@@ -150,6 +150,10 @@ class HeadSettings(FamilySettings):
 
     device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""
+
+    trust_remote_code: bool = False
+    """Run the code of the target's configuration, for architectures that transformers lacks. It may
+    do all that this process may."""
 
     page_count: int | None = Field(None, ge=1)
     """Pages of 16 tokens of the head's KV cache, by default for 64 full contexts in at most 1 GiB.

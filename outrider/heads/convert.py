@@ -9,14 +9,43 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 from outrider.errors import OutriderError, Reason
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # What training leaves in a folder beside the weights.
-_OF_TRAINING = {"training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+_OF_TRAINING = (
+    "training_args.*",
+    "training_state*",
+    "optimizer*",
+    "scheduler*",
+    "scaler*",
+    "rng_state*",
+    "random_states*",
+)
+# A tensor that no safetensors file of its folder repeats.
+_MASK = "mask_embedding"
 _SECONDS = 600
+
+
+def pickles_of(folder: Path) -> list[Path]:
+    """The pickled files of a head's folder that have weights which no safetensors file has.
+
+    Files of training have none. Other files beside safetensors are copies of them, but for MiMo's
+    mask_embedding.pt.
+    """
+    found = sorted({path for pattern in PICKLES for path in folder.glob(pattern)})
+    pickles = [path for path in found if not _is_of_training(path.name)]
+    safe = {path.stem for path in folder.glob("*.safetensors")}
+    if not safe:
+        return pickles
+    return [path for path in pickles if path.stem == _MASK and _MASK not in safe]
+
+
+def _is_of_training(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in _OF_TRAINING)
 
 
 def run(source: Path, target: Path, *, seconds: float = _SECONDS) -> int:
@@ -29,8 +58,9 @@ def run(source: Path, target: Path, *, seconds: float = _SECONDS) -> int:
         raise _refusal(source, "it has no config.json")
     if target.exists():
         raise _refusal(target, "it exists already")
-    found = sorted(path for pattern in PICKLES for path in source.glob(pattern))
-    pickles = [path for path in found if path.name not in _OF_TRAINING]
+    pickles = pickles_of(source)
+    if not pickles and any(source.glob("*.safetensors")):
+        raise _refusal(source, "its weights are in safetensors files already; use it as it is")
     if not pickles:
         raise _refusal(source, f"it has none of the files {', '.join(PICKLES)}")
     target.mkdir(parents=True)

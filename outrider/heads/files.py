@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from outrider.heads.convert import PICKLES
+from outrider.errors import invalid
+from outrider.heads.convert import pickles_of
 from outrider.heads.spec import refusal
 
 BY_VLLM = "serve the target with vLLM, whose own drafting may read such a head"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int64, torch.int32, torch.bool)
+# What a file of Git LFS begins with in a clone without its contents.
+_LFS = b"version https://git-lfs"
 
 
 class Keys:
@@ -58,14 +62,16 @@ class Keys:
             raise self.wrong(name, why)
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number above 0, whole or not. Raises OutriderError, also if it is missing."""
+    def number(self, name: str, default: float | None = None, *, zero: bool = False) -> float:
+        """A number above 0, or from 0 on with `zero`. Raises OutriderError, also if missing."""
         value = self._keys.get(name)
         value = default if value is None else value
         if value is None:
             raise self.wrong(name, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise self.wrong(name, f"must be a number above 0, not {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not (0 < value < 1e30 or (zero and value == 0)):
+            which = "from 0 on" if zero else "above 0"
+            raise self.wrong(name, f"must be a number {which}, not {value!r}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -119,12 +125,19 @@ class Weights:
 
     def width(self, name: str) -> int:
         """The last dimension of a tensor [rows, columns]. Raises OutriderError if it is missing."""
+        return self._matrix(name)[1]
+
+    def rows(self, name: str) -> int:
+        """The first dimension of a tensor [rows, columns]. Raises OutriderError as `width` does."""
+        return self._matrix(name)[0]
+
+    def _matrix(self, name: str) -> torch.Size:
         if name not in self._left:
             raise refusal(self.path, f"the weights {name} are missing")
         shape = self._left[name].shape
         if len(shape) != 2:
             raise refusal(self.path, f"{name} has the shape {list(shape)}, which is no matrix")
-        return shape[1]
+        return shape
 
     def rename(self, change: Callable[[str], str]) -> None:
         """Give every tensor the name that `change` returns for its name."""
@@ -203,30 +216,76 @@ def open_config(folder: Path) -> Keys:
     return Keys(path, keys)
 
 
+@contextmanager
+def open_tensors(path: Path, field: str = "head") -> Iterator[Any]:
+    """Open a safetensors file, as `safe_open` does.
+
+    Raises OutriderError(INVALID_VALUE) that blames `field`.
+    """
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS)) == _LFS
+        if is_pointer:
+            why = "it is a pointer of Git LFS; run `git lfs pull` in its folder to get the file"
+            raise invalid(field, f"{path} cannot be read: {why}")
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as cause:
+        raise invalid(field, f"{path} cannot be read: {cause}") from cause
+
+
+def read_index(path: Path, field: str = "head") -> dict[str, str]:
+    """The file beside an index of safetensors files in which each tensor is, by its name.
+
+    Raises OutriderError(INVALID_VALUE) that blames `field`, also for a file elsewhere.
+    """
+    try:
+        places = json.loads(path.read_text())["weight_map"]
+        files = set(places.values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as cause:
+        raise invalid(field, f"{path} is no index of safetensors files") from cause
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise invalid(field, f"{path} names {name!r:.100}, which is no file beside it")
+    return dict(places)
+
+
 def open_weights(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Weights:
     """Read a folder's safetensors files, only the tensors that are `wanted` by name.
 
     Raises OutriderError(INVALID_VALUE), also for pickled files, which are never opened here.
     """
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
-        why = f"{pickles[0]} is pickled; `outrider convert-head {folder} OUT` makes safetensors"
+    if pickles := pickles_of(folder):
+        why = (
+            f"{pickles[0].name} is pickled; `outrider convert-head {folder} OUT` makes safetensors"
+        )
         raise refusal(folder, why)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise refusal(folder, "it has no file *.safetensors")
+    _check_shards(folder)
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in filter(wanted, file.keys()):
-                    if name in tensors:
-                        raise refusal(folder, f"two of its files have the weights {name}")
-                    tensors[name] = file.get_tensor(name)
-        except (OSError, SafetensorError) as cause:
-            raise refusal(path, f"it cannot be read ({cause})") from cause
+        with open_tensors(path) as file:
+            for name in filter(wanted, file.keys()):
+                if name in tensors:
+                    raise refusal(folder, f"two of its files have the weights {name}")
+                tensors[name] = file.get_tensor(name)
     for name, tensor in tensors.items():
+        kind = str(tensor.dtype)[6:]
+        if tensor.dtype is torch.float64:
+            why = f"{name} is of the type float64; save it as float32, bfloat16 or float16"
+            raise refusal(folder, why)
         if tensor.dtype not in (*_FLOATS, *_IDS):
-            kind = str(tensor.dtype)[6:]
             raise refusal(folder, f"{name} is quantised to {kind}; {BY_VLLM}")
     return Weights(folder, tensors)
+
+
+def _check_shards(folder: Path) -> None:
+    """Raise OutriderError if a file is missing that the folder's index names."""
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        files = sorted(set(read_index(index).values()))
+        missing = next((name for name in files if not (folder / name).is_file()), None)
+        if missing is not None:
+            why = f"{missing} is missing, which {index.name} names; download the head again"
+            raise refusal(folder, why)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
 
+from outrider.errors import invalid
+from outrider.heads.files import open_tensors, read_index
 from outrider.heads.kinds.dflash import DFlash
 from outrider.heads.kinds.dspark import DSpark
 from outrider.heads.kinds.eagle import Eagle
@@ -18,8 +18,9 @@ from outrider.heads.kinds.mtp import Mtp
 from outrider.heads.kinds.peagle import PEagle
 from outrider.heads.model import HeadModel, TargetWeights
 from outrider.heads.projection import ServedProjection, projection_name
-from outrider.heads.reading import read
+from outrider.heads.reading import read, read_target_config
 from outrider.heads.spec import Head, Kind, refusal
+from outrider.tokenizer import model_file
 
 _KINDS: dict[Kind, type[HeadModel]] = {
     "eagle3": Eagle3,
@@ -30,7 +31,15 @@ _KINDS: dict[Kind, type[HeadModel]] = {
     "mtp": Mtp,
     "medusa": Medusa,
 }
-_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+# Vision models have their language model under a prefix.
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+_LM_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_SHARED = {*_EMBEDDINGS, *_LM_HEADS}
+_SINGLE = "model.safetensors"
 
 
 def load(
@@ -59,7 +68,7 @@ def load(
 
 
 def load_projections(
-    paths: Sequence[str], target: str, device: torch.device
+    paths: Sequence[str], target: str, device: torch.device, *, trust_remote_code: bool = False
 ) -> dict[str, ServedProjection]:
     """Read the projections of heads for a target, by name.
 
@@ -67,7 +76,7 @@ def load_projections(
     without a projection.
     """
     found = {}
-    config = AutoConfig.from_pretrained(target) if paths else None
+    config = read_target_config(target, trust_remote_code) if paths else None
     for path in paths:
         head = read(path, config)
         name = projection_name(head)
@@ -77,21 +86,47 @@ def load_projections(
     return found
 
 
-def target_weights(path: str | Path) -> TargetWeights:
-    """Read from a target's folder only the two matrices that a head shares with it.
+def target_weights(target: str | Path) -> TargetWeights:
+    """Read from a target, a directory or hub id, only the two matrices that a head shares with it.
 
-    Raises OutriderError(INVALID_VALUE) if its safetensors files have no embeddings.
+    Raises OutriderError(INVALID_VALUE) if its safetensors files have no embeddings or cannot be
+    read, and OutriderError(MODEL_NOT_FOUND) if there is no such target.
     """
     found: dict[str, torch.Tensor] = {}
-    for file_path in sorted(Path(path).glob("*.safetensors")):
-        try:
-            with safe_open(file_path, framework="pt") as file:
-                for name in {*_EMBEDDINGS, "lm_head.weight"} & set(file.keys()):
-                    found[name] = file.get_tensor(name)
-        except (OSError, SafetensorError) as cause:
-            raise refusal(file_path, f"it cannot be read ({cause})") from cause
-    embeddings = next((found[name] for name in _EMBEDDINGS if name in found), None)
+    for path in _files_of(str(target)):
+        with open_tensors(path, "target") as file:
+            for name in _SHARED & set(file.keys()):
+                found[name] = file.get_tensor(name)
+    embeddings = _first(found, _EMBEDDINGS)
     if embeddings is None:
-        why = f"its target's folder has no weights {_EMBEDDINGS[0]} in safetensors files"
-        raise refusal(path, why)
-    return TargetWeights(embeddings, found.get("lm_head.weight", embeddings))
+        why = f"has no weights {_EMBEDDINGS[0]} in safetensors files, which a head shares with it"
+        raise invalid("target", f"{target} {why}")
+    matrix = _first(found, _LM_HEADS)
+    return TargetWeights(embeddings, embeddings if matrix is None else matrix)
+
+
+def _first(found: Mapping[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor | None:
+    return next((found[name] for name in names if name in found), None)
+
+
+def _files_of(target: str) -> list[Path]:
+    """The target's safetensors files that may have the shared matrices.
+
+    Of a target on the hub, only the files that its index names for them are fetched.
+    """
+    index = model_file(target, f"{_SINGLE}.index.json")
+    if index is not None:
+        places = read_index(index, "target")
+        return [_shard(target, places[name], index) for name in sorted(_SHARED & set(places))]
+    if Path(target).is_dir():
+        return sorted(Path(target).glob("*.safetensors"))
+    path = model_file(target, _SINGLE)
+    return [] if path is None else [path]
+
+
+def _shard(target: str, name: str, index: Path) -> Path:
+    path = model_file(target, name)
+    if path is None:
+        why = f"{target} lacks {name}, which {index.name} names; download the checkpoint again"
+        raise invalid("target", why)
+    return path

@@ -60,13 +60,19 @@ _BY_OTHERS = {
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 
 
-def read_target_config(target: str) -> Any:
-    """The `transformers` configuration of a target. Raises OutriderError(INVALID_VALUE)."""
+def read_target_config(target: str, trust_remote_code: bool = False) -> Any:
+    """The `transformers` configuration of a target. Raises OutriderError(INVALID_VALUE).
+
+    With `trust_remote_code` the target's own code may run, if it brings any.
+    """
     try:
-        return AutoConfig.from_pretrained(target)
+        # Without a value, `transformers` would ask on the terminal.
+        return AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
     # `transformers` checks the configuration with errors of many types.
     except Exception as cause:
         why = " ".join(str(cause).split())
+        if "trust_remote_code" in why:
+            why = "it brings its own code, which runs only with --trust-remote-code"
         raise invalid("target", f"cannot read {target}: {why}") from cause
 
 
@@ -140,7 +146,7 @@ def _stated_kind(keys: Keys) -> str | None:
     for kind, names in groups.items():
         if architectures & names:
             return kind
-    if "medusa_num_heads" in keys:
+    if "medusa_num_heads" in keys or keys.text("model_type", "") == "medusa":
         return "medusa"
     counts = [name for name in COUNTS if keys.is_set(name)]
     return "mtp" if counts or keys.section("text_config").is_set(COUNTS[1]) else None
@@ -159,6 +165,12 @@ def _kind_by_weights(keys: Keys, weights: Weights) -> str:
         return "dspark" if is_dspark else "dflash"
     if "fc.weight" in names and "layers.0.input_layernorm.weight" not in names:
         return "eagle"
-    if any(name.startswith(("0.0.linear.", "medusa_head.0.")) for name in names):
+    if any(
+        name.startswith(("0.0.linear.", "medusa_head.0.", "blocks.0.layers.")) for name in names
+    ):
         return "medusa"
-    raise keys.wrong("architectures", f"{keys.names('architectures')} and the weights name no head")
+    why = (
+        f"is {keys.names('architectures')}, and neither that nor the names of its weights are those"
+        f" of a head that is read; a whole model drafts in the family model"
+    )
+    raise keys.wrong("architectures", why)

@@ -96,7 +96,7 @@ class HeadSpec:
     recycle_normed: bool = False
     """eagle3: the next step's feature is this step's output after the final norm."""
     join_bias: bool = False
-    """eagle, eagle3: whether `fc` has a bias."""
+    """eagle, eagle3: whether `fc` has a bias; medusa: whether the blocks have one."""
     state_first: bool = False
     """mtp: the target's state comes before the embedding where the two are joined."""
     mask_token_id: int | None = None

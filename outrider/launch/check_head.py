@@ -27,14 +27,16 @@ _PAGE_SIZE = 16
 _FIT = 0.1
 
 
-def run(head: Path, target: str, dtype: str, device: str) -> int:
+def run(
+    head: Path, target: str, dtype: str, device: str, *, trust_remote_code: bool = False
+) -> int:
     """Print the facts and the choice; return the exit status, 1 if the head does not fit.
 
     Raises OutriderError(INVALID_VALUE) for a head or target that cannot be read.
     """
-    found = read(head, read_target_config(target))
+    found = read(head, read_target_config(target, trust_remote_code))
     with start_status(Console(stderr=True), f"loading {target}, and reading a text with it ..."):
-        choice = check(found, target, dtype, device)
+        choice = check(found, target, dtype, device, trust_remote_code=trust_remote_code)
     spec = found.spec
     print(f"kind: {spec.kind}")
     print(f"features: {spec.feature_width} numbers a token; draft ids: {spec.draft_vocab_size}")
@@ -52,10 +54,18 @@ def run(head: Path, target: str, dtype: str, device: str) -> int:
     return 0
 
 
-def check(head: Head, target: str, dtype: str, device: str) -> LayerChoice:
+def check(
+    head: Head, target: str, dtype: str, device: str, *, trust_remote_code: bool = False
+) -> LayerChoice:
     """Compare the head's first guesses with the target's likeliest tokens of a text."""
     pages = 2 * _TOKENS // _PAGE_SIZE
-    runner = ModelRunner.load(target, dtype=dtype, device=device, page_count=pages)
+    runner = ModelRunner.load(
+        target,
+        dtype=dtype,
+        device=device,
+        page_count=pages,
+        trust_remote_code=trust_remote_code,
+    )
     model = load(
         head,
         target_weights(target),

@@ -306,7 +306,8 @@ def convert_head(source: Path, target: Path) -> int:
 @click.argument("target", metavar="TARGET")
 @click.option("--dtype", default="auto", help="Type of the target's computation.")
 @click.option("--device", default="auto", help="auto (CUDA when there is any), cpu or cuda:N.")
-def check_head(head: Path, target: str, dtype: str, device: str) -> int:
+@click.option("--trust-remote-code", is_flag=True, help="Run the target's own code.")
+def check_head(head: Path, target: str, dtype: str, device: str, trust_remote_code: bool) -> int:
     """Say what the draft head in folder HEAD is, and how often it is right about TARGET.
 
     Loads the target, a directory or hub id. Where the head's file may mean several of the target's
@@ -316,7 +317,7 @@ def check_head(head: Path, target: str, dtype: str, device: str) -> int:
     from outrider.launch.check_head import run
 
     try:
-        return run(head, target, dtype, device)
+        return run(head, target, dtype, device, trust_remote_code=trust_remote_code)
     except OutriderError as error:
         raise click.UsageError(error.message) from error
 

@@ -52,6 +52,7 @@ async def load_head(
         "head_states": states,
         "target": settings.target,
         "device": settings.device,
+        "trust_remote_code": settings.trust_remote_code,
     }
     loaded = await HeadFamily.load(HeadSettings.model_validate(own), _PLACE, counts)
     # The head's thread has set the number for itself, and for all threads that have not computed

@@ -130,14 +130,12 @@ def _head(settings: ProfileSettings, target: Path) -> ProfiledHead | None:
     """The head of the settings for the target in the folder `target`."""
     if not settings.head:
         return None
-    from transformers import AutoConfig
-
-    from outrider.heads.reading import read
+    from outrider.heads.reading import read, read_target_config
     from outrider_bench.grown import grown_head
 
     path = Path(settings.head)
     if settings.grown:
         path = grown_head(path, Path(settings.target), target)
-    spec = read(path, AutoConfig.from_pretrained(target)).spec
+    spec = read(path, read_target_config(str(target))).spec
     states = len(spec.boundaries) + spec.final_state
     return ProfiledHead(path=str(path), hidden_size=spec.target.hidden_size, states=states)

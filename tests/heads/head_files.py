@@ -363,6 +363,20 @@ def medusa_sharing() -> Files:
     return config, {k: v for k, v in tensors.items() if not k.endswith(".1.weight")}
 
 
+def medusa_vllm() -> Files:
+    """Under vLLM's names."""
+    _, tensors = medusa_official()
+    config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3}
+    names: dict[str, str] = {}
+    for i in range(3):
+        names |= {f"{i}.0.linear.{part}": f"blocks.{i}.layers.0.{part}" for part in PARTS}
+        names[f"{i}.1.weight"] = f"lm_heads.{i}.weight"
+    sizes = {"num_hidden_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    return config | sizes, {names[key]: value for key, value in tensors.items()}
+
+
+PARTS = ("weight", "bias")
+
 # Dialects that say the same of the same head.
 DIALECTS: dict[str, dict[str, Callable[[], Files]]] = {
     "eagle3": {
@@ -383,5 +397,5 @@ DIALECTS: dict[str, dict[str, Callable[[], Files]]] = {
         "speculators": dspark_speculators,
     },
     "mtp": {"mimo": mtp_mimo},
-    "medusa": {"official": medusa_official},
+    "medusa": {"official": medusa_official, "vllm": medusa_vllm},
 }

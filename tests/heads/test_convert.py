@@ -88,8 +88,30 @@ def test_a_file_that_takes_too_long_is_refused(tmp_path: Path) -> None:
         run(source, tmp_path / "out", seconds=0.01)
 
 
+def test_a_folder_with_safetensors_needs_no_conversion(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", head_files.medusa_official())
+    for name in ("pytorch_model.bin", "optimizer.pt"):
+        (source / name).write_bytes(b"no tensors")
+    with pytest.raises(OutriderError, match="in safetensors files already; use it as it is"):
+        run(source, tmp_path / "out")
+
+
+def test_beside_safetensors_only_mimos_mask_is_converted(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", head_files.dflash_zlab())
+    (source / "pytorch_model.bin").write_bytes(b"no tensors")
+    torch.save({"mask_token_id": 7, "embedding": torch.randn(1, 16)}, source / "mask_embedding.pt")
+    with pytest.raises(OutriderError, match=r"mask_embedding\.pt is pickled"):
+        read(source, TARGET)
+    run(source, tmp_path / "out")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["config.json", "mask_embedding.safetensors", "model.safetensors"]
+    assert read(tmp_path / "out", TARGET).spec.mask_token_id is None
+
+
 def test_folders_without_a_pickled_head_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "in", head_files.medusa_official())
+    (source / "model.safetensors").unlink()
+    (source / "training_args.bin").write_bytes(b"no tensors")
     with pytest.raises(OutriderError, match="has none of the files"):
         run(source, tmp_path / "out")
     with pytest.raises(OutriderError, match="exists already"):

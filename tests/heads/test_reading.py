@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -151,6 +152,118 @@ def test_a_mask_embedding_stands_for_a_mask_token(tmp_path: Path) -> None:
     assert "mask_embedding" in head.tensors
 
 
+def test_an_eagle_without_a_bias_needs_no_key(tmp_path: Path) -> None:
+    config, tensors = head_files.eagle_safeailab()
+    assert "bias" not in config
+    assert read(write(tmp_path / "with", (config, tensors)), TARGET).spec.join_bias
+    del tensors["fc.bias"]
+    assert not read(write(tmp_path / "without", (config, tensors)), TARGET).spec.join_bias
+
+
+def test_a_block_size_may_stand_among_dflashs_own_keys(tmp_path: Path) -> None:
+    config, tensors = head_files.dflash_zlab()
+    config["dflash_config"]["block_size"] = config.pop("block_size")
+    assert read(write(tmp_path, (config, tensors)), TARGET).spec.block_size == head_files.BLOCK
+
+
+@pytest.mark.parametrize(
+    ("top", "own", "causal"),
+    [
+        ({}, {}, (False, True)),
+        ({"is_causal": True}, {}, (True, True)),
+        ({"is_causal": False}, {}, (False, False)),
+        ({}, {"is_causal": True}, (True, True)),
+        ({}, {"causal": True}, (True, True)),
+        ({}, {"causal": False}, (False, False)),
+        ({"is_causal": False}, {"causal": True}, (False, False)),
+        ({"sliding_window_non_causal": True}, {}, (False, False)),
+    ],
+)
+def test_a_file_may_say_that_all_layers_are_causal_or_none(
+    top: Any, own: Any, causal: Any, tmp_path: Path
+) -> None:
+    config, tensors = head_files.dflash_zlab()
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+    config["dflash_config"] |= own
+    assert (
+        read(write(tmp_path, (config | kinds | top, tensors)), TARGET).spec.causal_layers == causal
+    )
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("more", "files", "expected"),
+    [
+        ({}, head_files.eagle3_specforge, {"truncate": True}),
+        ({"truncate": False}, head_files.eagle3_specforge, {"truncate": False}),
+        (
+            {"mscale": 0.7, "mscale_all_dim": 0},
+            head_files.eagle3_specforge,
+            {"truncate": True, "attention_factor": 0.07 * math.log(4) + 1},
+        ),
+        ({"mscale": 0.7, "mscale_all_dim": 0}, head_files.eagle3_speculators, {"truncate": True}),
+        (
+            {"mscale": 0.7, "mscale_all_dim": 0.5},
+            head_files.eagle3_speculators,
+            {"truncate": True, "mscale": 0.7, "mscale_all_dim": 0.5},
+        ),
+    ],
+)
+def test_yarns_numbers_are_those_of_the_heads_own_code(
+    more: Any, files: Callable[[], Files], expected: Any, tmp_path: Path
+) -> None:
+    config, tensors = files()
+    config.get("transformer_layer_config", config)["rope_parameters"] = YARN | more
+    decoder = read(write(tmp_path, (config, tensors)), TARGET).spec.decoder
+    assert decoder is not None
+    assert decoder.rope == pytest.approx(YARN | {"rope_theta": 10000.0} | expected)
+
+
+def test_pickles_beside_safetensors_are_left_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path, head_files.eagle3_speculators())
+    names = (
+        "pytorch_model.bin",
+        "training_args.bin",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state_0.pth",
+    )
+    for name in names:
+        (folder / name).write_bytes(b"no tensors")
+    assert read(folder, TARGET).spec.kind == "eagle3"
+
+
+def test_mimos_mask_beside_safetensors_has_to_be_converted(tmp_path: Path) -> None:
+    folder = write(tmp_path, head_files.dflash_zlab())
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    assert_refused(folder, r"mask_embedding\.pt is pickled; `outrider convert-head")
+
+
+def test_a_reduced_medusa_of_vllm_scores_the_tokens_of_its_map(tmp_path: Path) -> None:
+    config, tensors = head_files.medusa_vllm()
+    for i in range(3):
+        del tensors[f"blocks.{i}.layers.0.bias"]
+    kept = torch.tensor([5, 0, 39])
+    config |= {"truncated_vocab_size": 3}
+    head = read(write(tmp_path, (config, tensors | {"token_map": kept})), TARGET)
+    assert head.target_ids is not None
+    assert head.target_ids.tolist() == [5, 0, 39]
+    assert torch.equal(head.tensors["outputs.1.weight"], tensors["lm_heads.1.weight"][kept])
+    load(head, TargetWeights(torch.zeros(VOCAB, 16), torch.zeros(VOCAB, 16)), page_count=1)
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
+INDEX = "model.safetensors.index.json"
+
+
+def write_index(folder: Path, name: str) -> None:
+    """Write an index that places one of the tensors in the file `name`."""
+    places = {"fc.weight": "model.safetensors", "norm.weight": name}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
 # What is done to a good head's folder, and words of the sentence that refuses it.
 BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (
@@ -171,10 +284,26 @@ BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "cut weights": (
         lambda f: (f / "model.safetensors").write_bytes(b"\x10"),
-        r"model\.safetensors .* cannot be read",
+        r"model\.safetensors cannot be read",
+    ),
+    "a pointer of Git LFS": (
+        lambda f: (f / "model.safetensors").write_bytes(LFS_POINTER),
+        r"model\.safetensors cannot be read: it is a pointer of Git LFS; run `git lfs pull`",
+    ),
+    "a shard that is missing": (
+        lambda f: write_index(f, "model-00002-of-00002.safetensors"),
+        r"-00002\.safetensors is missing, which model\.safetensors\.index\.json names",
+    ),
+    "an index that leads elsewhere": (
+        lambda f: write_index(f, "../model.safetensors"),
+        r"index\.json names '\.\./model\.safetensors', which is no file beside it",
+    ),
+    "an index without places": (
+        lambda f: (f / INDEX).write_text("[]"),
+        r"index\.json is no index of safetensors files",
     ),
     "pickled": (
-        lambda f: (f / "pytorch_model.bin").write_bytes(b""),
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         r"pytorch_model\.bin is pickled; `outrider convert-head",
     ),
     "an adapter": (
@@ -203,6 +332,11 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
         head_files.eagle3_modelopt,
         lambda c, t: t.update({"norm.weight": torch.ones(16, dtype=torch.uint8)}),
         "norm.weight is quantised to uint8",
+    ),
+    "float64 weights": (
+        head_files.eagle3_modelopt,
+        lambda c, t: t.update({"norm.weight": torch.ones(16, dtype=torch.float64)}),
+        "norm.weight is of the type float64; save it as float32, bfloat16 or float16",
     ),
     "unread weights": (
         head_files.eagle3_speculators,
@@ -262,7 +396,43 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
     "a smaller vocabulary than the target's": (
         head_files.eagle3_safeailab,
         lambda c, t: c.update(vocab_size=39),
-        "vocab_size is 39, but the target has 40 tokens",
+        "vocab_size is 39, but the target has 40 tokens; name the target that the head was made",
+    ),
+    "a larger vocabulary than the target's": (
+        head_files.dflash_zlab,
+        lambda c, t: c.update(vocab_size=44),
+        "vocab_size is 44, but the target has 40 tokens; name the target that the head was made",
+    ),
+    "a larger vocabulary with its own matrices": (
+        head_files.dflash_zlab,
+        lambda c, t: [
+            c.update(vocab_size=44),
+            t.update(
+                {f"{name}.weight": torch.ones(44, 16) for name in ("embed_tokens", "lm_head")}
+            ),
+        ],
+        "vocab_size is 44, but the target has 40 tokens; name the target that the head was made",
+    ),
+    "a Medusa of another vocabulary": (
+        head_files.medusa_official,
+        lambda c, t: t.update({"0.1.weight": torch.ones(44, 16)}),
+        "vocab_size is 44, but the target has 40 tokens; name the target that the head was made",
+    ),
+    "a token map that repeats": (
+        head_files.medusa_vllm,
+        lambda c, t: [
+            c.update(truncated_vocab_size=2),
+            t.update(token_map=torch.tensor([3, 3])),
+        ],
+        "token_map has 1 ids, not 2 different ones",
+    ),
+    "a token map beyond the vocabulary": (
+        head_files.medusa_vllm,
+        lambda c, t: [
+            c.update(truncated_vocab_size=2),
+            t.update(token_map=torch.tensor([3, VOCAB])),
+        ],
+        "token_map has ids outside the target's 0 to 39",
     ),
     "ids out of range": (
         head_files.eagle3_speculators,
@@ -350,14 +520,14 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
         "belongs to latent attention",
     ),
     "no bias in EAGLE": (
-        head_files.eagle_safeailab,
-        lambda c, t: t.pop("fc.bias"),
+        head_files.eagle_vllm,
+        lambda c, t: t.pop("model.fc.bias"),
         "fc.bias are missing",
     ),
     "no head at all": (
         head_files.eagle_safeailab,
         lambda c, t: t.pop("fc.weight"),
-        "the weights name no head",
+        r"architectures is \['LlamaForCausalLM'\], and neither that nor the names of its weights",
     ),
     "a Medusa head whose number leaves a gap": (
         head_files.medusa_official,

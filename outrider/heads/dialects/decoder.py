@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "yarn": (
         ("factor", "original_max_position_embeddings"),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        ("attention_factor", "beta_fast", "beta_slow"),
     ),
 }
 
@@ -30,11 +31,14 @@ _ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _MOST_LAYERS = 1000
 
 
-def read_decoder(keys: Keys, weights: Weights, *, qwen3: bool = False) -> Decoder:
+def read_decoder(
+    keys: Keys, weights: Weights, *, qwen3: bool = False, by_transformers: bool = True
+) -> Decoder:
     """Read the sizes of a head's layers, named "layers.{i}." in `weights`.
 
-    With `qwen3`, a head whose model_type is qwen3 must have its norms of queries and keys. Raises
-    OutriderError(INVALID_VALUE).
+    With `qwen3`, a head whose model_type is qwen3 must have its norms of queries and keys.
+    `by_transformers` tells whether the head's code takes its rotary embedding from `transformers`.
+    Raises OutriderError(INVALID_VALUE).
     """
     model_type = keys.text("model_type", "")
     for name in weights.names:
@@ -61,7 +65,7 @@ def read_decoder(keys: Keys, weights: Weights, *, qwen3: bool = False) -> Decode
         head_size=keys.integer("head_dim", hidden // heads),
         norm_eps=keys.number("rms_norm_eps", 1e-6),
         activation=activation,
-        rope=_rope(keys),
+        rope=_rope(keys, by_transformers),
         windows=_windows(keys, layers),
         projection_bias=has_bias,
         output_bias=f"{first}o_proj.bias" in weights,
@@ -69,7 +73,7 @@ def read_decoder(keys: Keys, weights: Weights, *, qwen3: bool = False) -> Decode
     )
 
 
-def _rope(keys: Keys) -> dict[str, Any]:
+def _rope(keys: Keys, by_transformers: bool) -> dict[str, Any]:
     """The rotary embedding's numbers, from either of the two ways in which configs state them."""
     if keys.number("partial_rotary_factor", 1.0) != 1.0:
         raise keys.wrong("partial_rotary_factor", "other than 1 is not supported")
@@ -82,8 +86,28 @@ def _rope(keys: Keys) -> dict[str, Any]:
     needed, others = _ROPES[kind]
     numbers = {name: stated.number(name) for name in needed}
     numbers |= {name: stated.number(name) for name in others if name in stated}
+    if kind == "yarn":
+        numbers |= _yarn_scales(stated, numbers, by_transformers)
     theta = stated.number("rope_theta", keys.number("rope_theta", 10000.0))
     return {"rope_type": kind, "rope_theta": theta, **numbers}
+
+
+def _yarn_scales(stated: Keys, numbers: Mapping[str, Any], by_transformers: bool) -> dict[str, Any]:
+    """How yarn cuts off its range of frequencies, and what it multiplies the turns by.
+
+    The factors of DeepSeek's formula may be 0. `transformers` then leaves both out; SpecForge's
+    EAGLE-3 computes with them.
+    """
+    found: dict[str, Any] = {"truncate": stated.flag("truncate", True)}
+    if not ("mscale" in stated and "mscale_all_dim" in stated) or "attention_factor" in numbers:
+        return found
+    scales = [stated.number(name, zero=True) for name in ("mscale", "mscale_all_dim")]
+    if not by_transformers:
+        above, below = (0.1 * part * math.log(max(1.0, numbers["factor"])) + 1.0 for part in scales)
+        found["attention_factor"] = above / below
+    elif all(scales):
+        found |= {"mscale": scales[0], "mscale_all_dim": scales[1]}
+    return found
 
 
 def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
@@ -139,12 +163,16 @@ def take_vocabulary(
     whole = keys.integer("vocab_size", target.vocab_size)
     size = draft_size or whole
     if whole < target.vocab_size:
-        raise keys.wrong("vocab_size", f"is {whole}, but the target has {target.vocab_size} tokens")
+        raise other_vocabulary(keys, whole, target)
     own = weights.take_if("embed_tokens.weight", whole, hidden)
-    if not own and (hidden != target.hidden_size or whole != target.vocab_size):
+    if not own and whole != target.vocab_size:
+        raise other_vocabulary(keys, whole, target)
+    if not own and hidden != target.hidden_size:
         why = "the weights embed_tokens.weight are missing, and the target's have another shape"
         raise refusal(weights.path, why)
     ids = _target_ids(weights, size, target.vocab_size)
+    if ids is None and size == whole != target.vocab_size:
+        raise other_vocabulary(keys, whole, target)
     if ids is None and size != target.vocab_size:
         why = f"d2t is missing, but its vocabulary of {size} is not the target's"
         raise refusal(weights.path, why)
@@ -155,6 +183,15 @@ def take_vocabulary(
             why = "the weights lm_head.weight are missing, and the target's have another shape"
             raise refusal(weights.path, why)
     return size, ids
+
+
+def other_vocabulary(keys: Keys, size: int, target: TargetShape) -> Exception:
+    """The error for a head whose vocabulary has another size than its target's."""
+    why = (
+        f"is {size}, but the target has {target.vocab_size} tokens; name the target that the head"
+        f" was made for"
+    )
+    return keys.wrong("vocab_size", why)
 
 
 def _target_ids(weights: Weights, size: int, vocab_size: int) -> torch.Tensor | None:

@@ -82,7 +82,9 @@ def read_dflash(
         decoder=decoder,
         other_boundaries=others,
         mask_token_id=token,
-        block_size=keys.integer("block_size", least=2, most=_MOST_ROWS),
+        block_size=(own if "block_size" in own else keys).integer(
+            "block_size", least=2, most=_MOST_ROWS
+        ),
         anchor_predicts=own.flag("sample_from_anchor", keys.flag("sample_from_anchor", anchor)),
         causal_layers=_causal(keys, own, decoder),
         window_from_anchor=by_speculators and any(decoder.windows),
@@ -131,11 +133,13 @@ def _even(target_layers: int, layers: int) -> tuple[int, ...]:
 def _causal(keys: Keys, own: Keys, decoder: Decoder) -> tuple[bool, ...]:
     """For each layer, whether a block's rows see only the rows before them.
 
-    SpecForge and speculators train layers with a window so; speculators' key says otherwise.
+    A file may say so for all layers. Without its word, SpecForge and speculators train the layers
+    with a window so; a key of speculators excepts these too.
     """
-    if own.flag("causal", False) and not any(decoder.windows):
-        return (True,) * decoder.layer_count
-    causal = own.flag("causal", not keys.flag("sliding_window_non_causal", False))
+    for part, name in ((keys, "is_causal"), (own, "is_causal"), (own, "causal")):
+        if name in part:
+            return (part.flag(name, False),) * decoder.layer_count
+    causal = not keys.flag("sliding_window_non_causal", False)
     return tuple(causal and window is not None for window in decoder.windows)
 
 

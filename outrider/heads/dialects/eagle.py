@@ -22,7 +22,7 @@ def read_eagle(keys: Keys, weights: Weights, target: TargetShape) -> Head:
         raise keys.wrong("hidden_size", f"is {hidden}, but the target's is {target.hidden_size}")
     size, ids = take_vocabulary(keys, weights, target, hidden, None)
     weights.take("fc.weight", hidden, 2 * hidden)
-    has_bias = keys.flag("bias", True)
+    has_bias = keys.flag("bias", "fc.bias" in weights)
     if has_bias:
         weights.take("fc.bias", hidden)
     take_layers(weights, decoder, first_input=hidden, first_norm=False)

@@ -39,7 +39,7 @@ def read_eagle3(
     _refuse_modelopt(nested)
     check_target_size(keys, target)
     layer_keys = keys.section("transformer_layer_config") if by_speculators else keys
-    decoder = read_decoder(layer_keys, weights)
+    decoder = read_decoder(layer_keys, weights, by_transformers=not is_midlayer)
     stated = keys.integer("draft_vocab_size") if "draft_vocab_size" in keys else None
     size, ids = take_vocabulary(layer_keys, weights, target, decoder.hidden_size, stated)
     feature_norms = keys.flag("fc_norm", nested.flag("fc_norm", False))

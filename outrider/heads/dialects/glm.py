@@ -30,7 +30,7 @@ def read_glm(keys: Keys, folder: Path, target: TargetShape) -> Head:
         raise refusal(folder, f"it has no weights {prefix}*")
     weights.rename(lambda name: name.removeprefix(prefix))
     try:
-        config = AutoConfig.from_pretrained(folder).get_mtp_config()
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_mtp_config()
     # `transformers` checks the config with errors of many types.
     except Exception as cause:
         why = " ".join(str(cause).split())

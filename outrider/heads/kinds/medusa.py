@@ -24,7 +24,8 @@ class Medusa(HeadModel):
         super().__init__(head)
         hidden, counts = head.spec.target.hidden_size, head.spec.block_counts
         self.heads = ModuleList(
-            ModuleList(Linear(hidden, hidden) for _ in range(count)) for count in counts
+            ModuleList(Linear(hidden, hidden, bias=head.spec.join_bias) for _ in range(count))
+            for count in counts
         )
         own = any(name.startswith("outputs.") for name in head.tensors)
         size = head.spec.draft_vocab_size
