@@ -12,9 +12,6 @@ from outrider.errors import OutriderError, Reason
 from outrider.process import rpc_errors
 
 _OURS = "/outrider."
-# grpc.aio's client says so if it writes to a call that has just ended. It then knows no status, and
-# the failure has no metadata, as any status of our servers has.
-_OF_CLIENT = "Internal error from Core"
 _UNCLEAR = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
@@ -45,8 +42,6 @@ def check_details(failure: grpc.aio.AioRpcError) -> OutriderError:
 
 def check_clear(failure: grpc.aio.AioRpcError, *, is_ours: bool = True) -> None:
     """The status says what is wrong with the call, and in our services the details name it."""
-    if failure.details() == _OF_CLIENT and not failure.trailing_metadata():
-        return
     assert failure.code() not in _UNCLEAR, failure
     if is_ours:
         error = check_details(failure)

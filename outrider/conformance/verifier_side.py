@@ -56,8 +56,12 @@ class Drafter:
         self.accepted = 0
 
     async def send(self, **message: Any) -> None:
-        """Send a message with these fields."""
-        await self.call.write(verifier_pb2.StreamDraftsRequest(**message))
+        """Send a message with these fields.
+
+        No effect if the stream has ended; `receive` raises its status.
+        """
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self.call.write(verifier_pb2.StreamDraftsRequest(**message))
 
     async def receive(self) -> Step:
         """The next message, or EOF; raises TimeoutError after 20 s."""
@@ -217,27 +221,15 @@ class VerifierCheck:
             finally:
                 call.cancel()
 
-    async def _ending(self, drafter: Drafter) -> tuple[grpc.StatusCode, OutriderError]:
-        """Read to the end of the stream; returns its status and error."""
-        with suppress(grpc.aio.AioRpcError):
-            while await drafter.receive() != _END:
-                pass
-        call = drafter.call
-        code, details = await call.code(), await call.details()
-        initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
-        return code, rpc_errors.error_of(
-            grpc.aio.AioRpcError(code, initial, trailing, details, None)
-        )
-
     async def _hello(self) -> None:
         async with self._drafter("conformance-stranger", tokenizer_fingerprint="f00d") as drafter:
-            _, error = await self._ending(drafter)
+            _, error = await ending(drafter)
         name = error.reason.name
         self._hold("hello", error.reason is Reason.TOKENIZER_MISMATCH, f"mismatch: {name}")
         async with self._drafter("conformance-twin") as first:
             await first.receive()
             async with self._drafter("conformance-twin") as second:
-                _, error = await self._ending(second)
+                _, error = await ending(second)
         name = error.reason.name
         self._hold("hello", error.reason is Reason.DRAFTER_ID_TAKEN, f"taken id: {name}")
 
@@ -280,7 +272,7 @@ class VerifierCheck:
                 await drafter.receive()
                 proposal = drafts_pb2.Proposal(**fields)
                 await drafter.send(drafts=drafts_pb2.DraftBatch(proposals=[proposal]))
-                _, error = await self._ending(drafter)
+                _, error = await ending(drafter)
             right = error.reason is Reason.PROTOCOL_VIOLATION and error.field is not None
             self._hold("violations", right, f"{fault} gave {error.reason.name}")
 
@@ -289,8 +281,19 @@ class VerifierCheck:
             await drafter.receive()
             await drafter.send(draining=drafts_pb2.Draining(reason="the check is over"))
             await drafter.call.done_writing()
-            code, _ = await self._ending(drafter)
+            code, _ = await ending(drafter)
         self._hold("leaving", code is grpc.StatusCode.OK, f"it ends with {code.name}")
+
+
+async def ending(drafter: Drafter) -> tuple[grpc.StatusCode, OutriderError]:
+    """Read to the end of the stream; returns its status and error."""
+    with suppress(grpc.aio.AioRpcError):
+        while await drafter.receive() != _END:
+            pass
+    call = drafter.call
+    code, details = await call.code(), await call.details()
+    initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
+    return code, rpc_errors.error_of(grpc.aio.AioRpcError(code, initial, trailing, details, None))
 
 
 def ids(parts: list[Any]) -> list[int]:

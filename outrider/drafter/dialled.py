@@ -31,7 +31,7 @@ _LOG_WAIT_AFTER_S = 30.0
 # take about 1 MB of the 16 MiB that a message may have.
 _MAX_MESSAGE_ENTRIES = 512
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
-# A read or write raises these when its call is over.
+# A read raises these when its call is over.
 _CALL_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 
@@ -146,7 +146,10 @@ class _Call:
     async def _send(self, request: verifier_pb2.StreamDraftsRequest) -> None:
         try:
             await self._call.write(request)
-        except _CALL_OVER as failure:
+        except grpc.aio.AioRpcError as failure:
+            raise StreamEnded(rpc_errors.error_of(failure)) from failure
+        except asyncio.InvalidStateError as failure:
+            # The call was over before this write.
             await self._raise_status()
             message = "the verifier ended the stream"
             raise StreamEnded(OutriderError(Reason.VERIFIER_UNAVAILABLE, message)) from failure
@@ -164,10 +167,7 @@ class _Call:
         return message
 
     async def _raise_status(self) -> None:
-        """Raise StreamEnded with the call's status, which a failed write does not carry.
-
-        No effect if the status is OK.
-        """
+        """Raise StreamEnded with the status of the call, which is over; no effect if it is OK."""
         code = await self._call.code()
         if code is not grpc.StatusCode.OK:
             initial = await self._call.initial_metadata()

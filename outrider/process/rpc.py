@@ -19,6 +19,7 @@ from outrider.process.ports import check_port, refused
 from outrider.process.reflection import serve_reflection
 from outrider.process.roles import Role
 from outrider.process.rpc_checks import CallChecks
+from outrider.process.stream_status import keep_status
 from outrider.process.tls import Tls
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -77,9 +78,9 @@ def dial(
 def channel(address: str, credentials: ClientCredentials | None) -> grpc.aio.Channel:
     """A channel as of `dial`, from credentials that were read before; None means no TLS."""
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return keep_status(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
     options = [*CHANNEL_OPTIONS, *credentials.options]
-    return grpc.aio.secure_channel(address, credentials.of_channel, options=options)
+    return keep_status(grpc.aio.secure_channel(address, credentials.of_channel, options=options))
 
 
 class Server:

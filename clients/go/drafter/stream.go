@@ -72,7 +72,19 @@ func (c Config) stream(
 		// The error of a failed send has no reason. The receiver gets it.
 		drafts := &pb.StreamDraftsRequest_Drafts{Drafts: batch}
 		if call.Send(&pb.StreamDraftsRequest{Message: drafts}) != nil {
-			return <-ended
+			return reason(steps, ended)
+		}
+	}
+}
+
+// reason waits for the status of a stream that takes no more messages. The receiver reaches it only
+// while its steps are taken.
+func reason(steps <-chan *pb.StepBatch, ended <-chan error) error {
+	for {
+		select {
+		case <-steps:
+		case err := <-ended:
+			return err
 		}
 	}
 }
@@ -95,7 +107,10 @@ func (c Config) receive(
 			}
 			c.Logf("drafting for %s", message.Welcome.ModelId)
 		case *pb.StreamDraftsResponse_Step:
-			steps <- message.Step
+			select {
+			case steps <- message.Step:
+			case <-call.Context().Done():
+			}
 		case *pb.StreamDraftsResponse_Draining:
 			c.Logf("the verifier is draining: %s", message.Draining.Reason)
 		}

@@ -1,0 +1,208 @@
+"""A refusal reaches every client of a stream, though the client is writing when it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import repeat
+from typing import Any
+
+import grpc
+import pytest
+from counting_drafter import Drafter
+from family_rig import opened_sequence
+from scripted_drafts import ScriptedVerifier, serving
+
+from gateway.upstream.verifier_stream import VerifierStream
+from outrider.conformance import verifier_side
+from outrider.errors import OutriderError, Reason
+from outrider.internal.v1.token_streams_pb2 import StreamTokensRequest, StreamTokensResponse
+from outrider.internal.v1.token_streams_pb2_grpc import (
+    TokenStreamServiceServicer,
+    TokenStreamServiceStub,
+    add_TokenStreamServiceServicer_to_server,
+)
+from outrider.process import rpc, rpc_errors, stream_status
+from outrider.protocol.draft_messages import StepBatch, Window
+from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.v1 import verifier_pb2_grpc
+
+REFUSAL = OutriderError(Reason.CERTIFICATE_NOT_ALLOWED, "this certificate may not do that")
+MOST_S = 20.0
+
+
+class Refusing(TokenStreamServiceServicer):
+    """Refuses each stream of a gateway after one message, and some messages of its own."""
+
+    def __init__(self, own_messages: int = 0) -> None:
+        self.own_messages = own_messages
+        self.has_refused = asyncio.Event()
+
+    # The stubs do not know that a handler may write through its context.
+    async def StreamTokens(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[StreamTokensRequest], context: Any
+    ) -> None:
+        await anext(aiter(request_iterator))
+        for _ in range(self.own_messages):
+            await context.write(StreamTokensResponse())
+        self.has_refused.set()
+        await rpc_errors.abort(context, REFUSAL)
+
+
+@asynccontextmanager
+async def refusing(servicer: Refusing) -> AsyncIterator[Any]:
+    """A stub of a verifier that refuses every gateway."""
+    server = rpc.Server()
+    add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
+    [port] = await server.start("127.0.0.1:0")
+    async with asyncio.timeout(MOST_S), rpc.dial(f"127.0.0.1:{port}") as channel:
+        yield TokenStreamServiceStub(channel)
+    await server.stop(0)
+
+
+async def drafter() -> OutriderError:
+    """A drafter that runs far ahead ends for good; it would redial after any other error."""
+    async with serving(ScriptedVerifier()) as verifier:
+        made = Drafter(verifier.port)
+        running = asyncio.create_task(made.stream.run())
+        stream = await verifier.accepted()
+        stream.send(StepBatch(opened=[opened_sequence(1, [10], Window(512, 64), 2)]))
+        await stream.receive()
+        stream.send(REFUSAL)
+        done, _ = await asyncio.wait(
+            {running, asyncio.ensure_future(verifier.accepted())},
+            timeout=MOST_S,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        running.cancel()
+        await asyncio.wait({running})
+        return error_in(running) if running in done else OutriderError(Reason.INTERNAL, "redialled")
+
+
+async def kit() -> OutriderError:
+    """The kit's drafter, which writes and then reads to the end."""
+    async with serving(ScriptedVerifier()) as verifier, rpc.dial(verifier.address) as channel:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        made = verifier_side.Drafter(stub.StreamDrafts())
+        await made.send(hello={"tokenizer_fingerprint": "f" * 64})
+        await made.receive()
+        (await verifier.accepted()).send(REFUSAL)
+        while not made.call.done():
+            await made.send()
+        return (await verifier_side.ending(made))[1]
+
+
+async def gateway() -> OutriderError:
+    """A gateway's requests on one stream, all of which fail with the reason."""
+    async with refusing(Refusing()) as stub:
+        stream = VerifierStream(stub, lambda error: error, lambda: None)
+
+        async def ask() -> None:
+            async for _ in stream.generate(TokenRequest([1], 8, SamplingParams())):
+                pass
+
+        asked = [asyncio.create_task(ask())]
+        while not asked[0].done():
+            await asyncio.sleep(0)
+            asked.append(asyncio.create_task(ask()))
+        await asyncio.wait(asked)
+        await stream.close()
+        return error_in(asked[0])
+
+
+async def iterator() -> OutriderError:
+    """A call that takes its messages from an iterator, which ends."""
+    async with refusing(Refusing()) as stub:
+        call = stub.StreamTokens(iter([StreamTokensRequest()]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        return rpc_errors.error_of(caught.value)
+
+
+def error_in(task: asyncio.Task[None]) -> OutriderError:
+    error = task.exception()
+    assert isinstance(error, OutriderError)
+    return error
+
+
+CLIENTS: list[Callable[[], Awaitable[OutriderError]]] = [drafter, kit, gateway, iterator]
+
+
+@contextmanager
+def load() -> Iterator[None]:
+    """Four processes that compute all the time."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_no_client_loses_the_reason(client: Callable[[], Awaitable[OutriderError]]) -> None:
+    assert {(await client()).reason for _ in range(20)} == {REFUSAL.reason}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_no_client_loses_the_reason_under_load(
+    client: Callable[[], Awaitable[OutriderError]],
+) -> None:
+    with load():
+        reasons = Counter([(await client()).reason for _ in range(300)])
+    assert reasons == {REFUSAL.reason: 300}
+
+
+async def write(call: Any) -> None:
+    """Write to a call until that fails."""
+    while True:
+        await call.write(StreamTokensRequest())
+
+
+async def test_a_failed_write_waits_for_the_status_behind_unread_messages() -> None:
+    servicer = Refusing(own_messages=2)
+    async with refusing(servicer) as stub:
+        call = stub.StreamTokens()
+        writing = asyncio.create_task(write(call))
+        await servicer.has_refused.wait()
+        await asyncio.sleep(0.2)
+        assert not writing.done()
+        for _ in range(2):
+            assert isinstance(await call.read(), StreamTokensResponse)
+        for end in (call.read(), writing):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await end
+            assert rpc_errors.error_of(caught.value).reason is REFUSAL.reason
+
+
+async def test_an_iterator_that_goes_on_does_not_hide_the_status_behind_unread_messages() -> None:
+    servicer = Refusing(own_messages=2)
+    async with refusing(servicer) as stub:
+        call = stub.StreamTokens(repeat(StreamTokensRequest()))
+        await servicer.has_refused.wait()
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            assert isinstance(await call.read(), StreamTokensResponse)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert rpc_errors.error_of(caught.value).reason is REFUSAL.reason
+
+
+async def test_a_write_fails_in_time_while_nobody_reads_and_reading_gives_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_status, "STATUS_WAIT_S", 0.1)
+    async with refusing(Refusing(own_messages=1)) as stub:
+        call = stub.StreamTokens()
+        with pytest.raises(grpc.aio.AioRpcError, match="messages that are not read yet"):
+            await write(call)
+        assert isinstance(await call.read(), StreamTokensResponse)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert rpc_errors.error_of(caught.value).reason is REFUSAL.reason
