@@ -54,7 +54,7 @@ _BY_STATUS = {
 }
 
 
-def error_body(error: OutriderError) -> dict[str, object]:
+def error_body(error: OutriderError) -> dict[str, Any]:
     """OpenAI's error object: `{"error": {message, type, param, code}}`."""
     shown = {
         "message": error.message,
@@ -247,6 +247,7 @@ def _cut(text: str) -> str:
 def field_path(location: Sequence[str | int]) -> str:
     """`messages[0].content` for ("body", "messages", 0, "content"); long keys are cut."""
     path = ""
-    for part in location[1:] if location[:1] == ("body",) else location:
+    named = location[:1] in (("body",), ("query",))
+    for part in location[1:] if named else location:
         path += f"[{part}]" if isinstance(part, int) else f".{_cut(part)}"
     return path.removeprefix(".")

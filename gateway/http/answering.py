@@ -11,8 +11,10 @@ from gateway.access.limits import Limits
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import serve_text
 from gateway.http.calls import HttpCall
+from gateway.http.endpoints import most_tokens, naming_limit
 from gateway.http.entrance import arrival_of
 from gateway.http.long_json import written
+from gateway.http.schema import ChatBody
 from gateway.http.streaming import EventStream, sse, until_gone
 from gateway.text.choices import collect
 
@@ -34,3 +36,14 @@ async def answer_text(generation: Generation, limits: Limits, call: HttpCall[Any
         first = await until_gone(call.request, anext(answer.events))
         events = sse(first, answer.events, writer, answer.span)
         return EventStream(events, stack.pop_all(), answer.grant.headers)
+
+
+async def count_prompt(generation: Generation, chat: ChatBody, tenant: str) -> int:
+    """How many tokens a chat's prompt has. Raises OutriderError that names a chat's field."""
+    _, info = generation.router.lookup(chat.model)
+    most = most_tokens(info)
+    messages = [message.for_template() for message in chat.messages]
+    prompts = generation.prompts
+    with naming_limit("messages", most):
+        text = await prompts.render(messages, "messages", most, tenant, **chat.rendering())
+        return len(await prompts.encode(text, "messages", most, add_special_tokens=False))

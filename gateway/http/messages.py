@@ -13,15 +13,13 @@ from gateway.access.gate import Gate, identity_of
 from gateway.access_log import current
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import TextAnswer
-from gateway.http.answering import answer_text
+from gateway.http.answering import answer_text, count_prompt
 from gateway.http.calls import ChatCall
-from gateway.http.endpoints import most_tokens, naming_limit
 from gateway.http.json_body import JsonRoute
 from gateway.http.messages_body import CountTokensBody, MessagesBody
 from gateway.http.messages_writer import MessagesWriter
 from gateway.http.openapi import STREAMED, json_responses
 from gateway.http.schema import ChatBody
-from gateway.text.prompts import Prompts
 from gateway.text.request import AnswerLimit
 from outrider.errors import OutriderError
 
@@ -79,20 +77,10 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         """The number of a prompt's tokens, as `usage` of an answer to it has them."""
         grant = await gate.admit(request)
-        _, info = generation.router.lookup(body.model)
-        most = most_tokens(info)
         tenant = identity_of(request).tenant
         with _own_names():
-            count = await _count(generation.prompts, await body.chat(), most, tenant)
+            count = await count_prompt(generation, await body.chat(), tenant)
         headers = {"request-id": current().request_id, **grant.headers}
         return JSONResponse({"input_tokens": count}, headers=headers)
 
     return router
-
-
-async def _count(prompts: Prompts, chat: ChatBody, most: int, tenant: str) -> int:
-    """How many tokens the prompt has, at most `most`. Raises OutriderError."""
-    messages = [message.for_template() for message in chat.messages]
-    with naming_limit("messages", most):
-        text = await prompts.render(messages, "messages", most, tenant, **chat.rendering())
-        return len(await prompts.encode(text, "messages", most, add_special_tokens=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -14,21 +14,23 @@ from fastapi.responses import JSONResponse, Response
 from gateway.access.gate import Gate, identity_of
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import TextAnswer
-from gateway.http.answering import answer_text
+from gateway.http.answering import answer_text, count_prompt
 from gateway.http.calls import ChatCall
 from gateway.http.json_body import JsonRoute
 from gateway.http.openapi import STREAMED, json_responses
 from gateway.http.request_body import MAX_BODY_BYTES
-from gateway.http.responses_body import ResponsesBody, renamed
+from gateway.http.responses_body import InputTokensBody, PromptBody, ResponsesBody, renamed
 from gateway.http.responses_items import Item, ItemReference, kept_item
+from gateway.http.responses_kept import add_kept_routes
 from gateway.http.responses_output import Json
 from gateway.http.responses_store import ResponseStore
 from gateway.http.responses_writer import ResponseWriter
 from gateway.http.streaming import AnswerWriter
-from outrider.errors import OutriderError, Reason, invalid
+from outrider.errors import OutriderError, invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
-_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+_COUNT_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+_ERRORS = (*_COUNT_ERRORS, 504)
 
 
 class _Conversation(NamedTuple):
@@ -38,7 +40,7 @@ class _Conversation(NamedTuple):
     kept: list[bytes]
 
 
-def _conversation(body: ResponsesBody, store: ResponseStore, tenant: str) -> _Conversation:
+def _conversation(body: PromptBody, store: ResponseStore, tenant: str) -> _Conversation:
     """The kept conversation that the body continues, and the items of its input.
 
     Raises OutriderError(INVALID_VALUE) for what is not kept, and for more than a body could hold.
@@ -96,7 +98,7 @@ class ResponseCall(ChatCall):
         metrics: bool,
     ) -> None:
         """Raises OutriderError that names a parameter as a chat does."""
-        super().__init__(body.chat(conversation.items), request, metrics=metrics)
+        super().__init__(body.asked(conversation.items), request, metrics=metrics)
         self._asked = body
         self._conversation = conversation
         self._store = store
@@ -104,16 +106,17 @@ class ResponseCall(ChatCall):
     def writer(self, answer: TextAnswer) -> AnswerWriter:
         """The Responses API's answer, which is kept unless the body says `store: false`."""
 
-        def keep(response: Json) -> None:
+        def keep(response: Json, deltas: Sequence[Sequence[int]]) -> None:
             """Keep a complete answer."""
             if self._asked.keeps:
-                self._store.add(self.identity.tenant, response, self._conversation.kept)
+                before = self._conversation.kept
+                self._store.add(self.identity.tenant, response, before, deltas)
 
         return ResponseWriter(self._asked, answer, self.request_id, keep, metrics=self.has_metrics)
 
 
 @contextmanager
-def _in_own_terms(body: ResponsesBody) -> Iterator[None]:
+def _in_own_terms(body: PromptBody) -> Iterator[None]:
     """Rename the parameters in errors of the block."""
     try:
         yield
@@ -137,28 +140,18 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
             call = ResponseCall(body, conversation, request, store, metrics=metrics)
             return await answer_text(generation, gate.limits, call)
 
-    @router.get("/v1/responses/{response_id}", responses=json_responses(401, 404))
-    async def kept_response(response_id: str, request: Request) -> Response:
-        """A response that is still kept."""
-        found = store.response(identity_of(request).tenant, response_id)
-        if found is None:
-            raise _no_response(response_id)
-        return Response(found, media_type="application/json")
+    @router.post("/v1/responses/input_tokens", responses=json_responses(*_COUNT_ERRORS))
+    async def input_tokens(body: InputTokensBody, request: Request) -> Response:
+        """The number of a prompt's tokens, as `usage` of an answer to it has them."""
+        grant = await gate.admit(request)
+        tenant = identity_of(request).tenant
+        with _in_own_terms(body):
+            await asyncio.sleep(0)
+            conversation = _conversation(body, store, tenant)
+            await asyncio.sleep(0)
+            count = await count_prompt(generation, body.chat(conversation.items), tenant)
+        counted = {"object": "response.input_tokens", "input_tokens": count}
+        return JSONResponse(counted, headers=grant.headers)
 
-    router.add_api_route(
-        "/v1/responses/{response_id}", kept_response, methods=["HEAD"], include_in_schema=False
-    )
-
-    @router.delete("/v1/responses/{response_id}", responses=json_responses(401, 404))
-    async def delete_response(response_id: str, request: Request) -> Response:
-        """Keep a response no longer."""
-        if not store.remove(identity_of(request).tenant, response_id):
-            raise _no_response(response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-
+    add_kept_routes(router, store)
     return router
-
-
-def _no_response(response_id: str) -> OutriderError:
-    message = f"response_id {response_id[:100]!r} is no response that this gateway keeps"
-    return OutriderError(Reason.ROUTE_NOT_FOUND, message, "response_id")

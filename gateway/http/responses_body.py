@@ -31,6 +31,13 @@ from gateway.http.schema import (
 from outrider.errors import OutriderError, invalid
 from outrider.protocol.limits import MAX_MESSAGES, MAX_NAME_LENGTH
 
+# The numbers that an answer repeats.
+_DEFAULTS: dict[str, float] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+}
 # A chat's names of parameters, the longest first, and what the Responses API calls them.
 _NAMES = {
     "response_format.json_schema": "text.format",
@@ -47,7 +54,7 @@ class TextFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[Text, Field(max_length=MAX_NAME_LENGTH)] | None = None
-    description: Ignored = None
+    description: Text | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
@@ -58,6 +65,12 @@ class TextFormat(Body):
         if self.schema_ is None:
             raise invalid("text.format.schema", "is required with type json_schema")
         return {"type": self.type, "json_schema": {"schema": self.schema_}}
+
+    def shown(self) -> Json:
+        """The format as an answer repeats it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return self.model_dump(by_alias=True) | {"strict": self.strict is not False}
 
 
 class TextOptions(Body):
@@ -98,60 +111,31 @@ def _metadata(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
-class ResponsesBody(SamplingBody):
-    """POST /v1/responses."""
+class PromptBody(Body):
+    """What the prompt of an answer is made of."""
 
     model: str | None = None
     input: Annotated[
-        Any, BeforeValidator(input_items, json_schema_input_type=str | list[InputItem])
+        Any, BeforeValidator(input_items, json_schema_input_type=str | list[InputItem] | None)
     ] = Field(default=[])
     instructions: Text | None = None
     previous_response_id: Text | None = Field(
         default=None, description="Continue the conversation of this answer, if it is still kept."
     )
-    store: bool | None = Field(
-        default=None, description="false keeps nothing. Others are kept in memory for a while."
-    )
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_output_tokens: int | None = limited(minimum=1)
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: ToolsField = Tools()
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], AfterValidator(_include)] | None = None
-    metadata: Annotated[dict[Text, Text], AfterValidator(_metadata)] | None = None
-    seed: int | None = limited("As in chats.", minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
-    speculation: SpeculationBody = SpeculationBody()
-    timeout: float | None = limited("As in chats.", minimum=LEAST_TIMEOUT_S)
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] | None = (
         Field(default=None, description="As in chats.")
     )
     # The gateway never drops items of a conversation that is too long.
     truncation: Literal["auto", "disabled"] | None = None
-    background: Literal[False] | None = None
     conversation: None = None
-    prompt: None = None
-    top_logprobs: Literal[0] | None = None
-    # OpenAI's labels for its own records and caches, and limits of tools that OpenAI runs.
-    client_metadata: Ignored = None
-    max_tool_calls: Ignored = None
-    moderation: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    user: Ignored = None
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the answer is kept."""
-        return self.store is not False
-
-    def chat(self, items: Sequence[Item]) -> ChatBody:
-        """The chat that asks the same, with the whole conversation's items.
+    def chat(self, items: Sequence[Item], **more: Any) -> ChatBody:
+        """The chat that asks the same, with the whole conversation's items and more fields.
 
         Raises OutriderError that names a parameter as a chat does, see `renamed`.
         """
@@ -160,59 +144,95 @@ class ResponsesBody(SamplingBody):
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise invalid("input", f"must hold 1 to {MAX_MESSAGES} items, not {len(messages)}")
-        same = [*SamplingBody.model_fields, *_SAME]
-        given: Json = {name: getattr(self, name) for name in same}
-        given |= {
+        given: Json = {
+            "model": self.model,
             "messages": messages,
-            "max_completion_tokens": self.max_output_tokens,
             "tools": [tool.for_chat() for tool in self.tools.flat],
             "tool_choice": chat_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         if self.text is not None and self.text.format is not None:
             given["response_format"] = self.text.format.for_chat()
         if self.reasoning is not None:
             given["reasoning_effort"] = self.reasoning.effort
         try:
-            return ChatBody.model_validate(given)
+            return ChatBody.model_validate(given | more)
         except ValidationError as cause:
             raise validation_error(cause.errors(include_url=False)) from cause
+
+
+class InputTokensBody(PromptBody):
+    """POST /v1/responses/input_tokens."""
+
+    personality: Ignored = None
+
+
+class ResponsesBody(PromptBody, SamplingBody):
+    """POST /v1/responses."""
+
+    store: bool | None = Field(
+        default=None, description="false keeps nothing. Others are kept in memory for a while."
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = limited(minimum=1)
+    include: Annotated[list[str], AfterValidator(_include)] | None = None
+    metadata: Annotated[dict[Text, Text], AfterValidator(_metadata)] | None = None
+    seed: int | None = limited("As in chats.", minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
+    speculation: SpeculationBody = SpeculationBody()
+    timeout: float | None = limited("As in chats.", minimum=LEAST_TIMEOUT_S)
+    background: Literal[False] | None = None
+    prompt: None = None
+    top_logprobs: Literal[0] | None = None
+    # OpenAI's labels for its own records and caches, and a limit of tools that OpenAI runs. Answers
+    # repeat these three.
+    max_tool_calls: int | None = limited("Ignored.")
+    prompt_cache_key: Text | None = limited("Ignored.")
+    safety_identifier: Text | None = limited("Ignored.")
+    client_metadata: Ignored = None
+    moderation: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    service_tier: Ignored = None
+    user: Ignored = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the answer is kept."""
+        return self.store is not False
+
+    def asked(self, items: Sequence[Item]) -> ChatBody:
+        """The chat that asks the same, as `PromptBody.chat` has it, with all settings."""
+        same = [*SamplingBody.model_fields, "stream", "seed", "speculation", "timeout"]
+        settings = {name: getattr(self, name) for name in same}
+        return self.chat(items, max_completion_tokens=self.max_output_tokens, **settings)
 
     def shown(self) -> Json:
         """The parameters that an answer repeats, with their defaults."""
         text = TextOptions() if self.text is None else self.text
         form = TextFormat(type="text") if text.format is None else text.format
         reasoning = Reasoning() if self.reasoning is None else self.reasoning
-        given = self.model_dump(include={"temperature", "top_p"}, exclude_none=True)
-        sampling = {"temperature": 1.0, "top_p": 1.0} | given
-        return {
+        shown = _DEFAULTS | self.model_dump(include=set(_DEFAULTS), exclude_none=True)
+        return shown | {
             "background": False,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": reasoning.effort, "summary": None},
+            "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "store": self.keeps,
-            "temperature": sampling["temperature"],
-            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+            "text": {"format": form.shown()},
             "tool_choice": self.tool_choice or "auto",
             "tools": self.tools.shown(),
             "top_logprobs": 0,
-            "top_p": sampling["top_p"],
             "truncation": "disabled",
         }
-
-
-_SAME = (
-    "model",
-    "stream",
-    "parallel_tool_calls",
-    "seed",
-    "speculation",
-    "timeout",
-    "chat_template_kwargs",
-)
 
 
 def renamed(error: OutriderError, tools: Sequence[Flat]) -> OutriderError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,11 @@ class _Kind:
 _MESSAGE = _Kind("msg", "response.output_text", "output_text")
 _THOUGHT = _Kind("rs", "response.reasoning_text", "reasoning_text")
 _CALL = _Kind("fc", "response.function_call_arguments")
+_KINDS = {"message": _MESSAGE, "reasoning": _THOUGHT, "function_call": _CALL}
+
+
+_NOTHING_YET: Json = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
+"""What only a complete response has."""
 
 
 class OutputItems:
@@ -41,6 +46,8 @@ class OutputItems:
     def __init__(self, namespaced: Mapping[str, tuple[str, str]]) -> None:
         self.items: list[Json] = []
         """The items that are complete."""
+        self.deltas: list[list[int]] = []
+        """The lengths of the deltas of each complete item's text, in characters."""
         self._namespaced = namespaced
         self._kind: _Kind | None = None
         self._item: Json = {}
@@ -57,10 +64,19 @@ class OutputItems:
             kind = _MESSAGE if isinstance(part, Content) else _THOUGHT
             if kind is not self._kind:
                 made = [*self.end("completed"), *self._begin(kind, _empty(kind))]
-        assert self._kind is not None
-        self._texts.append(part.text)
-        delta = self._event("delta", delta=part.text)
-        return [*made, delta]
+        return [*made, self._delta(part.text)]
+
+    def again(self, item: Json, deltas: Sequence[int]) -> list[Json]:
+        """The events in which a complete item has grown, with deltas of these lengths."""
+        kind = _KINDS[item["type"]]
+        text = item["content"][0]["text"] if kind.part else item["arguments"]
+        empty: Json = {"content": []} if kind.part else {"arguments": ""}
+        made = self._begin(kind, item | empty | {"status": "in_progress"})
+        at = 0
+        for length in deltas:
+            made.append(self._delta(text[at : at + length]))
+            at += length
+        return [*made, *self.end(item["status"])]
 
     def end(self, status: Status) -> list[Json]:
         """The events that end the item under way, if any, with this status."""
@@ -79,6 +95,7 @@ class OutputItems:
         self._item = self._item | {"status": status}
         made.append(self._item_event("done"))
         self.items.append(self._item)
+        self.deltas.append([len(text) for text in self._texts])
         self._kind = None
         return made
 
@@ -113,6 +130,10 @@ class OutputItems:
         }
         return call if namespace is None else call | {"namespace": namespace}
 
+    def _delta(self, text: str) -> Json:
+        self._texts.append(text)
+        return self._event("delta", delta=text)
+
     def _event(self, name: str, **content: Any) -> Json:
         """An event of the item's text."""
         assert self._kind is not None
@@ -130,6 +151,22 @@ class OutputItems:
         assert self._kind is not None
         place = {"item_id": self._item["id"], "output_index": len(self.items)}
         return place | {"content_index": 0} if self._kind.part else place
+
+
+def replayed(response: Json, deltas: Sequence[Sequence[int]]) -> Iterator[Json]:
+    """The events of a kept response's stream, without their numbers.
+
+    `deltas` has the lengths of the deltas of each item of the output.
+    """
+    begun = response | {"status": "in_progress", "output": [], **_NOTHING_YET}
+    for name in ("speculation", "metrics"):
+        begun.pop(name, None)
+    for name in ("created", "in_progress"):
+        yield {"type": f"response.{name}", "response": begun}
+    output = OutputItems({})
+    for item, lengths in zip(response["output"], deltas, strict=True):
+        yield from output.again(item, lengths)
+    yield {"type": f"response.{response['status']}", "response": response}
 
 
 def _empty(kind: _Kind) -> Json:

@@ -31,12 +31,14 @@ class _Kept(NamedTuple):
     before: Sequence[bytes]
     """The items of the conversation before the answer."""
     output: Sequence[bytes]
+    deltas: bytes
+    """The lengths of the deltas in which its output's texts grew, as JSON."""
     item_ids: Sequence[str]
 
     @property
     def pieces(self) -> list[bytes]:
         """All pieces of JSON."""
-        return [*self.members, *self.before, *self.output]
+        return [*self.members, *self.before, *self.output, self.deltas]
 
     @property
     def own_bytes(self) -> int:
@@ -92,16 +94,24 @@ class ResponseStore:
         self.byte_count = 0
         """About how much memory the answers take."""
 
-    def add(self, tenant: str, response: dict[str, Any], before: Sequence[bytes]) -> None:
+    def add(
+        self,
+        tenant: str,
+        response: dict[str, Any],
+        before: Sequence[bytes],
+        deltas: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Keep a response with the items before it, unless it is larger than a tenant's share.
 
-        It takes the place of a response with the same id.
+        `deltas` has the lengths of the deltas of each item of its output. The response takes the
+        place of a response with the same id.
         """
         self.remove(tenant, response["id"])
         others = {k: v for k, v in response.items() if k not in ("output", *_APART)}
         members = [_members(others), *(_members({name: response[name]}) for name in _APART)]
         output = [_json(item) for item in response["output"]]
-        kept = _Kept(members, before, output, [item["id"] for item in response["output"]])
+        item_ids = [item["id"] for item in response["output"]]
+        kept = _Kept(members, before, output, _json(deltas), item_ids)
         alone = _Tenant()
         alone.add(response["id"], kept)
         if alone.byte_count > MAX_TENANT_BYTES:
@@ -157,6 +167,17 @@ class ResponseStore:
         answer_id, item = of_tenant.items[item_id]
         self._used(tenant, answer_id)
         return item
+
+    def before(self, tenant: str, answer_id: str) -> Sequence[bytes] | None:
+        """The items of the conversation before a kept answer, as JSON; None if it is not kept."""
+        kept = self._used(tenant, answer_id)
+        return None if kept is None else kept.before
+
+    def deltas(self, tenant: str, answer_id: str) -> list[list[int]]:
+        """The lengths of the deltas of each item of a kept answer's output."""
+        kept = self._used(tenant, answer_id)
+        found: list[list[int]] = [] if kept is None else json.loads(kept.deltas)
+        return found
 
     def response(self, tenant: str, answer_id: str) -> bytes | None:
         """A kept response as JSON; None if it is not kept."""

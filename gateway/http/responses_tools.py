@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,15 +12,13 @@ from gateway.http.responses_items import Ignored, Json, flat_name, parsed
 from gateway.tools.definitions import MAX_TOOLS
 from outrider.errors import OutriderError, Reason, invalid
 
-log = logging.getLogger(__name__)
-
 # Tools that OpenAI runs itself, or that only its models can use.
 _HOSTED = (
     *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
-    *("image_generation", "local_shell", "mcp", "shell", "tool_search", "web_search"),
-    *("web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell"),
+    *("tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"),
+    "web_search_preview_2025_03_11",
 )
-_warned: set[str] = set()
 
 
 class FunctionTool(Body):
@@ -58,10 +55,11 @@ class NamespaceTool(Body):
     tools: Annotated[list[FunctionTool], BeforeValidator(_functions)]
 
 
-class HostedTool(Body, extra="allow"):
-    """A tool that OpenAI runs itself. It is ignored."""
+class OfflineSearch(Body, extra="allow"):
+    """A search that must not use the web, as Codex sends it by default. It is left out."""
 
-    type: Annotated[str, Field(json_schema_extra={"enum": [*_HOSTED]})]
+    type: Literal["web_search"]
+    external_web_access: Literal[False]
 
 
 class Flat(NamedTuple):
@@ -101,7 +99,7 @@ class Tools(NamedTuple):
     def shown(self) -> list[Json]:
         """The tools for the answer, in which OpenAI's clients expect some fields even if empty."""
         return [
-            {"parameters": None, "strict": None, **_dumped(tool)}
+            {"description": None, "parameters": None, "strict": None, **_dumped(tool)}
             if isinstance(tool, FunctionTool)
             else {"description": "", **_dumped(tool)}
             for tool in self.listed
@@ -123,8 +121,11 @@ def _tools(value: object) -> Tools:
     for index, given in enumerate(value):
         path = f"tools[{index}]"
         if isinstance(given, dict) and given.get("type") in _HOSTED:
-            _warn(given["type"])
-            continue
+            if given["type"] == "web_search" and given.get("external_web_access") is False:
+                continue
+            problem = f"{given['type']!r} is not supported: the gateway runs no tools itself"
+            message = f"{path}.type {problem}, and models call functions alone"
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, f"{path}.type")
         tool = parsed(given, _KINDS, path)
         listed.append(tool)
         if isinstance(tool, FunctionTool):
@@ -141,17 +142,10 @@ _KINDS: dict[str, type[FunctionTool | NamespaceTool]] = {
 }
 
 
-def _warn(kind: str) -> None:
-    """Say once for each type that its tools are ignored."""
-    if kind not in _warned:
-        _warned.add(kind)
-        log.warning("tools of type %s are ignored: the gateway runs no tools itself", kind)
-
-
 ToolsField = Annotated[
     Any,
     BeforeValidator(
-        _tools, json_schema_input_type=list[FunctionTool | NamespaceTool | HostedTool] | None
+        _tools, json_schema_input_type=list[FunctionTool | NamespaceTool | OfflineSearch] | None
     ),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from gateway.api_errors import error_body
 from gateway.generation.serve_text import TextAnswer
 from gateway.http.responses_body import ResponsesBody, renamed
 from gateway.http.responses_output import Json, OutputItems, Status
@@ -23,11 +24,14 @@ class ResponseWriter:
         body: ResponsesBody,
         answer: TextAnswer,
         answer_id: str,
-        keep: Callable[[Json], None],
+        keep: Callable[[Json, Sequence[Sequence[int]]], None],
         *,
         metrics: bool,
     ) -> None:
-        """`keep` is called with the complete response before its caller gets it."""
+        """`keep` is called with the complete response before its caller gets it.
+
+        Its second argument has the lengths of the deltas of each item's text.
+        """
         self._body = body
         self._totals = answer.totals
         self._has_metrics = metrics
@@ -38,6 +42,7 @@ class ResponseWriter:
             "id": answer_id,
             "object": "response",
             "created_at": int(time.time()),
+            "completed_at": None,
             "status": "in_progress",
             "model": answer.model,
             "error": None,
@@ -80,13 +85,11 @@ class ResponseWriter:
             "error": {"code": code, "message": error.message},
             "output": self._output.items,
         }
-        told = {
-            "type": "error",
-            "code": error.reason.name.lower(),
-            "message": error.message,
-            "param": error.field,
-        }
-        return self._written([told, self._event("failed")])
+        told = error_body(error)
+        shown: Json = told["error"]
+        # Clients of OpenAI read these fields, and clients of Open Responses the object.
+        flat = {name: shown[name] for name in ("code", "message", "param")}
+        return self._written([{"type": "error", **flat, **told}, self._event("failed")])
 
     def _status(self) -> Status:
         finish = self._totals.finishes[0]
@@ -107,7 +110,7 @@ class ResponseWriter:
         }
         if self._has_metrics:
             self._response["metrics"] = self._totals.metrics()
-        self._keep(self._response)
+        self._keep(self._response, self._output.deltas)
         return self._response
 
     def _event(self, name: str) -> Json:

@@ -14,31 +14,28 @@ import pytest
 import pytest_asyncio
 from gateway_rig import Rig, rig_with_template
 from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
-from openai.types import responses as types
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
+from responses_rig import (
+    CALLS,
+    CLOCK,
+    SCHEMA,
+    TEXT,
+    THINKING,
+    WEATHER,
+    Json,
+    ask,
+    events_of,
+    prompt_of,
+    streamed,
+)
 from scripted_verifier import plain
 
-from gateway.http import responses, responses_tools
+from gateway.http import responses
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, TokenRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-Json = dict[str, Any]
-EVENT: TypeAdapter[Any] = TypeAdapter(types.ResponseStreamEvent)
-TEXT = "naïve: def add(a, b):\n    return a + b  # 😀"
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
-CLOCK = {"type": "function", "name": "clock"}
-CALLS = (
-    'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "a </b>"}}\n</tool_call>'
-    '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-)
-THINKING = """{% for m in messages %}<|user|>{{ m['role'] }}: {% if m.reasoning_content %}<think>
-{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}{% for c in m.tool_calls or [] %}
-<tool_call>{{ c | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}<|assistant|><think>
-{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -47,35 +44,6 @@ async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig
     folder = tmp_path_factory.mktemp("thinker")
     async with rig_with_template(folder, THINKING, tool_format="hermes") as made:
         yield made
-
-
-async def ask(rig: Rig, given: Any = "hi", **body: Any) -> Json:
-    """A whole answer, which has OpenAI's form."""
-    answer = await rig.http.post("/v1/responses", json={"input": given, **body})
-    assert answer.status_code == 200, answer.text
-    types.Response.model_validate(answer.json())
-    found: Json = answer.json()
-    assert found["id"] == answer.headers["x-request-id"]
-    return found
-
-
-def events_of(answer: httpx.Response) -> list[Json]:
-    """The events of a stream. Each has OpenAI's form, its type as its name, and the next number."""
-    events = []
-    for text in answer.text.split("\n\n")[:-1]:
-        name, data = text.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        assert EVENT.validate_python(event).type == event["type"]
-        events.append(event)
-    assert [event["sequence_number"] for event in events] == [*range(len(events))]
-    return events
-
-
-async def streamed(rig: Rig, given: Any = "hi", **body: Any) -> list[Json]:
-    answer = await rig.http.post("/v1/responses", json={"input": given, "stream": True, **body})
-    assert answer.status_code == 200, answer.text
-    return events_of(answer)
 
 
 async def refused(rig: Rig, body: Json, status: int = 400) -> Json:
@@ -119,6 +87,70 @@ def of_chat(answer: Json) -> Json:
 def asked_of(rig: Rig) -> TokenRequest:
     """The verifier's last request, without what tells requests apart."""
     return replace(rig.script.requests[-1], request_id="", traceparent="", noise_seed=0)
+
+
+# The fields of Open Responses, which a response always has, with the values of a plain request.
+SHOWN: Json = {
+    "background": False,
+    "error": None,
+    "frequency_penalty": 0.0,
+    "incomplete_details": None,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "object": "response",
+    "parallel_tool_calls": True,
+    "presence_penalty": 0.0,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+}
+VARYING = {"id", "created_at", "completed_at", "status", "model", "output", "usage"}
+
+
+async def test_a_response_has_every_field_of_open_responses(rig: Rig) -> None:
+    rig.says(TEXT)
+    begun, _, *_, ended = await streamed(rig)
+    for response, status in (
+        (await ask(rig), "completed"),
+        (ended["response"], "completed"),
+        (begun["response"], "in_progress"),
+    ):
+        assert response.keys() == SHOWN.keys() | VARYING
+        assert {name: response[name] for name in SHOWN} == SHOWN
+        assert response["status"] == status
+        is_complete = status == "completed"
+        assert isinstance(response["completed_at"], int) is is_complete
+        assert isinstance(response["usage"], dict) is is_complete
+
+
+async def test_a_response_repeats_what_was_asked(rig: Rig) -> None:
+    rig.says("{}")
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": False}
+    asked: Json = {
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "max_tool_calls": 3,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "text": {"format": {**form, "description": "d"}},
+    }
+    response = await ask(rig, **asked)
+    assert {name: response[name] for name in asked} == asked
+    plain_form = {k: v for k, v in form.items() if k != "strict"}
+    response = await ask(rig, text={"format": plain_form})
+    assert response["text"]["format"] == {**form, "description": None, "strict": True}
 
 
 SAME: list[tuple[str, Json, Json]] = [
@@ -277,15 +309,17 @@ async def test_a_stream_that_fails_ends_with_the_error_and_a_failed_response(rig
     ):
         rig.script.play(plain([word, word]), OutriderError(reason, "it broke"))
         *_, error, failed = await streamed(rig)
-        assert (error["type"], error["code"]) == ("error", reason.name.lower())
+        told = {"message": "it broke", "param": None, "code": reason.name.lower()}
+        assert error["error"] == told | {"type": reason.kind.openai_type}
+        assert error == told | {
+            "type": "error",
+            "error": error["error"],
+            "sequence_number": failed["sequence_number"] - 1,
+        }
         assert failed["type"] == "response.failed"
         assert failed["response"]["error"] == {"code": code, "message": "it broke"}
         known = await rig.http.get(f"/v1/responses/{failed['response']['id']}")
         assert known.status_code == 404
-
-
-def prompt_of(rig: Rig) -> str:
-    return rig.prompts.decode(rig.script.requests[-1].prompt)
 
 
 HISTORY: list[Json] = [
@@ -459,32 +493,56 @@ async def test_openais_client_creates_streams_and_parses(rig: Rig) -> None:
     assert (called.type, called.parsed_arguments) == ("function_call", City(city="a </b>"))
 
 
+# Codex sends it by default.
+OFFLINE = {"type": "web_search", "external_web_access": False}
 NAMESPACE = {"type": "namespace", "name": "maps", "description": "x", "tools": [WEATHER, CLOCK]}
 
 
 async def test_the_model_sees_a_namespaces_functions_and_the_client_its_names(rig: Rig) -> None:
     rig.says(CALLS.replace("weather", "maps__weather"))
-    tools = [{"type": "web_search"}, NAMESPACE, CLOCK]
+    tools = [OFFLINE, NAMESPACE, CLOCK]
     response = await ask(rig, tools=tools)
     assert '"maps__weather"' in prompt_of(rig)
     found = [(i["name"], i.get("namespace")) for i in response["output"][1:]]
     assert found == [("weather", "maps"), ("clock", None)]
-    assert response["tools"] == [NAMESPACE, {**CLOCK, "parameters": None, "strict": None}]
+    shown = {**CLOCK, "description": None, "parameters": None, "strict": None}
+    assert response["tools"] == [NAMESPACE, shown]
     rig.says("x")
     await ask(rig, "and?", previous_response_id=response["id"])
     assert '{"name": "maps__weather", "arguments"' in prompt_of(rig)
 
 
-async def test_the_log_says_once_which_hosted_tools_are_ignored(
-    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(responses_tools, "_warned", set())
-    for _ in range(2):
-        response = await ask(rig, tools=[{"type": "web_search", "filters": {"x": [1]}}])
-        assert response["tools"] == []
-    assert [record.message for record in caplog.records if "web_search" in record.message] == [
-        "tools of type web_search are ignored: the gateway runs no tools itself"
-    ]
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "web_search"},
+        {"type": "web_search", "external_web_access": True},
+        {"type": "file_search", "vector_store_ids": ["x"]},
+        {"type": "code_interpreter", "container": {"type": "auto"}},
+        {"type": "mcp", "server_label": "x"},
+        {"type": "local_shell"},
+    ],
+    ids=lambda tool: str(tool["type"]),
+)
+async def test_a_tool_that_the_gateway_would_have_to_run_is_refused(rig: Rig, tool: Json) -> None:
+    for path in ("", "/input_tokens"):
+        answer = await rig.http.post(
+            f"/v1/responses{path}", json={"input": "hi", "tools": [CLOCK, tool]}
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "unsupported_parameter")
+        assert error["param"] == "tools[1].type"
+        assert repr(tool["type"]) in error["message"]
+    assert not rig.script.requests
+
+
+async def test_a_search_that_must_not_use_the_web_is_left_out(rig: Rig) -> None:
+    rig.says(TEXT)
+    await ask(rig)
+    wanted = asked_of(rig)
+    response = await ask(rig, tools=[OFFLINE])
+    assert asked_of(rig) == wanted
+    assert response["tools"] == []
 
 
 async def test_what_clients_send_along_changes_nothing(rig: Rig) -> None:
@@ -498,7 +556,13 @@ async def test_what_clients_send_along_changes_nothing(rig: Rig) -> None:
         {"truncation": "auto", "user": "u", "safety_identifier": "s", "background": False},
         {"text": {"verbosity": "low"}, "reasoning": {"summary": "auto", "effort": None}},
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0},
-        {"max_tool_calls": 3, "conversation": None, "prompt": None, "include": []},
+        {
+            "max_tool_calls": 3,
+            "safety_identifier": "s",
+            "conversation": None,
+            "prompt": None,
+            "include": [],
+        },
         {"instructions": None, "previous_response_id": None, "stream": False},
     ):
         await ask(rig, **body)
@@ -534,8 +598,8 @@ def user(*parts: Json) -> list[Json]:
         ({"min_tokens": 9, "max_output_tokens": 5}, "min_tokens"),
         ({"temperature": 9}, "temperature"),
         ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
-        ({"tools": [{"type": "web_search"}, {**CLOCK, "name": "a b"}]}, "tools[1].name"),
-        ({"tools": [{"type": "web_search"}, {**CLOCK, "parameters": 3}]}, "tools[1].parameters"),
+        ({"tools": [OFFLINE, {**CLOCK, "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [OFFLINE, {**CLOCK, "parameters": 3}]}, "tools[1].parameters"),
         ({"tools": [CLOCK, NAMESPACE, NAMESPACE]}, "tools"),
         ({"tools": [{**NAMESPACE, "tools": [{**CLOCK, "u": 1}]}]}, "tools[0].tools[0].u"),
         ({"tools": [CLOCK] * 129}, "tools"),

@@ -1,0 +1,138 @@
+"""The endpoints of the Responses API's kept answers: read, replay, list, cancel and delete them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+from hashlib import sha256
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from gateway.access.gate import identity_of
+from gateway.http.openapi import STREAMED, json_responses
+from gateway.http.responses_output import Json, replayed
+from gateway.http.responses_store import ResponseStore
+from gateway.http.streaming import EventStream, event
+from outrider.errors import OutriderError, Reason, invalid
+
+MAX_LISTED_ITEMS = 100
+# Their encoding takes a few milliseconds.
+_EVENTS_AT_ONCE = 64
+# By the type of an item, the start of its id.
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+
+
+def add_kept_routes(router: APIRouter, store: ResponseStore) -> None:
+    """Add the endpoints to the router. Each tenant sees its own answers alone."""
+    path = "/v1/responses/{response_id}"
+
+    @router.get(path, responses=json_responses(400, 401, 404, also=STREAMED))
+    async def kept_response(
+        response_id: str,
+        request: Request,
+        stream: Annotated[bool, Query(description="Send its events again.")] = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        """A response that is still kept, whole or as the events in which it came."""
+        tenant = identity_of(request).tenant
+        found = store.response(tenant, response_id)
+        if found is None:
+            raise _no_response(response_id)
+        if not stream:
+            return Response(found, media_type="application/json")
+        begin = 0 if starting_after is None else starting_after + 1
+        events = _events(json.loads(found), store.deltas(tenant, response_id), begin)
+        return EventStream(events, AsyncExitStack(), {})
+
+    router.add_api_route(path, kept_response, methods=["HEAD"], include_in_schema=False)
+
+    @router.get(f"{path}/input_items", responses=json_responses(400, 401, 404))
+    async def input_items(
+        response_id: str,
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_LISTED_ITEMS)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """The items of the conversation before a kept answer."""
+        before = store.before(identity_of(request).tenant, response_id)
+        if before is None:
+            raise _no_response(response_id)
+        items = [_listed(json.loads(item), response_id, at) for at, item in enumerate(before)]
+        return JSONResponse(_page(items if order == "asc" else items[::-1], after, limit))
+
+    @router.post(f"{path}/cancel", responses=json_responses(400, 401, 404))
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """Refuse: only background responses can be cancelled, and there are none here."""
+        if store.response(identity_of(request).tenant, response_id) is None:
+            raise _no_response(response_id)
+        problem = "is of a synchronous response, and only background responses can be cancelled"
+        raise invalid("response_id", problem)
+
+    @router.delete(path, responses=json_responses(401, 404))
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Keep a response no longer."""
+        if not store.remove(identity_of(request).tenant, response_id):
+            raise _no_response(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _no_response(response_id: str) -> OutriderError:
+    message = f"response_id {response_id[:100]!r} is no response that this gateway keeps"
+    return OutriderError(Reason.ROUTE_NOT_FOUND, message, "response_id")
+
+
+async def _events(
+    response: Json, deltas: Sequence[Sequence[int]], begin: int
+) -> AsyncGenerator[bytes, None]:
+    """The response's events from number `begin` on. Other tasks run between them."""
+    for number, made in islice(enumerate(replayed(response, deltas)), begin, None):
+        if number % _EVENTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        yield event({**made, "sequence_number": number}, made["type"])
+
+
+def _listed(item: Json, response_id: str, at: int) -> Json:
+    """An item of the input as OpenAI lists it: with an id, a status, and its texts as parts.
+
+    The id of an item that came without one is drawn from its place, so it is the same each time.
+    """
+    kind = item["type"]
+    place = sha256(f"{response_id} {at}".encode()).hexdigest()[:48]
+    listed = {"id": f"{_PREFIXES[kind]}_{place}", "status": "completed", **item}
+    part: Json = {"type": "input_text"}
+    if kind == "reasoning":
+        listed.setdefault("summary", [])
+        part = {"type": "reasoning_text"}
+    elif item.get("role") == "assistant":
+        part = {"type": "output_text", "annotations": [], "logprobs": []}
+    text = item.get("content")
+    return listed | {"content": [{**part, "text": text}]} if isinstance(text, str) else listed
+
+
+def _page(items: Sequence[Json], after: str | None, limit: int) -> dict[str, Any]:
+    """The page behind the item of id `after`. Raises OutriderError(INVALID_VALUE)."""
+    begin = 0
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise invalid("after", f"is the id of no input item of the response: {after[:100]!r}")
+        begin = ids.index(after) + 1
+    data = items[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": begin + limit < len(items),
+    }
