@@ -17,7 +17,7 @@ from gateway.text.choices import Event, merge
 from gateway.text.deltas import DeltaBuilder, TextDelta
 from gateway.text.prompts import Prompts
 from gateway.text.request import TextRequest, check_ids
-from gateway.text.text_stream import TokenTable
+from gateway.text.token_table import TokenTable
 from gateway.upstream.chunk_checks import check_chunk
 from gateway.upstream.replica import Replica
 from gateway.upstream.routing import RETRYABLE, Pick, Router
@@ -73,11 +73,15 @@ class Generation:
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
-        """The prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE)."""
+        """The prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE).
+
+        If ids end within a character, it comes with the answer.
+        """
         if isinstance(prompt, str):
             return prompt
         check_ids("prompt", prompt, info)
-        return self.table.decode(prompt)
+        shown = [token for token in prompt if not self.table.is_special(token)]
+        return self.table.decode(shown[: self.table.whole_characters(shown)])
 
     async def generate(
         self,

@@ -1,5 +1,6 @@
 """Text: prompts to token ids, and token ids to text."""
 
-from gateway.text.text_stream import TextStream, TokenTable
+from gateway.text.text_stream import TextStream
+from gateway.text.token_table import TokenTable
 
 __all__ = ["TextStream", "TokenTable"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from gateway.text.request import TextRequest
-from gateway.text.text_stream import Detokenizer, TextStream, TokenOffsets, TokenTable
+from gateway.text.text_stream import Detokenizer, TextStream, TokenOffsets
+from gateway.text.token_table import TokenTable
 from gateway.tools.reader import AnswerReader, Content, Part
 from outrider.protocol.messages import (
     AcceptanceRule,
@@ -117,18 +118,29 @@ class DeltaBuilder:
         if not tokens.ignore_eos:
             self._end_ids |= frozenset(info.eos_token_ids)
         reading = request.reading
-        self._text = TextStream(table, request.stop, tokens.sampling.min_tokens, reading)
-        self._table = table
+        prompt = tokens.prompt
+        # The text of a grammar has the spaces that the grammar says, whatever precedes it.
+        within = tokens.grammar is not None
+        self._text = TextStream(
+            table,
+            request.stop,
+            tokens.sampling.min_tokens,
+            reading,
+            prompt=prompt,
+            within=within,
+        )
         # Decodes token by token to find the text of each.
         hidden = None if reading is None else table.hidden_ids(reading.literals)
-        self._attribution = Detokenizer(table, hidden) if request.attributed else None
+        self._attribution = None
+        if request.attributed:
+            self._attribution = Detokenizer(table, hidden, prompt=prompt, within=within)
         # Places the tokens in the answer's parts, of which `_text` knows whole texts only.
         places = request.attributed and reading is not None
         self._attribution_reader = AnswerReader(reading) if places and reading else None
         self._echo = request.echo or ""
         self._prompt_shown = 0
         self._prompt_offsets = TokenOffsets(table, text=self._echo)
-        self._offsets = TokenOffsets(table, at=len(self._echo))
+        self._offsets = TokenOffsets(table, at=len(self._echo), prompt=prompt, within=within)
         # If a stop string ends the sequence, the verifier's own statistics never arrive.
         self._stats = SpeculationStats(max_draft_tokens=_max_draft_tokens(request, info))
         # The part of earlier verifiers.
@@ -235,15 +247,15 @@ class DeltaBuilder:
 
     def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> LogprobToken:
         """The token with what is known of its log probability, None for nothing."""
-        text, raw = self._table.text_and_bytes(token)
-        offset = offsets.push(token)
+        text, raw = offsets.text_and_bytes(token)
         if known is None:
-            return LogprobToken(token, text, raw, None, offset=offset)
+            return LogprobToken(token, text, raw, None, offset=offsets.push(token))
         likeliest = zip(known.top_token_ids, known.top_logprobs, strict=True)
         top = [
-            LogprobToken(other, *self._table.text_and_bytes(other), _finite(logprob), rank)
+            LogprobToken(other, *offsets.text_and_bytes(other), _finite(logprob), rank)
             for rank, (other, logprob) in enumerate(likeliest, 1)
         ]
+        offset = offsets.push(token)
         return LogprobToken(token, text, raw, _finite(known.logprob), known.rank, offset, top)
 
     def _finish(self, chunk: TokenChunk, ended_by_token: bool) -> FinishInfo | None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
-
+from gateway.text.token_table import REPLACEMENT, TokenTable
 from gateway.tools.reader import AnswerReader, Content, Part, Reading
 
-_REPLACEMENT = "\ufffd"
 # An unfinished UTF-8 character has at most 3 bytes. A decoder shows each of them as a
 # replacement character.
 _UNSURE_CHARACTERS = 3
@@ -17,80 +14,9 @@ _UNSURE_CHARACTERS = 3
 # them as replacement characters until the last character of the run is complete.
 _LONGEST_WAIT = 128
 _BORDER_SEARCH = 8
-# A tokenizer names a byte that is no text either with a token of its own (the byte fallback of
-# sentencepiece), or with a letter (byte-level tokenizers). The letters are GPT-2's: a printable
-# byte is its own letter, and the other bytes are the letters from 256 on.
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-_PRINTED = [
-    *range(ord("!"), ord("~") + 1),
-    *range(ord("¡"), ord("¬") + 1),
-    *range(ord("®"), ord("ÿ") + 1),
-]
-_UNPRINTED = [byte for byte in range(256) if byte not in _PRINTED]
-_BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTED}
-_BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTED)}
-
-
-class TokenTable:
-    """A tokenizer for decoding, which knows its special tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._special = frozenset(
-            index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
-        # By the texts of an answer's format, of which a gateway has a few.
-        self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
-        # A list of log probabilities names thousands of tokens, mostly the same ones.
-        self._known: dict[int, tuple[str, bytes]] = {}
-
-    def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
-        """The special tokens, which have no text, but for those within a text of `shown`."""
-        known = self._hidden.get(tuple(shown))
-        if known is None:
-            names = {index: self.token_text(index) for index in self._special}
-            known = frozenset(
-                index for index, name in names.items() if not any(name in text for text in shown)
-            )
-            self._hidden[tuple(shown)] = known
-        return known
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether the token is special, such as an end-of-sequence token, and has no text."""
-        return token_id in self._special
-
-    def token_text(self, token_id: int) -> str:
-        """The text of one token alone; a special token's name; U+FFFD for part of a character."""
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
-
-    def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
-        """The text of one token alone, and its bytes, which may be part of a character.
-
-        With a byte-level tokenizer the bytes of a text's tokens join to the text's bytes.
-        """
-        known = self._known.get(token_id)
-        if known is None:
-            text = self.token_text(token_id)
-            raw = self._raw_bytes(token_id, text) if _REPLACEMENT in text else text.encode()
-            known = self._known[token_id] = (text, raw)
-        return known
-
-    def _raw_bytes(self, token_id: int, text: str) -> bytes:
-        """The bytes that a token's name spells, else the bytes of its text."""
-        name: str = self._tokenizer.id_to_token(token_id) or ""
-        if _BYTE_TOKEN.fullmatch(name):
-            return bytes([int(name[3:5], 16)])
-        letters = [_BYTE_OF_LETTER.get(letter) for letter in name]
-        known = [byte for byte in letters if byte is not None]
-        if name and len(known) == len(letters):
-            return bytes(known)
-        return text.encode()
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids, without special tokens unless `skip_special_tokens` is false."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+# A prompt's last tokens with text that are the context of an answer, and where they are searched.
+_PROMPT_CONTEXT = 8
+_PROMPT_SEARCH = 1024
 
 
 class Detokenizer:
@@ -101,15 +27,38 @@ class Detokenizer:
     UTF-8 and cannot return the text that it holds back.
     """
 
-    def __init__(self, table: TokenTable, hidden: frozenset[int] | None = None) -> None:
-        """`hidden` are the tokens without text; by default all special tokens."""
+    def __init__(
+        self,
+        table: TokenTable,
+        hidden: frozenset[int] | None = None,
+        *,
+        prompt: Sequence[int] = (),
+        within: bool = False,
+    ) -> None:
+        """Begin after the ids of a prompt, whose text is not returned again.
+
+        If the prompt ends within a character, the first text has all of it. `hidden` are the tokens
+        without text; by default all special tokens. `within` keeps a first space that the decoder
+        would strip, though the prompt has no text.
+        """
         self._table = table
         self._hidden = table.hidden_ids() if hidden is None else hidden
-        self._tail: list[int] = []
+        recent = [index for index in prompt[-_PROMPT_SEARCH:] if index not in self._hidden]
+        self._tail = recent[-_PROMPT_CONTEXT:]
+        while self._tail and not table.begins_character(self._tail[0]):
+            del self._tail[0]
+        # Whether there is text before the tail.
+        self._within = within or len(recent) > len(self._tail) or len(prompt) > _PROMPT_SEARCH
         # The first tokens of the tail have been returned. They are the context of the later tokens.
-        self._context = 0
+        self._context = table.whole_characters(self._tail)
         # How many characters of the tail's text have been returned.
-        self._sent = 0
+        self._sent = len(self._decode(self._tail[: self._context]))
+
+    def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
+        """The text and bytes of a token that comes next; U+FFFD for part of a character."""
+        if self._within or self._sent or self._decode(self._tail):
+            return self._table.text_and_bytes(token_id)
+        return self._table.first_text_and_bytes(self._tail, token_id)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the new text. Part of a character is held back."""
@@ -118,7 +67,7 @@ class Detokenizer:
             return ""
         self._tail += added
         text = self._decode(self._tail)
-        if not text.endswith(_REPLACEMENT):
+        if not text.endswith(REPLACEMENT):
             return self._release(text)
         if len(self._tail) - self._context <= _LONGEST_WAIT:
             return ""
@@ -130,12 +79,15 @@ class Detokenizer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # The hidden tokens are left out already.
+        if self._within:
+            return self._table.decode_within(token_ids)
         return self._table.decode(token_ids, skip_special_tokens=False)
 
     def _release(self, text: str) -> str:
         """Return the rest of the tail's text. Its newest tokens stay as context."""
         new = text[self._sent :]
         if new:
+            self._within = self._within or self._context > 0
             del self._tail[: self._context]
             self._context = len(self._tail)
             self._sent = len(self._decode(self._tail))
@@ -143,14 +95,15 @@ class Detokenizer:
 
     def _release_most(self, text: str) -> str:
         """Return a long run of invalid bytes except its end, and forget most of its tokens."""
-        certain = max(self._sent, len(text.rstrip(_REPLACEMENT)), len(text) - _UNSURE_CHARACTERS)
+        certain = max(self._sent, len(text.rstrip(REPLACEMENT)), len(text) - _UNSURE_CHARACTERS)
         new = text[self._sent : certain]
         self._sent = certain
         for cut in range(len(self._tail) - 1, len(self._tail) - _BORDER_SEARCH, -1):
             head = self._decode(self._tail[:cut])
             # If both parts decode to the same text, the cut splits no character.
-            if len(head) <= certain and head + self._decode(self._tail[cut:]) == text:
+            if len(head) <= certain and head + self._table.decode_within(self._tail[cut:]) == text:
                 del self._tail[:cut]
+                self._within = True
                 self._context = 0
                 self._sent = certain - len(head)
                 break
@@ -163,15 +116,27 @@ class TokenOffsets:
     Tokens that are parts of one character all begin where the character does.
     """
 
-    def __init__(self, table: TokenTable, at: int = 0, text: str = "") -> None:
-        """`at` is where the first token begins.
+    def __init__(
+        self,
+        table: TokenTable,
+        at: int = 0,
+        text: str = "",
+        *,
+        prompt: Sequence[int] = (),
+        within: bool = False,
+    ) -> None:
+        """`at` is where the first token begins, after the ids of `prompt`; see `Detokenizer`.
 
         Special tokens have no length, except where `text`, if it is known, has their names.
         """
         self._table = table
         self._at = at
         self._text = text
-        self._detokenizer = Detokenizer(table)
+        self._detokenizer = Detokenizer(table, prompt=prompt, within=within)
+
+    def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
+        """The text and bytes of a token that comes next; U+FFFD for part of a character."""
+        return self._detokenizer.text_and_bytes(token_id)
 
     def push(self, token_id: int) -> int:
         """Where the next token begins."""
@@ -182,6 +147,7 @@ class TokenOffsets:
         name = self._table.token_text(token_id)
         if self._text.startswith(name, begin):
             self._at += len(name)
+            self._detokenizer = Detokenizer(self._table, within=True)
         return begin
 
 
@@ -249,10 +215,16 @@ class TextStream:
         stops: Sequence[str],
         min_tokens: int = 0,
         reading: Reading | None = None,
+        *,
+        prompt: Sequence[int] = (),
+        within: bool = False,
     ) -> None:
-        """`reading` says what the answer may hold beside content; None for nothing."""
+        """`reading` says what the answer may hold beside content; None for nothing.
+
+        The answer comes after the ids of `prompt`; `Detokenizer` explains `within`.
+        """
         hidden = None if reading is None else table.hidden_ids(reading.literals)
-        self._detokenizer = Detokenizer(table, hidden)
+        self._detokenizer = Detokenizer(table, hidden, prompt=prompt, within=within)
         self._reader = None if reading is None else AnswerReader(reading)
         self._min_tokens = min_tokens
         self._scanner = StopScanner(stops)

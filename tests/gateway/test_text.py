@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizer_kinds import KINDS, tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from gateway.text.prompts import Prompts
-from gateway.text.text_stream import Detokenizer, StopScanner, TextStream, TokenOffsets, TokenTable
+from gateway.text.text_stream import Detokenizer, StopScanner, TextStream, TokenOffsets
+from gateway.text.token_table import TokenTable
 from gateway.tools.reader import Content, Part
 
 VOCAB_SIZE = 4096
@@ -125,7 +128,7 @@ def test_byte_fallback_tokenizers_keep_spaces_and_characters() -> None:
     ("at", "text", "begin"),
     [
         (0, "Hello world😀é", [0, 0, 5, 11, 11, 11, 11, 12, 12]),
-        (0, "<s>Hello world😀é", [0, 3, 8, 14, 14, 14, 14, 15, 15]),
+        (0, "<s> Hello world😀é", [0, 3, 9, 15, 15, 15, 15, 16, 16]),
         (7, "", [7, 7, 12, 18, 18, 18, 18, 19, 19]),
     ],
 )
@@ -134,6 +137,82 @@ def test_token_offsets_are_where_the_text_has_the_tokens(
 ) -> None:
     offsets = TokenOffsets(TokenTable(byte_fallback()), at, text)
     assert [offsets.push(index) for index in range(1, 10)] == begin
+
+
+@cache
+def kind_table(kind: str) -> TokenTable:
+    return TokenTable(tokenizer(kind))
+
+
+WORDS = st.lists(
+    st.sampled_from(
+        [" the", "the", " ", "  ", "é", "日本", "😀", "x", "\n", "\t", ".", "number is"]
+    ),
+    max_size=8,
+).map("".join)
+
+
+def listed(offsets: TokenOffsets, ids: Sequence[int]) -> list[tuple[str, bytes, int]]:
+    """The text, bytes and offset of each token."""
+    return [(*offsets.text_and_bytes(token), offsets.push(token)) for token in ids]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=WORDS, cut=st.integers(0, 20), bos=st.booleans())
+@example(text=" the number is the", cut=0, bos=True)
+@example(text=" the number is the", cut=2, bos=False)
+@example(text="   x", cut=1, bos=False)
+@example(text="é日本😀", cut=2, bos=True)
+def test_wherever_a_text_is_cut_its_parts_join_to_the_text(
+    kind: str, text: str, cut: int, bos: bool
+) -> None:
+    """The text, and the lists of tokens; the offsets say where each token is."""
+    table = kind_table(kind)
+    ids = ([1] if bos else []) + tokenizer(kind).encode(text).ids
+    whole = tokenizer(kind).decode(ids)
+    # What an echo shows of a prompt.
+    prompt, answer = ids[:cut], ids[cut:]
+    shown = [token for token in prompt if token != 1]
+    echo = table.decode(shown[: table.whole_characters(shown)])
+    for pieces in ([answer], [[token] for token in answer]):
+        detokenizer = Detokenizer(table, prompt=prompt)
+        texts = [detokenizer.push(piece) for piece in pieces]
+        assert echo + "".join(texts) + detokenizer.finish() == whole
+    of_prompt = listed(TokenOffsets(table, text=echo), prompt)
+    of_answer = listed(TokenOffsets(table, at=len(echo), prompt=prompt), answer)
+    every = [each for each, token in zip(of_prompt + of_answer, ids, strict=True) if token != 1]
+    assert b"".join(raw for _, raw, _ in every) == whole.encode()
+    for name, _, at in every:
+        assert "\ufffd" in name or whole[at : at + len(name)] == name
+    assert [at for *_, at in every] == sorted(at for *_, at in every)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(ids=st.lists(st.integers(0, 290), max_size=20), cut=st.integers(0, 20))
+def test_any_ids_after_a_prompt_add_what_decoding_both_adds(
+    kind: str, ids: list[int], cut: int
+) -> None:
+    table = kind_table(kind)
+    hidden = table.hidden_ids()
+    shown = [token for token in ids[:cut] if token not in hidden]
+    echo = table.decode(shown[: table.whole_characters(shown)])
+    detokenizer = Detokenizer(table, prompt=ids[:cut])
+    texts = [detokenizer.push([token]) for token in ids[cut:]]
+    whole = tokenizer(kind).decode(ids)
+    # A run of byte tokens that are no text has a replacement character for each byte.
+    if "\ufffd" not in whole:
+        assert echo + "".join(texts) + detokenizer.finish() == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_a_grammar_keeps_its_first_space_without_a_prompt_too(kind: str) -> None:
+    table = kind_table(kind)
+    ids = [token for token in tokenizer(kind).encode("x the").ids if token != 1]
+    [last, *_] = [token for token in ids if table.text_and_bytes(token)[0].startswith(" t")]
+    stream = TextStream(table, [], prompt=[1], within=True)
+    assert content(stream.push([last])).startswith(" t")
+    offsets = TokenOffsets(table, prompt=[1], within=True)
+    assert offsets.text_and_bytes(last)[0].startswith(" t")
 
 
 def cut_at_stop(text: str, stops: list[str]) -> str:

@@ -1,0 +1,144 @@
+"""The texts and bytes of a tokenizer's tokens, alone and within a text."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import string
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+"""What decoders show for bytes that are no character."""
+# A tokenizer names a byte that is no text either with a token of its own (the byte fallback of
+# sentencepiece), or with a letter (byte-level tokenizers). The letters are GPT-2's: a printable
+# byte is its own letter, and the other bytes are the letters from 256 on.
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_PRINTED = [
+    *range(ord("!"), ord("~") + 1),
+    *range(ord("¡"), ord("¬") + 1),
+    *range(ord("®"), ord("ÿ") + 1),
+]
+_UNPRINTED = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTED}
+_BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTED)}
+# The tokens among which an unfinished character, and one before it, must begin.
+_CHARACTER_TOKENS = 8
+# How many tokens are tried where none is a single letter.
+_SEARCHED = 4096
+
+
+class TokenTable:
+    """A tokenizer for decoding, which knows its special tokens.
+
+    Many decoders strip a space from the start of a text (sentencepiece's), so that a token has
+    another text there than within a text. Tokens within a text are decoded after another token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(
+            index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        # By the texts of an answer's format, of which a gateway has a few.
+        self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
+        # A list of log probabilities names thousands of tokens, mostly the same ones.
+        self._known: dict[int, tuple[str, bytes]] = {}
+        self._before = self._plain_word()
+        self._before_length = len(self.decode(self._before))
+
+    def _plain_word(self) -> list[int]:
+        """A token of letters or digits, which no token after it changes; none if there is none."""
+        letters = map(self._tokenizer.token_to_id, string.ascii_letters + string.digits)
+        for index in (*letters, *range(min(_SEARCHED, self._tokenizer.get_vocab_size()))):
+            if index is None or index in self._special:
+                continue
+            is_byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(index) or "")
+            text = self.token_text(index)
+            if not is_byte and text.isascii() and text.isalnum():
+                return [index]
+        return []
+
+    def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
+        """The special tokens, which have no text, but for those within a text of `shown`."""
+        known = self._hidden.get(tuple(shown))
+        if known is None:
+            names = {index: self.token_text(index) for index in self._special}
+            known = frozenset(
+                index for index, name in names.items() if not any(name in text for text in shown)
+            )
+            self._hidden[tuple(shown)] = known
+        return known
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is special, such as an end-of-sequence token, and has no text."""
+        return token_id in self._special
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone; a special token's name; U+FFFD for part of a character."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
+        """The text of a token within a text, and its bytes, which may be part of a character.
+
+        The bytes of a text's tokens join to the text's bytes, but for a first token; see
+        `first_text_and_bytes`.
+        """
+        known = self._known.get(token_id)
+        if known is None:
+            special = self.is_special(token_id)
+            text = self.token_text(token_id) if special else self.decode_within([token_id])
+            known = self._known[token_id] = text, self._bytes(token_id, text)
+        return known
+
+    def first_text_and_bytes(self, before: Sequence[int], token_id: int) -> tuple[str, bytes]:
+        """As `text_and_bytes`, at the start of a text: the tokens `before` have no text there."""
+        text = self.decode([*before, token_id], skip_special_tokens=False)
+        return text, self._bytes(token_id, text)
+
+    def _bytes(self, token_id: int, text: str) -> bytes:
+        """The bytes that a token's name spells if its text is not whole, else those of its text."""
+        if REPLACEMENT not in text:
+            return text.encode()
+        name: str = self._tokenizer.id_to_token(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        letters = [_BYTE_OF_LETTER.get(letter) for letter in name]
+        known = [byte for byte in letters if byte is not None]
+        if name and len(known) == len(letters):
+            return bytes(known)
+        return text.encode()
+
+    def whole_characters(self, token_ids: Sequence[int]) -> int:
+        """How many of the first tokens there are without those of an unfinished last character."""
+        last = [self.text_and_bytes(token_id)[1] for token_id in token_ids[-_CHARACTER_TOKENS:]]
+        count = len(token_ids)
+        # A token may end one character and begin the next.
+        while last and _ends_within(b"".join(last)):
+            del last[-1]
+            count -= 1
+        return count
+
+    def begins_character(self, token_id: int) -> bool:
+        """Whether the token's first byte is not a later byte of a character."""
+        first = self.text_and_bytes(token_id)[1][:1]
+        return not b"\x80" <= first < b"\xc0"
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids, without special tokens unless `skip_special_tokens` is false."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decode_within(self, token_ids: Sequence[int]) -> str:
+        """The text that the ids add after other text, with the names of special tokens."""
+        text: str = self._tokenizer.decode([*self._before, *token_ids], skip_special_tokens=False)
+        return text[self._before_length :]
+
+
+def _ends_within(text: bytes) -> bool:
+    """Whether the last character lacks bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(text)
+    return bool(decoder.getstate()[0])
