@@ -112,8 +112,8 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     servers."""
 
     patience_seconds: float = Field(default=60.0, ge=0.0)
-    """How long callers that name no timeout wait for their first token. A request that might wait
-    longer in the queue is refused at once with 429. 0 lets them wait for ever."""
+    """How long callers that choose no timeout wait for their first token. A request that might wait
+    longer in the queue is refused at once with 429, its body unread. 0 lets them wait for ever."""
 
     resume_seconds: float = Field(default=30.0, ge=0.0)
     """How long a sequence that has begun and has lost its verifier waits for a verifier that

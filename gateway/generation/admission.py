@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple
 
@@ -22,6 +22,9 @@ from outrider.protocol.model_info import Load, retry_after_s, wait_s
 # Safety factor on both estimates: recent answers were measured at a smaller batch. A slower
 # verifier would otherwise make every admitted answer late.
 _MARGIN = 2.0
+# What the clients of OpenAI and Anthropic send where nobody has chosen a timeout (seconds). It does
+# not say that anybody wants to wait for so long.
+_UNCHOSEN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,11 @@ class ClientTimeout:
 
     total_s: float | None = None
     first_s: float | None = None
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether a caller has chosen it. Otherwise `--patience-seconds` says how long it waits."""
+        return not {self.total_s, self.first_s} <= {None, _UNCHOSEN_S}
 
     def ends_at(self, now: float) -> float:
         """When the caller waits no longer; infinity if it says nothing."""
@@ -46,9 +54,9 @@ class Admission:
     """Counts the sequences of this gateway from their request's arrival on."""
 
     def __init__(self, router: Router, metrics: Metrics, patience_s: float = 0.0) -> None:
-        """Callers that name no time wait `patience_s` for their first token; 0 is for ever."""
+        """Callers that choose no time wait `patience_s` for their first token; 0 is for ever."""
         self._router = router
-        self._default_timeout = ClientTimeout(first_s=patience_s or None)
+        self._patience_s = patience_s or None
         self._metrics = metrics
         self.counts: dict[str, Counter[str]] = {}
         """Sequences under way by model and tenant."""
@@ -59,8 +67,8 @@ class Admission:
         Raises OutriderError(OVERLOADED), with the seconds after which a retry makes sense, if the
         verifiers have no room for them, or if their answers would be late.
         """
-        if timeout == ClientTimeout():
-            timeout = self._default_timeout
+        if not timeout.is_chosen:
+            timeout = replace(timeout, first_s=self._patience_s or timeout.first_s)
         if model not in self.counts:
             self.counts[model] = Counter()
             self._metrics.begin(model)

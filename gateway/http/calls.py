@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from gateway import access_log
 from gateway.access.gate import identity_of
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.serve_text import Demand, TextAnswer, TextCall
-from gateway.http.entrance import arrival_of
+from gateway.http.entrance import arrival_of, client_seconds
 from gateway.http.openai_shapes import ChatShape, CompletionShape
 from gateway.http.openai_writer import OpenAIWriter
 from gateway.http.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody
@@ -27,8 +26,6 @@ from outrider.protocol.model_info import ModelInfo
 
 MAX_SEQUENCES = 64
 """Most sequences of one request, prompts times n: the batch of a verifier with default settings."""
-# OpenAI's clients say here when they give up: in Python, and in all other languages.
-_CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody)
 
@@ -159,18 +156,8 @@ def client_timeout(
     """
     if timeout is not None and not timeout >= LEAST_TIMEOUT_S:
         raise invalid("timeout", f"must be at least {LEAST_TIMEOUT_S} (seconds), not {timeout}")
-    named = [_seconds(headers[name]) for name in _CLIENT_HEADERS if name in headers]
-    client_s = min([seconds for seconds in named if seconds is not None], default=None)
+    client_s = client_seconds(headers)
     if stream:
         return ClientTimeout(timeout, client_s)
     both = [seconds for seconds in (timeout, client_s) if seconds is not None]
     return ClientTimeout(min(both, default=None))
-
-
-def _seconds(text: str) -> float | None:
-    """A header's positive number; None for anything else, since it is the client's own note."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        return None
-    return seconds if 0.0 < seconds < math.inf else None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,31 +18,28 @@ from gateway.generation.admission import Admission, ClientTimeout, Permit
 from gateway.generation.turns import Turns
 from outrider.errors import OutriderError
 
-PATHS = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/tokenize",
-        "/detokenize",
-    }
+_GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
 )
+PATHS = _GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 """Paths of requests whose bodies cost memory while they arrive, and work after that."""
 
 _SCOPE_KEY = "outrider.arrival"
-# The body may say how long its caller waits.
 _ENDLESS = ClientTimeout(total_s=math.inf)
+# A body may name a longer timeout than its headers. Of each tenant, so many requests at a time are
+# not refused as late before their bodies are read. A burst that is late must not be read at all.
+_READ_AT_ONCE = 8
+# OpenAI's clients say here when they give up: in Python, and in all other languages.
+_CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
 
 
 class Arrival:
     """A request from its headers until it is sent to a verifier. Use it as a context manager."""
 
-    def __init__(self, turns: Turns, tenant: str, permit: Permit | None) -> None:
+    def __init__(self, turns: Turns, tenant: str, permits: Sequence[Permit]) -> None:
         self._turns = turns
         self._tenant = tenant
-        self._permit = permit
+        self._permits = permits
         self._has_turn = False
 
     async def turn(self) -> None:
@@ -49,8 +49,8 @@ class Arrival:
 
     def give_place_back(self) -> None:
         """Count no longer as one sequence: the sequences that the body asks for count instead."""
-        if self._permit is not None:
-            self._permit.close()
+        for permit in self._permits:
+            permit.close()
 
     def end(self) -> None:
         """Give back its place, if it still has one, and give its turn to the next request."""
@@ -85,6 +85,8 @@ class Entrance:
         self._app = app
         self._admission = admission
         self._turns = turns
+        # Requests by tenant that were let in whether or not they are late.
+        self._unchecked: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it on with its Arrival."""
@@ -93,16 +95,13 @@ class Entrance:
             return
         self._turns.comes_in()
         tenant = identity_in(scope).tenant
-        model = self._admission.only_model()
-        permit = None
-        if model is not None:
-            try:
-                permit = self._admission.enter(model, tenant, 1, _ENDLESS)
-            except OutriderError as error:
-                scope["route"] = _Route(scope["path"])
-                await error_response(error, scope)(scope, receive, send)
-                return
-        with Arrival(self._turns, tenant, permit) as arrival:
+        try:
+            permits = self._enter(scope, tenant)
+        except OutriderError as error:
+            scope["route"] = _Route(scope["path"])
+            await error_response(error, scope)(scope, receive, send)
+            return
+        with Arrival(self._turns, tenant, permits) as arrival:
             scope[_SCOPE_KEY] = arrival
 
             async def answer(message: Message) -> None:
@@ -111,6 +110,35 @@ class Entrance:
                 await send(message)
 
             await self._app(scope, receive, answer)
+
+    def _enter(self, scope: Scope, tenant: str) -> list[Permit]:
+        """Count the request until its body is read. Raises OutriderError(OVERLOADED)."""
+        model = self._admission.only_model()
+        if model is None:
+            return []
+        timeout = ClientTimeout(first_s=client_seconds(Headers(scope=scope)))
+        if scope["path"] not in _GENERATING:
+            # It waits for no verifier.
+            return [self._admission.enter(model, tenant, 1, _ENDLESS)]
+        if timeout.is_chosen or self._unchecked[tenant] >= _READ_AT_ONCE:
+            return [self._admission.enter(model, tenant, 1, timeout)]
+        permit = self._admission.enter(model, tenant, 1, _ENDLESS)
+        return [permit, Permit(self._unchecked, tenant, 1, math.inf)]
+
+
+def client_seconds(headers: Mapping[str, str]) -> float | None:
+    """When the client gives up by these headers; None if they do not say it."""
+    named = [_seconds(headers[name]) for name in _CLIENT_HEADERS if name in headers]
+    return min([seconds for seconds in named if seconds is not None], default=None)
+
+
+def _seconds(text: str) -> float | None:
+    """A header's positive number; None for anything else, since it is the client's own note."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0.0 < seconds < math.inf else None
 
 
 def arrival_of(request: HTTPConnection) -> Arrival:

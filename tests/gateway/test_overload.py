@@ -177,6 +177,69 @@ async def test_a_request_too_many_is_refused_before_its_body_arrives(rig: Rig) -
     assert status.startswith(b"HTTP/1.1 429")
 
 
+def sum_of(counts: dict[str, Counter[str]]) -> int:
+    """All sequences that the gateway counts."""
+    return sum(each.total() for each in counts.values())
+
+
+async def test_a_burst_that_would_be_late_is_refused_unread_beside_another_tenant(rig: Rig) -> None:
+    """Two run, and one of 15 more begins each 2 s: they fit into half of a minute's patience."""
+    host, _, port = rig.gateway.http_url.removeprefix("http://").partition(":")
+
+    async def begin(number: int) -> asyncio.StreamReader:
+        """The answer to headers whose body never comes."""
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writers.append(writer)
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a\r\n"
+        )
+        writer.write(f"{head}Content-Length: {10_000 + number}\r\n\r\n".encode())
+        return reader
+
+    writers: list[asyncio.StreamWriter] = []
+    rig.script.info = replace(rig.script.info, load=Load(0, 0, 2, 1024, sequence_s=4.0))
+    await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
+    rig.says("yes")
+    asked = len(rig.script.requests)
+    readers = await asyncio.gather(*map(begin, range(60)))
+    heads = [asyncio.create_task(reader.readuntil(b"\r\n\r\n")) for reader in readers]
+    counts = rig.gateway.generation.admission.counts
+    await until(lambda: sum(head.done() for head in heads) + sum_of(counts) == 60)
+    # Of those within half a minute, and of eight more the body may name a longer timeout.
+    assert 17 <= sum_of(counts) <= 17 + 8
+    refused = [head.result() for head in heads if head.done()]
+    assert all(head.startswith(b"HTTP/1.1 429") for head in refused)
+    waits = [int(head.lower().partition(b"retry-after: ")[2].split()[0]) for head in refused]
+    assert all(25 <= wait <= 60 for wait in waits)
+    assert len(rig.script.requests) == asked
+    answer = await rig.http.post(
+        "/v1/completions", json=BODY, headers={"authorization": "Bearer b"}
+    )
+    assert answer.status_code == 200
+    assert len(rig.script.requests) == asked + 1
+    for writer in writers:
+        writer.close()
+    for head in heads:
+        head.cancel()
+    await until(lambda: sum_of(counts) == 0)
+
+
+@pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])
+async def test_a_timeout_that_a_library_sends_by_itself_makes_nobody_patient(
+    rig: Rig, header: str
+) -> None:
+    """It is 600 s in the clients of OpenAI and of Anthropic."""
+    async with crowded(rig, 1, sequence_s=31.0):
+        answer = await rig.http.post("/v1/completions", json=BODY, headers={header: "600"})
+        assert answer.status_code == 429
+        chosen = asyncio.create_task(
+            rig.http.post("/v1/completions", json=BODY, headers={header: "400"})
+        )
+        await until(lambda: rig.script.running == 2)
+        chosen.cancel()
+        await asyncio.wait([chosen])
+
+
 async def test_callers_that_name_no_timeout_have_a_minute_until_their_first_token(rig: Rig) -> None:
     """Twice the wait must fit into it; the time of the answer does not count."""
     async with crowded(rig, 1, sequence_s=31.0):

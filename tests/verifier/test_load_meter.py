@@ -22,6 +22,7 @@ from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierServiceStub
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
+from verifier_svc.policy.forward_cost import ForwardCost
 
 
 def submit(engine: Engine, max_tokens: int = 4) -> None:
@@ -93,6 +94,38 @@ def test_the_time_of_sequences_follows_the_recent_ones() -> None:
     assert time_of(4, 10) == pytest.approx(short_s, rel=0.2)
     long_s = time_of(40, 60)
     assert 5 * short_s < long_s < 20 * short_s
+
+
+def meter_with_cost(first_s: float, full_s: float) -> tuple[Engine, ForwardCost]:
+    """An engine of 8 places, whose forwards take so long with one sequence and with eight."""
+    config = EngineConfig(max_sequences=8, max_waiting=8)
+    engine, _ = make_engine(eos_bias=-99, config=config)
+    engine.cost.calibrate(1, 1, first_s)
+    engine.cost.calibrate(8, 8, full_s)
+    return engine, engine.cost
+
+
+def test_sequences_that_ran_alone_are_timed_as_in_a_full_batch() -> None:
+    """Otherwise a burst on an idle verifier would seem to be served as fast as a single request."""
+    engine, cost = meter_with_cost(0.01, 0.08)
+    submit(engine, 40)
+    finish(engine)
+    seconds = engine.load().sequence_s
+    assert seconds is not None
+    forwards = 40
+    assert seconds == pytest.approx(forwards * cost.estimate(8, 8), rel=0.1)
+    assert seconds > 4 * forwards * cost.estimate(1, 1)
+
+
+def test_before_the_first_answer_the_trial_forwards_say_how_long_it_takes() -> None:
+    engine, cost = meter_with_cost(0.01, 0.08)
+    assert engine.load().sequence_s == pytest.approx(128 * cost.estimate(8, 8))
+
+
+def test_sequences_that_took_longer_than_predicted_count_as_measured() -> None:
+    engine, _ = meter_with_cost(1e-6, 1e-6)
+    engine.scheduler.load_meter._sequence_s = 5.0
+    assert engine.load().sequence_s == 5.0
 
 
 def test_a_refused_caller_is_told_how_long_the_queue_takes() -> None:

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from dataclasses import replace
 
 from outrider.protocol.model_info import Load
+from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.sequence import Sequence
 
 # The mean time in the batch covers about this many sequences, or this many full batches if they are
 # more. The windows are wide, since a small error of the mean grows with the length of the queue.
 _SEQUENCES = 64
 _BATCHES = 4
+# Forwards of a sequence before the first one has ended: a short answer. A burst on a verifier that
+# has just started must not wait for minutes because nothing was timed.
+_FIRST_FORWARDS = 128.0
 
 
 class LoadMeter:
     """For one engine, on its thread. `running` and `waiting` hold its sequences."""
 
     def __init__(
-        self, running: Sized, waiting: Sized, most_running: int, most_waiting: int
+        self,
+        running: Sized,
+        waiting: Sized,
+        most_running: int,
+        most_waiting: int,
+        cost: ForwardCost,
     ) -> None:
+        self._cost = cost
         self._running = running
         self._waiting = waiting
         self._most_running = most_running
         self._most_waiting = most_waiting
         self._recent = max(_SEQUENCES, _BATCHES * most_running)
         self._ended_count = 0
+        # Means of the recent sequences. Each of their own prompt tokens was computed, not cached.
         self._sequence_s: float | None = None
+        self._forwards = 0.0
+        self._prompt_tokens = 0.0
         self._admitted_count = 0
 
     def admitted(self) -> None:
@@ -40,8 +54,12 @@ class LoadMeter:
             now = sequence.unread_at
         seconds = max(now - sequence.scheduled_at, 0.0)
         self._ended_count += 1
+        share = 1.0 / min(self._ended_count, self._recent)
         before = self._sequence_s or 0.0
-        self._sequence_s = before + (seconds - before) / min(self._ended_count, self._recent)
+        self._sequence_s = before + share * (seconds - before)
+        self._forwards += share * (sequence.stats.forward_count - self._forwards)
+        computed = len(sequence.request.prompt) - sequence.cached_token_count
+        self._prompt_tokens += share * (computed - self._prompt_tokens)
 
     def load(self) -> Load:
         """The load now.
@@ -51,10 +69,18 @@ class LoadMeter:
         """
         total = len(self._running) + len(self._waiting)
         running = min(max(len(self._running), self._admitted_count), total)
-        return Load(
-            running,
-            total - running,
-            self._most_running,
-            self._most_waiting,
-            self._sequence_s,
-        )
+        load = Load(running, total - running, self._most_running, self._most_waiting)
+        return replace(load, sequence_s=self._sequence_s_at(load.places))
+
+    def _sequence_s_at(self, places: int) -> float | None:
+        """How long a sequence is in a batch of `places` sequences; None if nothing was timed.
+
+        Recent sequences may have run alone, far faster than in a full batch. So it is at least as
+        many forwards of the full batch as they took, and a prompt of each of its sequences.
+        """
+        if not self._cost.known:
+            return self._sequence_s
+        forwards = self._forwards if self._ended_count else _FIRST_FORWARDS
+        prompts_s = places * self._cost.prompt_token_s * self._prompt_tokens
+        full_s = forwards * self._cost.estimate(places, places) + prompts_s
+        return max(full_s, self._sequence_s or 0.0)

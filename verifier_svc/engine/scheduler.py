@@ -56,7 +56,7 @@ class Scheduler:
         self.unread: dict[int, Sequence] = {}
         """Sequences whose callers do not read, by id, the longest unread first."""
         self.load_meter = LoadMeter(
-            self.running, self.waiting, config.max_sequences, config.max_waiting
+            self.running, self.waiting, config.max_sequences, config.max_waiting, cost
         )
         self.preemption_count = 0
         self.prompt_token_count = 0

@@ -113,7 +113,7 @@ class DraftHub:
         self.drafting.roster.max_drafters = limits.max_drafters
         self.outbox = Outbox(deliver, self.drafting)
         self.load_meter = LoadMeter(
-            self.running, self.waiting, limits.max_sequences, limits.max_waiting
+            self.running, self.waiting, limits.max_sequences, limits.max_waiting, self.cost
         )
         self.judged: dict[int, Judged] = {}
         """By sequence id, what the last step committed."""
