@@ -11,15 +11,17 @@ from functools import partial
 from typing import Any
 
 from gateway.text.template_worker import HANDLER
-from outrider.errors import invalid
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.tenant_threads import TenantThreads
-from outrider.process.workers import Worker, WorkerError, WorkerSource
+from outrider.process.workers import Worker, WorkerError, WorkerLost, WorkerSource
 
 # The bundled template takes 0.1 ms, and 2 ms for 64 messages.
 _SECONDS = 2.0
 _MEMORY_BYTES = 256 * 2**20
-# A tenant whose conversations make the template hang never has all workers.
+# A tenant whose conversations make the template hang never has all workers, nor have all such
+# tenants together.
 _WORKER_COUNT = 4
+_SPARE_WORKERS = 2
 
 
 class ChatTemplate:
@@ -33,7 +35,7 @@ class ChatTemplate:
         self._workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for _ in range(_WORKER_COUNT):
             self._workers.put(Worker(source_of_workers))
-        self._threads = TenantThreads(_WORKER_COUNT, "chat-template")
+        self._threads = TenantThreads(_WORKER_COUNT, "chat-template", spare=_SPARE_WORKERS)
         weakref.finalize(self, self._threads.close)
         answer = self._call(None, "tokenizer")
         if "error" in answer:
@@ -45,6 +47,7 @@ class ChatTemplate:
 
         Raises OutriderError(INVALID_VALUE) that names `field`: with the template's own message if
         it refuses the variables, and with the limit if it takes too long or too much memory.
+        NOT_READY if two workers were killed.
         """
         answer = self._call(variables, field)
         if "error" in answer:
@@ -61,6 +64,9 @@ class ChatTemplate:
         own = self._workers.get()
         try:
             answer: dict[str, Any] = json.loads(own.call(request, _SECONDS))
+        except WorkerLost as cause:
+            message = f"{field}: not rendered, because the chat template of {self._model} {cause}"
+            raise OutriderError(Reason.NOT_READY, message, field) from cause
         except WorkerError as cause:
             problem = f"cannot be rendered: the chat template of {self._model} {cause}"
             raise invalid(field, problem) from cause

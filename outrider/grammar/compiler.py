@@ -10,6 +10,7 @@ import asyncio
 import queue
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -18,15 +19,18 @@ from outrider.grammar import worker
 from outrider.grammar.backends import Compiled, Libraries, TextMatcher
 from outrider.grammar.cache import GrammarCache
 from outrider.grammar.dialect import translate
+from outrider.grammar.guard import GUARD_SECONDS, has_check
 from outrider.grammar.kinds import Grammar
 from outrider.grammar.trial import compile_only
 from outrider.process.tenant_threads import TenantThreads
 from outrider.process.worker_process import STACK_BYTES
-from outrider.process.workers import OutOfTime, Worker, WorkerError, WorkerSource
+from outrider.process.workers import OutOfTime, Worker, WorkerError, WorkerLost, WorkerSource
 
 _Result = TypeVar("_Result")
 
-_THREAD_COUNT = 2
+# A tenant has one of the threads. Tenants whose grammars take long share half of them.
+_THREAD_COUNT = 4
+_SPARE_THREADS = 2
 # Below the engine's priority, so that compiling takes little of a forward's time.
 _NICE = 5
 
@@ -75,7 +79,9 @@ class GrammarCompiler:
         self._libraries = Libraries(tokenizer_path, vocab_size, stop_token_ids)
         self.token_bytes: Sequence[bytes] = self._libraries.token_bytes
         """The bytes that each token stands for, by id."""
-        self._threads = TenantThreads(_THREAD_COUNT, "grammar", stack_bytes=STACK_BYTES)
+        self._threads = TenantThreads(
+            _THREAD_COUNT, "grammar", each=1, spare=_SPARE_THREADS, stack_bytes=STACK_BYTES
+        )
         weakref.finalize(self, self._threads.close)
 
     def start_workers(self) -> None:
@@ -89,8 +95,9 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar, tenant: str = "") -> Compiled:
         """Compile a grammar or take it from the cache; waits for a turn without limit.
 
-        Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid,
-        allows no text or takes more processor time than `compile_seconds`.
+        Raises OutriderError: INVALID_VALUE that names the field for a grammar that is invalid,
+        allows no text or takes more processor time than `compile_seconds`, and NOT_READY if two
+        workers were killed.
         """
         cached = self.cache.get(grammar)
         if cached is not None:
@@ -155,18 +162,30 @@ class GrammarCompiler:
         return self.cache.add(grammar, compile_only(self._libraries, translated))
 
     def _checked(self, workers: queue.SimpleQueue[Worker], grammar: Grammar) -> Grammar:
-        """Have a worker process translate and compile the grammar; raises OutriderError."""
+        """Have a worker process translate, compile and check the grammar; raises OutriderError."""
         own = workers.get()
         try:
             answer = own.call(worker.request_for(grammar), self._seconds)
-            return worker.translated_by(answer, grammar)
+            translated = worker.translated_by(answer, grammar)
+            if has_check(grammar):
+                _check_texts(own, grammar)
+            return translated
         except OutOfTime as cause:
             limit = f"{self._seconds:g} s"
             raise invalid(grammar.field, f"takes longer than {limit} to compile") from cause
+        except WorkerLost as cause:
+            message = f"{grammar.field}: not compiled, because its compiler {cause}"
+            raise OutriderError(Reason.NOT_READY, message, grammar.field) from cause
         except WorkerError as cause:
             raise invalid(grammar.field, f"cannot be compiled: it {cause}") from cause
         finally:
             workers.put(own)
+
+
+def _check_texts(own: Worker, grammar: Grammar) -> None:
+    """Have random texts of a compiled grammar checked, within a time of their own."""
+    with suppress(OutOfTime):
+        worker.raise_from(own.call(worker.texts_request_for(grammar), GUARD_SECONDS))
 
 
 def advanced(compiled: Compiled, committed: Sequence[int]) -> TextMatcher:

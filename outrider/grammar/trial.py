@@ -40,6 +40,7 @@ class Trial:
         self._vocab_size = vocab_size
         self._stops = stop_token_ids
         self._guard = Guard(libraries.token_bytes, stop_token_ids)
+        self._last: tuple[Grammar, Compiled] | None = None
 
     def translated(self, grammar: Grammar) -> Grammar:
         """Translate, compile and try out a grammar; returns the translated grammar.
@@ -56,10 +57,20 @@ class Trial:
         # Each library has its own exceptions, and all of them are about the grammar.
         except Exception as cause:
             raise _refused(grammar, cause) from cause
-        self._check(compiled, grammar)
+        self._last = grammar, compiled
         return found
 
-    def _check(self, compiled: Compiled, grammar: Grammar) -> None:
+    def check_texts(self, grammar: Grammar) -> None:
+        """Check random texts of a grammar that `translated` has taken.
+
+        A pattern may make the check of one text take for ever: run it where it can be killed.
+        Raises OutriderError(INVALID_VALUE) that names the field.
+        """
+        last, self._last = self._last, None
+        if last is not None and last[0] == grammar:
+            compiled = last[1]
+        else:
+            compiled = compile_only(self._libraries, translate(grammar))
         try:
             self._guard.check(compiled, grammar)
         except OutriderError:

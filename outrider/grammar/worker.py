@@ -15,35 +15,56 @@ HANDLER = f"{__name__}:checker"
 
 
 def checker(tokenizer: str, vocab_size: int, stop_token_ids: list[int]) -> Callable[[bytes], bytes]:
-    """A handler that answers with the translated grammar, or with an error."""
+    """A handler that answers with the translated grammar, or with an error.
+
+    A request for random texts is answered with nothing where they are right.
+    """
     stops = tuple(stop_token_ids)
     trial = Trial(Libraries(tokenizer, vocab_size, stops), vocab_size, stops)
 
     def handle(request: bytes) -> bytes:
+        grammar = grammar_from(request)
         try:
-            translated = trial.translated(grammar_from(request))
+            if is_for_texts(request):
+                trial.check_texts(grammar)
+                return b"null"
+            return json.dumps(trial.translated(grammar).text).encode()
         except OutriderError as error:
             return json.dumps([error.reason.name, error.message, error.field]).encode()
-        return json.dumps(translated.text).encode()
 
     return handle
 
 
 def request_for(grammar: Grammar) -> bytes:
-    """The request that asks a worker to check a grammar."""
-    return json.dumps([grammar.kind.value, grammar.text, grammar.choices]).encode()
+    """The request that has a worker translate, compile and try out a grammar."""
+    return json.dumps([grammar.kind.value, grammar.text, grammar.choices, False]).encode()
+
+
+def texts_request_for(grammar: Grammar) -> bytes:
+    """The request that has a worker check random texts of a grammar, best of its last one."""
+    return json.dumps([grammar.kind.value, grammar.text, grammar.choices, True]).encode()
 
 
 def grammar_from(request: bytes) -> Grammar:
     """The grammar of a request."""
-    kind, text, choices = json.loads(request)
+    kind, text, choices, _ = json.loads(request)
     return Grammar(GrammarKind(kind), text, tuple(choices))
+
+
+def is_for_texts(request: bytes) -> bool:
+    """Whether the request is about random texts of the grammar."""
+    return bool(json.loads(request)[-1])
+
+
+def raise_from(answer: bytes) -> None:
+    """Raise the OutriderError that the worker's answer holds, if it holds one."""
+    found = json.loads(answer)
+    if isinstance(found, list):
+        reason, message, field = found
+        raise OutriderError(Reason[reason], message, field)
 
 
 def translated_by(answer: bytes, grammar: Grammar) -> Grammar:
     """The translated grammar that the worker's answer holds; raises the OutriderError in it."""
-    found = json.loads(answer)
-    if isinstance(found, str):
-        return replace(grammar, text=found)
-    reason, message, field = found
-    raise OutriderError(Reason[reason], message, field)
+    raise_from(answer)
+    return replace(grammar, text=json.loads(answer))

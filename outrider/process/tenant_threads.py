@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,14 @@ from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 _Job = tuple[Future[Any], Callable[[], Any]]
+# What a piece of work takes beyond this counts against its tenant's budget.
+_FREE_S = 0.1
+_BUDGET_S = 2.0
+# How much of the budget comes back in a second.
+_BACK_S = 0.1
+_LOOK_AGAIN_S = 0.5
+# From this number on, tenants with whole budgets are forgotten.
+_MOST_BUDGETS = 1000
 
 
 class TenantThreads:
@@ -22,12 +31,27 @@ class TenantThreads:
     tenant need not wait for work that has begun; it has at most `each` of them, if given. Each
     thread has a stack of `stack_bytes`, if given, and runs at the priority `nice`, where the system
     has priorities of threads.
+
+    All slow tenants together leave `spare` threads free, so that another tenant need not wait for
+    them, however many they are. A tenant is slow while it has used up its budget: 2 s beyond the
+    0.1 s that each piece of work may take, of which 0.1 s a second come back.
     """
 
     def __init__(
-        self, count: int, name: str, *, each: int = 0, stack_bytes: int = 0, nice: int = 0
+        self,
+        count: int,
+        name: str,
+        *,
+        each: int = 0,
+        spare: int = 0,
+        stack_bytes: int = 0,
+        nice: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = each or max(1, count - 1)
+        self._most_slow = count - spare
+        self._budgets = _Budgets(clock)
+        self._clock = clock
         self._nice = nice
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[_Job]] = {}
@@ -65,11 +89,13 @@ class TenantThreads:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while (taken := self._take()) is not None:
             tenant, (future, work) = taken
+            began = self._clock()
             if future.set_running_or_notify_cancel():
                 _fulfil(future, work)
             # A thread that waits must not keep the last result alive.
             del future, work
             with self._changed:
+                self._budgets.charge(tenant, self._clock() - began)
                 self._running[tenant] -= 1
                 if not self._running[tenant]:
                     del self._running[tenant]
@@ -83,14 +109,18 @@ class TenantThreads:
                 tenant = self._next()
                 if tenant is not None:
                     return tenant, self._begin(tenant)
-                self._changed.wait()
+                # A budget that comes back wakes nobody.
+                self._changed.wait(_LOOK_AGAIN_S if self._waiting else None)
             return None
 
     def _next(self) -> str | None:
+        is_slow = self._budgets.is_slow
+        slow_count = sum(count for tenant, count in self._running.items() if is_slow(tenant))
         able = [
             (self._running[tenant], self._served.get(tenant, 0), tenant)
             for tenant in self._waiting
             if self._running[tenant] < self._most
+            and (slow_count < self._most_slow or not is_slow(tenant))
         ]
         return min(able)[2] if able else None
 
@@ -110,6 +140,30 @@ class TenantThreads:
                 if name in self._waiting or name in self._running
             }
         return job
+
+
+class _Budgets:
+    """The time that each tenant's work may take before the tenant counts as slow."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # When each tenant has its whole budget again.
+        self._whole_at: dict[str, float] = {}
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """Count a piece of work that took so long."""
+        if seconds <= _FREE_S:
+            return
+        now = self._clock()
+        begins = max(now, self._whole_at.get(tenant, now))
+        self._whole_at[tenant] = begins + (seconds - _FREE_S) / _BACK_S
+        if len(self._whole_at) > _MOST_BUDGETS:
+            self._whole_at = {name: at for name, at in self._whole_at.items() if at > now}
+
+    def is_slow(self, tenant: str) -> bool:
+        """Whether the tenant has used up its budget."""
+        now = self._clock()
+        return (self._whole_at.get(tenant, now) - now) * _BACK_S > _BUDGET_S
 
 
 def _fulfil(future: Future[_Result], work: Callable[[], _Result]) -> None:

@@ -24,6 +24,8 @@ from outrider.process import worker_process as wire
 # Loading torch for xgrammar takes 4 s, and longer on a busy machine.
 _LOAD_S = 120.0
 _MAX_ANSWER_BYTES = 64 * 2**20
+# Signals that come from outside. A request can make a worker crash by others.
+_KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # A request may take this many times its processor time, if other processes have the cores.
 _WALL = 5
 
@@ -38,6 +40,10 @@ class OutOfTime(WorkerError):
 
 class OutOfMemory(WorkerError):
     """The worker needed more memory than its limit."""
+
+
+class WorkerLost(WorkerError):
+    """Somebody else killed the worker, or none could be started. Says nothing of the request."""
 
 
 class WorkerSource:
@@ -88,7 +94,7 @@ class WorkerSource:
         """Fork a worker; returns its id and the connection to it.
 
         Waits until the process has loaded. Starts the process again if it has ended. Raises
-        WorkerError if that fails too.
+        WorkerLost if that fails too.
         """
         with self._lock:
             try:
@@ -99,11 +105,11 @@ class WorkerSource:
                 return self._fork()
             except OSError as cause:
                 self._stop()
-                raise WorkerError(f"has no process to run in: {cause}") from cause
+                raise WorkerLost(f"has no process to run in: {cause}") from cause
 
     def _fork(self) -> tuple[int, Connection]:
         if self._closed:
-            raise WorkerError("its workers have been closed")
+            raise WorkerLost("has no process to run in: its workers have been closed")
         control = self._control or self._start()
         if not self._loaded:
             _receive(control, 1)
@@ -163,9 +169,17 @@ class Worker:
     def call(self, request: bytes, seconds: float) -> bytes:
         """Have the request answered within `seconds` of processor time.
 
-        Raises OutOfTime, also if no answer comes within five times as long by the wall's clock,
-        OutOfMemory, or WorkerError; the next call has a new process if this one was killed.
+        A worker that somebody else killed, perhaps before this call, is replaced once. Raises
+        OutOfTime, also if no answer comes within five times as long by the wall's clock,
+        OutOfMemory, WorkerLost if the second worker was killed too, or WorkerError; the next call
+        has a new process if this one was killed.
         """
+        try:
+            return self._call(request, seconds)
+        except WorkerLost:
+            return self._call(request, seconds)
+
+    def _call(self, request: bytes, seconds: float) -> bytes:
         self.start()
         assert self._forked is not None
         connection = self._forked[1]
@@ -177,8 +191,11 @@ class Worker:
                 raise OutOfTime(slow)
             answer = connection.recv_bytes(_MAX_ANSWER_BYTES)
         except (OSError, EOFError) as cause:
-            if self.kill() == wire.OUT_OF_TIME:
+            ended_by = self.kill()
+            if ended_by == wire.OUT_OF_TIME:
                 raise OutOfTime(slow) from cause
+            if ended_by in _KILLED:
+                raise WorkerLost("lost its process, which was killed") from cause
             # Many libraries end the process when they cannot allocate.
             raise OutOfMemory(self._memory()) from cause
         if answer[:1] == wire.RESULT:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
-from grammar_texts import ENDS, TARGET, TOKENIZER, VOCAB, WAYS, Way, compiler
+from grammar_texts import ENDS, TARGET, TOKENIZER, VOCAB, WAYS, Way, compiler, schema
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.grammar.worker import grammar_from
-from outrider.process.workers import OutOfTime
+from outrider.grammar.worker import grammar_from, is_for_texts
+from outrider.process.workers import OutOfTime, WorkerLost
 
 
 def test_the_cache_keeps_recent_grammars_within_its_bytes() -> None:
@@ -51,12 +54,14 @@ class Held:
         self.kill = threading.Event()
         self.own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=seconds, trusted=True)
         self.own._workers = queue.SimpleQueue()
-        for _ in range(2):
+        for _ in range(4):
             self.own._workers.put(self)
 
     def call(self, request: bytes, seconds: float) -> bytes:
         """As `Worker.call`."""
         text = grammar_from(request).text
+        if is_for_texts(request):
+            return b"null"
         self.begun.append(text)
         self.started.set()
         if text.startswith("bomb"):
@@ -64,6 +69,14 @@ class Held:
             raise OutOfTime(f"took longer than {seconds:g} s")
         assert self.release.wait(60)
         return json.dumps(text).encode()
+
+
+class Lost:
+    """A worker that is killed, and whose successor is killed too."""
+
+    def call(self, request: bytes, seconds: float) -> bytes:
+        """As `Worker.call`."""
+        raise WorkerLost("lost its process, which was killed")
 
 
 @pytest.fixture
@@ -148,6 +161,74 @@ async def test_bombs_of_one_tenant_are_killed_beside_another_tenants_grammar() -
     assert isinstance(second, OutriderError)
     # Had a bomb not been killed, this would take minutes.
     assert await own.compile_async(Grammar(GrammarKind.REGEX, "c+"), "a")
+
+
+# Python's `re` tries 2^29 ways to match some texts of the pattern.
+BACKTRACKING = "(?:a?){29}a{29}|x"
+
+
+@pytest.fixture(scope="module")
+def real() -> GrammarCompiler:
+    """A compiler with worker processes of its own, and the usual limits."""
+    own = GrammarCompiler(TARGET, VOCAB, ENDS)
+    own.start_workers()
+    return own
+
+
+BOMBS = (
+    lambda i: Grammar(GrammarKind.REGEX, f"{BACKTRACKING}{i}"),
+    lambda i: schema({"type": "string", "pattern": f"^(?:{BACKTRACKING}{i})$"}),
+)
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_grammar_holds_whose_check_never_ends(
+    bomb: Callable[[int], Grammar], real: GrammarCompiler
+) -> None:
+    """The check has a time of its own. Within the compiler's time it would be refused."""
+    compiled = real.compile(bomb(0))
+    assert compiled.matcher().accept(TOKENIZER.token_to_id('"' if bomb is BOMBS[1] else "a"))
+
+
+async def test_attackers_delay_no_victims_new_grammars(real: GrammarCompiler) -> None:
+    over = asyncio.Event()
+
+    async def attack(tenant: str, count: int = 0) -> int:
+        while not over.is_set():
+            grammar = BOMBS[count % 2](f"{tenant}{count}")
+            with suppress(OutriderError):
+                await real.compile_async(grammar, tenant)
+            count += 1
+        return count
+
+    # Each of them has one grammar that compiles and one that waits.
+    attacks = [asyncio.create_task(attack(f"a{i % 3}", i * 10**6)) for i in range(6)]
+    await asyncio.sleep(1.0)
+    for i in range(8):
+        # Otherwise each would have to wait for 5 s, and be refused.
+        assert await real.compile_async(Grammar(GrammarKind.REGEX, f"victim{i}+"), f"b{i % 2}")
+    over.set()
+    assert all(count % 10**6 for count in await asyncio.gather(*attacks))
+
+
+async def test_requests_do_not_notice_that_workers_were_killed(real: GrammarCompiler) -> None:
+    assert real._workers is not None
+    for _ in range(4):
+        own = real._workers.get()
+        own.start()
+        os.kill(own._forked[0], signal.SIGKILL)
+        real._workers.put(own)
+    for i in range(5):
+        assert await real.compile_async(Grammar(GrammarKind.REGEX, f"innocent{i}"), "a")
+
+
+async def test_a_request_whose_workers_are_all_killed_may_be_retried(held: Held) -> None:
+    held.own._workers = queue.SimpleQueue()
+    held.own._workers.put(Lost())
+    with pytest.raises(OutriderError, match=r"grammar\.regex: not compiled.*killed") as lost:
+        await held.own.compile_async(Grammar(GrammarKind.REGEX, "a"), "a")
+    assert lost.value.reason is Reason.NOT_READY
+    assert lost.value.reason.kind.http == 503
 
 
 @pytest.mark.parametrize("way", WAYS)

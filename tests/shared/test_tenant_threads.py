@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -90,3 +91,59 @@ def test_work_that_nobody_waits_for_does_not_begin(threads: TenantThreads) -> No
     record.let_go("a0", "a2")
     assert [first.result(60), last.result(60)] == ["a0", "a2"]
     assert record.begun == ["a0", "a2"]
+
+
+def settle(threads: TenantThreads, *tenants: str) -> None:
+    """Wait until the last work of tenants that have one thread each is counted."""
+    for tenant in tenants:
+        threads.submit(tenant, lambda: None).result(60)
+
+
+def test_tenants_that_used_up_their_budgets_leave_threads_to_the_others() -> None:
+    now = 0.0
+    threads = TenantThreads(4, "budgets", each=1, spare=2, clock=lambda: now)
+    record = Record()
+    slow = ("a", "b", "c")
+    first = [threads.submit(name, record.work(f"{name}0")) for name in slow]
+    record.wait_for(3)
+    now = 2.2
+    record.let_go("a0", "b0", "c0")
+    assert [work.result(60) for work in first] == ["a0", "b0", "c0"]
+    settle(threads, *slow)
+    later = [threads.submit(name, record.work(f"{name}1")) for name in slow]
+    assert set(record.wait_for(5)[3:]) < {"a1", "b1", "c1"}
+    # Two threads are left, and the third slow tenant gets neither.
+    honest = [threads.submit(name, record.work(name)) for name in ("x", "y")]
+    assert set(record.wait_for(7)[5:]) == {"x", "y"}
+    record.let_go("x", "y")
+    assert [work.result(60) for work in honest] == ["x", "y"]
+    settle(threads, "x", "y")
+    assert len(record.begun) == 7
+    # The budgets come back.
+    now = 4.0
+    record.wait_for(8)
+    record.let_go("a1", "b1", "c1")
+    assert [work.result(60) for work in later] == ["a1", "b1", "c1"]
+    threads.close()
+
+
+def test_work_that_is_quick_uses_up_no_budget() -> None:
+    now = 0.0
+
+    def work(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    threads = TenantThreads(2, "quick", each=1, spare=1, clock=lambda: now)
+    threads.submit("slow", partial(work, 500.0)).result(60)
+    for _ in range(100):
+        threads.submit("quick", partial(work, 0.09)).result(60)
+    settle(threads, "slow", "quick")
+    record = Record()
+    blocker = threads.submit("slow", record.work("slow"))
+    record.wait_for(1)
+    threads.submit("quick", record.work("quick"))
+    assert record.wait_for(2) == ["slow", "quick"]
+    record.let_go("slow", "quick")
+    assert blocker.result(60) == "slow"
+    threads.close()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from outrider.process.worker_process import SECONDS
-from outrider.process.workers import OutOfMemory, OutOfTime, Worker, WorkerError, WorkerSource
+from outrider.process.workers import (
+    OutOfMemory,
+    OutOfTime,
+    Worker,
+    WorkerError,
+    WorkerLost,
+    WorkerSource,
+)
 
 LONG_S = 60.0
 MEMORY = 256 * 2**20
@@ -96,17 +104,41 @@ def test_a_worker_that_fails_or_crashes_is_replaced(worker: Worker) -> None:
     with pytest.raises(WorkerError, match="ValueError: no such thing"):
         worker.call(b"fail no such thing", LONG_S)
     with pytest.raises(WorkerError, match="crashed"):
-        worker.call(b"crash", LONG_S)
+        worker.call(b"end SIGABRT /dev/null", LONG_S)
+    assert worker.call(b"say here", LONG_S) == b"> here"
+
+
+def test_a_killed_worker_is_replaced_within_the_call(worker: Worker) -> None:
+    """Whoever killed it, and whether it was idle or at work, the request is innocent."""
+    pid = int(worker.call(b"pid", LONG_S).split()[0])
+    os.kill(pid, signal.SIGKILL)
+    assert worker.call(b"say here", LONG_S) == b"> here"
+    pid = int(worker.call(b"pid", LONG_S).split()[0])
+    killer = threading.Timer(0.2, os.kill, (pid, signal.SIGTERM))
+    killer.start()
+    assert worker.call(b"sleep 0.5", LONG_S) == b""
+    killer.join()
+    assert int(worker.call(b"pid", LONG_S).split()[0]) != pid
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "error", "calls"),
+    [("SIGKILL", WorkerLost, 2), ("SIGTERM", WorkerLost, 2), ("SIGSEGV", OutOfMemory, 1)],
+)
+def test_a_worker_is_replaced_once_and_only_if_it_did_not_crash(
+    ended_by: str, error: type[WorkerError], calls: int, worker: Worker, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=r"killed|crashed"):
+        worker.call(f"end {ended_by} {tmp_path / 'calls'}".encode(), LONG_S)
+    assert (tmp_path / "calls").read_text() == "x" * calls
     assert worker.call(b"say here", LONG_S) == b"> here"
 
 
 def test_the_process_that_forks_is_replaced_too(source: WorkerSource, worker: Worker) -> None:
     first, parent = map(int, worker.call(b"pid", LONG_S).split())
     os.kill(parent, signal.SIGKILL)
-    with pytest.raises(WorkerError):
-        worker.call(b"sleep 60", LONG_S)
-    assert ends(first)
     assert worker.call(b"say again", LONG_S) == b"> again"
+    assert ends(first)
 
 
 _PARENT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -27,8 +28,11 @@ def make(prefix: str) -> Callable[[bytes], bytes]:
                 time.sleep(float(argument))
             case "fail":
                 raise ValueError(argument)
-            case "crash":
-                os.abort()
+            case "end":
+                name, _, path = argument.partition(" ")
+                with open(path, "a", encoding="ascii") as file:
+                    file.write("x")
+                os.kill(os.getpid(), signal.Signals[name])
         return b""
 
     return handle
