@@ -175,7 +175,7 @@ def _gateway_arguments(
     files: dict[str, Path] = settings.files(Role.GATEWAY.value)
     public = {f"public_{name}": path for name, path in files.items() if name != "tls_ca"}
     patience = {"resume_seconds": _RELOAD_S}
-    if "OUTRIDER_GATEWAY_RESUME_SECONDS" in os.environ:
+    if os.environ.get("OUTRIDER_GATEWAY_RESUME_SECONDS"):
         patience = {}
     return flags(
         {

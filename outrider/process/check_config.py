@@ -19,7 +19,7 @@ from outrider.process.tls import Tls, expires_at
 _OWN = {"config", "check_config"}
 # Paths that the process makes itself.
 _MADE = {"uds"}
-_PASSWORD = re.compile(r"(://[^:@/]*):[^@/]*@")
+_URL = re.compile(r"^(?P<scheme>[A-Za-z][\w+.-]*)://(?P<rest>.*)$", re.DOTALL)
 _HIDDEN = "***"
 
 
@@ -88,5 +88,21 @@ def _shown(settings: ServiceSettings) -> dict[str, Any]:
 
 
 def _masked(value: Any) -> Any:
-    """The value, without the password of a URL."""
-    return _PASSWORD.sub(rf"\1:{_HIDDEN}@", value) if isinstance(value, str) else value
+    """The value, without what may be a secret in URLs: passwords, tokens and options."""
+    if isinstance(value, list):
+        return [_masked(item) for item in value]
+    if not isinstance(value, str) or (url := _URL.match(value)) is None:
+        return value
+    login, at, rest = url["rest"].rpartition("@")
+    user, colon, _ = login.partition(":")
+    if re.search(r"[/?#]", login):
+        # What is a password and what a name cannot be told.
+        return f"{url['scheme']}://{_HIDDEN}"
+    # Redis has named users. Elsewhere a name alone may be a token.
+    if not url["scheme"].startswith("redis"):
+        user = user and _HIDDEN
+    if colon:
+        user = f"{user}:{_HIDDEN}"
+    place, mark, _ = re.split(r"([?#])", f"{rest}?", maxsplit=1)
+    options = _HIDDEN if len(place) < len(rest) else ""
+    return f"{url['scheme']}://{user}{at}{place}{mark if options else ''}{options}"

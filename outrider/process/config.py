@@ -63,7 +63,12 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_default=True, enable_decoding=False
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        enable_decoding=False,
+        # Compose and Helm send "" for what is not set.
+        env_ignore_empty=True,
     )
 
     argument: ClassVar[str | None] = None

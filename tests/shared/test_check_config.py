@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from outrider.launch import verifier
 from outrider.launch.serve import run
 from outrider.launch.serve_settings import ServeSettings
 from outrider.launch.verifier import HeadVerifierSettings
+from outrider.process.check_config import _masked
 from outrider.process.config import load, parse
 from outrider.process.tls import Tls
 
@@ -116,6 +118,29 @@ def test_passwords_and_keys_are_not_printed(
     assert "secret" not in printed
     assert "0" * 64 not in printed
     assert yaml.safe_load(printed)["limits_redis"] == "redis://me:***@h:1/0"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://me:s3cret@h:1/0", "redis://me:***@h:1/0"),
+        ("redis://:s3cret@h", "redis://:***@h"),
+        ("redis://me:s3c:r3t@h", "redis://me:***@h"),
+        ("redis://me:s3c@r3t@h", "redis://me:***@h"),
+        ("redis://me:s3c/r3t@h", "redis://***"),
+        ("redis://h?password=s3cret", "redis://h?***"),
+        ("redis://h/0?db=1&pass%77ord=s3cret&x=y", "redis://h/0?***"),
+        ("redis://h?password=s3c@r3t", "redis://***"),
+        ("redis+cluster://me:s3cret@h:1,g:2?username=s3cret", "redis+cluster://me:***@h:1,g:2?***"),
+        ("rediss://outrider@redis:6379/0", "rediss://outrider@redis:6379/0"),
+        ("https://s3cret@h/x", "https://***@h/x"),
+        ("https://h/x#s3cret", "https://h/x#***"),
+        ("dns:verifier:50051", "dns:verifier:50051"),
+        (["http://me:s3cret@h", "http://h"], ["http://***:***@h", "http://h"]),
+    ],
+)
+def test_no_part_of_a_url_that_may_be_a_secret_is_shown(url: Any, shown: Any) -> None:
+    assert _masked(url) == shown
 
 
 def flags(tls: Tls) -> list[str]:

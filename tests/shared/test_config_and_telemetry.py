@@ -7,11 +7,13 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from drafter_svc.config import EraseSettings, settings_schema
+from gateway.config import GatewaySettings
 from outrider.errors import OutriderError
 from outrider.launch.serve_settings import DrafterSpec, ServeSettings
 from outrider.launch.stack_plan import plan_stack
 from outrider.process import telemetry
-from outrider.process.config import parse
+from outrider.process.config import Settings, parse
+from verifier_svc.config import VerifierSettings
 
 
 def test_flags_override_the_environment_which_overrides_the_file(
@@ -35,6 +37,27 @@ def test_a_list_in_the_environment_is_one_value_or_json(
 ) -> None:
     monkeypatch.setenv("OUTRIDER_DRAFTER", text)
     assert parse(ServeSettings, "serve", ["--target", "x"]).drafter == drafters
+
+
+SCHEMAS: list[tuple[type[Settings], list[str]]] = [
+    (ServeSettings, ["--target", "x"]),
+    (GatewaySettings, ["--tokenizer", "x", "--verifier", "127.0.0.1:1"]),
+    (VerifierSettings, ["--target", "x"]),
+    (settings_schema("ngram"), ["--family", "ngram"]),
+    (settings_schema("model"), ["--family", "model", "--model", "x"]),
+    (EraseSettings, ["--redis", "redis://r", "--tenant", "t"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "given"), SCHEMAS, ids=lambda value: str(value)[:60])
+def test_an_empty_variable_counts_as_not_set(
+    schema: type[Settings], given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compose, .env files and Helm send them for whatever has no value."""
+    usual = parse(schema, "any", given)
+    for name in schema.model_fields:
+        monkeypatch.setenv(f"{schema.model_config['env_prefix']}{name.upper()}", "")
+    assert parse(schema, "any", given).model_dump() == usual.model_dump()
 
 
 def test_erase_ignores_drafter_settings_in_the_configuration_file(
