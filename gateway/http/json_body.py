@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from gateway.http.entrance import arrival_in
 from gateway.http.fields import ignores_unknown
 from gateway.http.json_size import check_size
+from outrider.errors import OutriderError, Reason
 
 # A body of at most this size takes a few milliseconds to parse, whatever it holds.
 _SMALL_BYTES = 64 * 1024
@@ -42,11 +43,20 @@ class _JsonRequest(Request):
         if (arrival := arrival_in(self.scope)) is not None:
             await arrival.turn()
         if len(body) <= _SMALL_BYTES:
-            return json.loads(body)
+            return json.loads(_text(body))
         # Let other requests run between the steps.
         await asyncio.sleep(0)
         check_size(body)
         await asyncio.sleep(0)
-        parsed = json.loads(body)
+        parsed = json.loads(_text(body))
         await asyncio.sleep(0)
         return parsed
+
+
+def _text(body: bytes) -> str:
+    """The body as text. JSON comes in UTF-8 alone; `json` would take UTF-16 and UTF-32 too."""
+    try:
+        return body.decode("utf-8-sig")
+    except UnicodeDecodeError as cause:
+        message = f"the body must be JSON in UTF-8; its byte {cause.start} is none"
+        raise OutriderError(Reason.MALFORMED_REQUEST, message) from cause

@@ -86,3 +86,22 @@ async def test_another_encoding_is_refused_by_name(rig: Rig, encoding: str) -> N
     assert "Content-Encoding" in message
     assert repr(encoding) in message
     assert response.headers["accept-encoding"] == "gzip, deflate"
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "latin-1"]
+)
+async def test_json_in_another_encoding_than_utf_8_is_refused(
+    rig: Rig, encoding: str, padding: int
+) -> None:
+    body = '{"prompt": "caf\u00e9", "max_tokens": 2}' + " " * padding
+    headers = {"content-type": f"application/json; charset={encoding}"}
+    answer = await rig.http.post("/v1/completions", content=body.encode(encoding), headers=headers)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "JSON" in error["message"]
+    headers = {"content-type": "application/json"}
+    good = await rig.http.post("/v1/completions", content=body.encode("utf-8-sig"), headers=headers)
+    assert good.status_code == 200, good.text
