@@ -95,7 +95,7 @@ async def test_another_encoding_is_refused_by_name(rig: Rig, encoding: str) -> N
 async def test_json_in_another_encoding_than_utf_8_is_refused(
     rig: Rig, encoding: str, padding: int
 ) -> None:
-    body = '{"prompt": "caf\u00e9", "max_tokens": 2}' + " " * padding
+    body = '{"prompt": "caf\u00e9", "max_tokens": 16}' + " " * padding
     headers = {"content-type": f"application/json; charset={encoding}"}
     answer = await rig.http.post("/v1/completions", content=body.encode(encoding), headers=headers)
     assert answer.status_code == 400, answer.text
