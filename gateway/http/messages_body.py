@@ -9,15 +9,13 @@ from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from gateway.http.conversation import CalledFunction, JsonObject, Message, ToolCall
 from gateway.http.fields import Body, Listed, Text
+from gateway.http.messages_tools import AnyTool, ToolChoiceBody, ignored, unsupported
 from gateway.http.schema import ChatBody, JsonSchema, ResponseFormat
-from gateway.http.tools import FunctionBody, ToolBody
 from gateway.text.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from gateway.tools.definitions import MAX_TOOLS, NAME_PATTERN
-from gateway.unsupported import UNSUPPORTED
+from gateway.tools.definitions import MAX_TOOLS
 from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
@@ -26,14 +24,10 @@ _TURNS_AT_ONCE = 256
 _Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
-def _ignored(about: str = "Ignored.") -> Any:
-    return Field(default=None, description=about)
-
-
 class _Block(Body):
     """A part of a message's content."""
 
-    cache_control: Any = _ignored("Ignored; prompts are always cached.")
+    cache_control: Any = ignored("Ignored; prompts are always cached.")
 
 
 class TextBlock(_Block):
@@ -41,7 +35,7 @@ class TextBlock(_Block):
 
     type: Literal["text"]
     text: Text
-    citations: Any = _ignored()
+    citations: Any = ignored()
 
 
 class ThinkingBlock(_Block):
@@ -49,14 +43,14 @@ class ThinkingBlock(_Block):
 
     type: Literal["thinking"]
     thinking: Text
-    signature: Any = _ignored("Ignored; thoughts are not signed.")
+    signature: Any = ignored("Ignored; thoughts are not signed.")
 
 
 class RedactedThinkingBlock(_Block):
     """A thought that only Anthropic can read. It is left out."""
 
     type: Literal["redacted_thinking"]
-    data: Any = _ignored()
+    data: Any = ignored()
 
 
 class ToolUseBlock(_Block):
@@ -66,7 +60,7 @@ class ToolUseBlock(_Block):
     id: Text
     name: Text
     input: JsonObject
-    caller: Any = _ignored()
+    caller: Any = ignored()
 
     @property
     def call(self) -> ToolCall:
@@ -92,7 +86,7 @@ class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: Texts = Field(default=[])
-    is_error: bool | None = _ignored("Ignored; chat templates show the content alone.")
+    is_error: bool | None = ignored("Ignored; chat templates show the content alone.")
 
 
 Block = Annotated[
@@ -122,45 +116,11 @@ class InputMessage(Body):
         return self
 
 
-class ToolDefinition(Body):
-    """A tool that the caller runs. Anthropic's own tools are not supported."""
-
-    type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    description: Text | None = None
-    input_schema: JsonObject
-    strict: bool | None = None
-    cache_control: Any = _ignored()
-    eager_input_streaming: Any = _ignored("Ignored; a call's input is always streamed.")
-    input_examples: Any = _ignored()
-
-
-class ToolChoiceBody(Body):
-    """Whether the model must call a tool: any, or the one with this name."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: Text | None = None
-    disable_parallel_tool_use: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_name(self) -> Self:
-        if (self.name is not None) is not (self.type == "tool"):
-            raise ValueError("the type tool, and no other, needs a name")
-        return self
-
-    @property
-    def of_chat(self) -> object:
-        """OpenAI's `tool_choice`."""
-        if self.type == "tool":
-            return {"type": "function", "function": {"name": self.name}}
-        return "required" if self.type == "any" else self.type
-
-
 class ThinkingBody(Body):
     """Whether the model thinks before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = _ignored()
+    budget_tokens: int | None = ignored()
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description="omitted leaves the thought out; nothing summarizes it."
     )
@@ -188,7 +148,7 @@ class CountTokensBody(Body):
     model: str | None = None
     messages: Listed[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Texts | None = None
-    tools: Listed[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Listed[AnyTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = Field(
         default=None, description="For the chat template, which decides where this is left out."
@@ -197,12 +157,12 @@ class CountTokensBody(Body):
     output_format: OutputFormat | None = Field(
         default=None, description="The older place of output_config.format."
     )
-    cache_control: Any = _ignored("Ignored; prompts are always cached.")
-    context_management: Any = _ignored()
-    diagnostics: Any = _ignored()
-    metadata: Any = _ignored()
-    service_tier: Any = _ignored()
-    speed: Any = _ignored()
+    cache_control: Any = ignored("Ignored; prompts are always cached.")
+    context_management: Any = ignored()
+    diagnostics: Any = ignored()
+    metadata: Any = ignored()
+    service_tier: Any = ignored()
+    speed: Any = ignored()
 
     async def chat(self, **more: Any) -> ChatBody:
         """The same request as a chat's body, with more of its fields.
@@ -220,7 +180,7 @@ class CountTokensBody(Body):
             messages=messages,
             # As at Anthropic, the answer goes on with an answer that the conversation ends with.
             continue_final_message=messages[-1].role == "assistant",
-            tools=[_tool(tool) for tool in self.tools or ()],
+            tools=[tool.of_chat for tool in self.tools or ()],
             tool_choice=choice.of_chat,
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             enable_thinking=None if thinking is None else thinking.type != "disabled",
@@ -251,7 +211,7 @@ class CountTokensBody(Body):
 
 def _refuse_thread(value: object) -> None:
     if value is not None:
-        raise PydanticCustomError(UNSUPPORTED, "is not supported: send all messages each time")
+        raise unsupported("is not supported: send all messages each time")
 
 
 class MessagesBody(CountTokensBody):
@@ -306,16 +266,6 @@ def _asked(role: Literal["system", "user"], blocks: Sequence[Block]) -> Iterator
             assert isinstance(block, ToolResultBlock)
             text = _text(block.content, "\n")
             yield Message(role="tool", content=text, tool_call_id=block.tool_use_id)
-
-
-def _tool(tool: ToolDefinition) -> ToolBody:
-    function = FunctionBody(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.input_schema,
-        strict=tool.strict,
-    )
-    return ToolBody(type="function", function=function)
 
 
 def _response_format(wanted: OutputFormat | None) -> ResponseFormat | None:

@@ -629,7 +629,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "messages hold more",
     ),
     ({"system": [{"type": "thinking", "thinking": "x"}]}, "system[0].type: "),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: "),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tools[0].type 'web_search_20250305' is not supported",
+    ),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
     ({"tools": [{**CLOCK, "name": "a b"}]}, "tools[0].name: "),
     ({"tools": [CLOCK] * (MAX_TOOLS + 1)}, "tools: "),
