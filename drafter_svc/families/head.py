@@ -73,6 +73,7 @@ class HeadFamily(Family):
                 device=device,
                 page_count=settings.page_count,
                 threads=place.threads,
+                reading=settings.head_reading,
                 trust_remote_code=settings.trust_remote_code,
             ),
         )

@@ -14,7 +14,6 @@ import torch
 from drafter_svc.grammar_state import GrammarState
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.step_queue import MAX_FEATURE_BYTES
-from outrider.heads.layer_choice import choose_layers
 from outrider.heads.loading import load, target_weights
 from outrider.heads.model import (
     Branch,
@@ -26,7 +25,8 @@ from outrider.heads.model import (
     Proposal,
     Rank,
 )
-from outrider.heads.reading import read, read_target_config
+from outrider.heads.reading import read, read_target_config, with_reading
+from outrider.heads.reading_choice import choose_reading, described
 from outrider.heads.spec import Decoder, HeadSpec
 from outrider.lm.cpu.weights import fastest_dtype
 from outrider.lm.devices import find_device
@@ -163,6 +163,7 @@ class HeadWorker:
         device: str,
         page_count: int | None,
         threads: int | None,
+        reading: int | None = None,
         trust_remote_code: bool = False,
     ) -> HeadWorker:
         """Load the head, on `thread`. Raises OutriderError(INVALID_VALUE) that says what is wrong.
@@ -176,9 +177,12 @@ class HeadWorker:
         place = find_device(device)
         config = read_target_config(target, trust_remote_code)
         found = read(head, config, layers or None)
-        if found.spec.other_boundaries:
-            read_first = "its file may mean other layers of the target than %s: try check-head"
-            log.info(read_first, list(found.spec.boundaries))
+        options = found.spec.readings
+        if reading is not None:
+            found = with_reading(found, reading)
+        elif len(options) > 1:
+            text = "its file may mean something else, too (it is read as: %s): try check-head"
+            log.info(text, described(options[0], options))
         numbers: torch.dtype
         if dtype == "auto":
             numbers = fastest_dtype() if place.type == "cpu" else torch.bfloat16
@@ -198,16 +202,16 @@ class HeadWorker:
         grammars = GrammarCompiler(target, vocab_size, ends, trusted=True)
         return cls(model, thread, grammars)
 
-    def choose_layers(
+    def choose_reading(
         self, text: Sequence[int], states: Mapping[int, torch.Tensor], answers: Sequence[int]
     ) -> None:
-        """Read the layers of the target with which the head guesses a text best, and log them.
+        """Read the head's file as makes it guess a text best, and log the choice.
 
-        For the arguments see `layer_choice`. Call it before the first sequence, on any thread; it
+        For the arguments see `reading_choice`. Call it before the first sequence, on any thread; it
         waits.
         """
-        choice = self._thread.submit(choose_layers, self._model, text, states, answers).result()
-        self._model.read_layers(choice.boundaries)
+        choice = self._thread.submit(choose_reading, self._model, text, states, answers).result()
+        self._model.read_as(choice.spec)
 
     @property
     def spec(self) -> HeadSpec:

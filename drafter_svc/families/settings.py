@@ -145,6 +145,10 @@ class HeadSettings(FamilySettings):
     """The target's hidden states that the head reads, if its file is wrong about them: k for the
     input of layer k, from 0 on, and the number of layers for the last layer's output."""
 
+    head_reading: int | None = Field(None, ge=1)
+    """What the head's file means, where it may mean several things: a number of the list that
+    `outrider check-head` prints."""
+
     dtype: Dtype = "auto"
     """Type of the computation; auto is bfloat16, and float32 on a CPU without kernels for it."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -135,7 +135,13 @@ class HeadModel(torch.nn.Module):
         super().__init__()
         self.spec: HeadSpec = head.spec
         self.projection = Projection(head.spec) if projection_tensors(head) else None
-        self.projection_name = projection_name(head)
+        self._projection = head.spec.boundaries, projection_name(head)
+
+    @property
+    def projection_name(self) -> str:
+        """The projection to ask a verifier for, which goes by the file's boundaries; or none."""
+        boundaries, name = self._projection
+        return name if boundaries == self.spec.boundaries else ""
 
     @property
     def projected_width(self) -> int:
@@ -184,14 +190,15 @@ class HeadModel(torch.nn.Module):
             decoder = self.spec.decoder
             self.cache = HeadCache(decoder, page_count, page_size, longest, dtype, device)
 
-    def read_layers(self, boundaries: tuple[int, ...]) -> None:
-        """Read other boundaries of the target from now on, as many as before.
-
-        A verifier's projection, which goes by the file's boundaries, is not asked for then.
-        """
-        if boundaries != self.spec.boundaries:
-            self.spec = replace(self.spec, boundaries=boundaries, other_boundaries=())
-            self.projection_name = ""
+    def read_as(self, spec: HeadSpec) -> None:
+        """Compute by another reading of the head's file from now on; it has no sequence yet."""
+        if (
+            self.cache is not None
+            and spec.decoder is not None
+            and spec.decoder != self.spec.decoder
+        ):
+            self.cache.turn_by(spec.decoder)
+        self.spec = spec
 
     def open(self, tokens: Sequence[int], salt: str | None = None) -> HeadSequence:
         """Begin a sequence with its committed tokens, on cached pages if there are any."""

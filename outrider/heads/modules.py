@@ -60,15 +60,20 @@ class HeadCache:
             layer.shape = LayerShape(decoder.kv_head_count, decoder.head_size, decoder.head_size)
             layer.allocate(page_count, page_size, longest, dtype, device)
             self.layers.append(layer)
+        self._longest = longest
+        self.turn_by(decoder)
+
+    def turn_by(self, decoder: Decoder) -> None:
+        """Turn rows by a decoder's rotary embedding from now on."""
         config = LlamaConfig(
             hidden_size=decoder.hidden_size,
             num_attention_heads=decoder.head_count,
             head_dim=decoder.rotary_size or decoder.head_size,
             rope_parameters=dict(decoder.rope),
             # A head may have been trained on shorter texts than its target's.
-            max_position_embeddings=longest,
+            max_position_embeddings=self._longest,
         )
-        self._rotary = LlamaRotaryEmbedding(config).to(device)
+        self._rotary = LlamaRotaryEmbedding(config).to(self._device)
         self._cos, self._sin = self._turns(_FIRST_TURNS)
 
     def rows(self, slices: list[SequenceSlice]) -> Rows:
@@ -92,9 +97,11 @@ class HeadCache:
 
 
 def _turn(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding to queries or keys."""
-    first, second = x_THD.chunk(2, dim=-1)
-    return x_THD * cos + torch.cat((-second, first), dim=-1) * sin
+    """Apply the rotary embedding to the first channels of queries or keys, or to all."""
+    turned, rest = x_THD[..., : cos.shape[-1]], x_THD[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 class Attention(Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,15 @@ def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = 
     else:
         head = read_dflash(keys, weights, target, layers, is_dspark=kind == "dspark")
     return _told(folder, head)
+
+
+def with_reading(head: Head, number: int) -> Head:
+    """The head by one of the readings of its file, counted from 1. Raises OutriderError."""
+    readings = head.spec.readings
+    if number > len(readings):
+        why = f"is {number}, but the head's file may mean {len(readings)} things at most"
+        raise invalid("head_reading", why)
+    return replace(head, spec=readings[number - 1])
 
 
 def _told(folder: Path, head: Head) -> Head:

@@ -9,7 +9,7 @@ and then the final state if it is wanted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -86,7 +86,10 @@ class HeadSpec:
     decoder: Decoder | None = None
     """None for medusa, which has no attention."""
     other_boundaries: tuple[tuple[int, ...], ...] = ()
-    """Other boundaries that the file may mean; `layer_choice` compares them with `boundaries`."""
+    """Other boundaries that the file may mean; `reading_choice` compares them with `boundaries`."""
+    other_forms: tuple[HeadSpec, ...] = ()
+    """The head as its file may mean it otherwise, for each of the boundaries. They differ in
+    `scores_normed`, `recycle_normed` or the decoder's `rotary_size`."""
     feature_norms: bool = False
     """eagle3, peagle: each boundary is normed by itself before `fc`."""
     row_norm: bool = False
@@ -95,6 +98,8 @@ class HeadSpec:
     """eagle3, peagle: the residual is the feature after `hidden_norm`, not the one before it."""
     recycle_normed: bool = False
     """eagle3: the next step's feature is this step's output after the final norm."""
+    scores_normed: bool = True
+    """eagle3: lm_head reads the output after the final norm, not before it."""
     join_bias: bool = False
     """eagle, eagle3: whether `fc` has a bias; medusa: whether the blocks have one."""
     state_first: bool = False
@@ -122,6 +127,15 @@ class HeadSpec:
     layer; None for one like Llama's."""
     block_counts: tuple[int, ...] = ()
     """medusa: residual blocks of each of its heads."""
+
+    @property
+    def readings(self) -> list[HeadSpec]:
+        """What the head's file may mean, the likeliest first."""
+        return [
+            replace(form, boundaries=ids, other_boundaries=(), other_forms=())
+            for form in (self, *self.other_forms)
+            for ids in (self.boundaries, *self.other_boundaries)
+        ]
 
     @property
     def feature_width(self) -> int:

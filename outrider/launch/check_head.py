@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from outrider.heads.layer_choice import LayerChoice, candidates, choose_layers, states_of
 from outrider.heads.loading import load, target_weights
 from outrider.heads.reading import read, read_target_config
+from outrider.heads.reading_choice import ReadingChoice, choose_reading, states_of
 from outrider.heads.spec import Head, HeadSpec
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.launch.start_log import start_status
@@ -40,23 +40,26 @@ def run(
     spec = found.spec
     print(f"kind: {spec.kind}")
     print(f"features: {spec.feature_width} numbers a token; draft ids: {spec.draft_vocab_size}")
-    print(f"right first guesses after {choice.tried} tokens of a text, by the states read:")
-    for boundaries, count in choice.matches.items():
-        print(f"  {_shown(boundaries)}: {count} ({count / choice.tried:.0%})")
-    if max(choice.matches.values()) < _FIT * choice.tried:
+    print(f"right guesses after {choice.tried} tokens of a text, by what the file may mean:")
+    for number, (words, matches) in enumerate(zip(choice.shown, choice.matches, strict=True), 1):
+        later = f", and {matches.later} later ones" if matches.later else ""
+        share = f"{matches.first / choice.tried:.0%}"
+        print(f"  {number}. {words}: {matches.first} ({share}){later}")
+    if max(matches.first for matches in choice.matches) < _FIT * choice.tried:
         print("The head hardly guesses this target: it was made for another one.")
         return 1
-    if choice.boundaries != spec.boundaries:
-        print(f"The file says {_shown(spec.boundaries)}. Start its drafter with")
-        print(f"  --head-states {','.join(map(str, choice.boundaries))}")
+    number = [matches.spec for matches in choice.matches].index(choice.spec) + 1
+    if number > 1:
+        print("The file's own first reading is worse. Start its drafter with")
+        print(f"  --head-reading {number}")
     elif not choice.clear:
-        print("That does not tell them apart. The file's own come first.")
+        print("That does not tell them apart. The file's likeliest comes first.")
     return 0
 
 
 def check(
     head: Head, target: str, dtype: str, device: str, *, trust_remote_code: bool = False
-) -> LayerChoice:
+) -> ReadingChoice:
     """Compare the head's first guesses with the target's likeliest tokens of a text."""
     pages = 2 * _TOKENS // _PAGE_SIZE
     runner = ModelRunner.load(
@@ -69,16 +72,16 @@ def check(
     model = load(
         head,
         target_weights(target),
-        page_count=pages * len(candidates(head.spec)),
+        page_count=pages * (1 + len(head.spec.other_boundaries)),
         page_size=_PAGE_SIZE,
     )
-    return choose_layers(model, *read_text(runner, target, head.spec))
+    return choose_reading(model, *read_text(runner, target, head.spec))
 
 
 def read_text(
     runner: ModelRunner, target: str, spec: HeadSpec
 ) -> tuple[list[int], dict[int, torch.Tensor], list[int]]:
-    """Have the target read a text: its tokens, the states and the answers for `choose_layers`.
+    """Have the target read a text: its tokens, the states and the answers for `choose_reading`.
 
     Overwrites the first pages of the runner's cache, and leaves the states watched.
     """
@@ -94,7 +97,3 @@ def read_text(
         rows = range(len(text))
         states = {state: runner.pick_states([state], rows, "float32").cpu() for state in wanted}
     return text, states, answers
-
-
-def _shown(boundaries: tuple[int, ...]) -> str:
-    return f"states {list(boundaries)}" if boundaries else "the final state"

@@ -310,8 +310,8 @@ def convert_head(source: Path, target: Path) -> int:
 def check_head(head: Path, target: str, dtype: str, device: str, trust_remote_code: bool) -> int:
     """Say what the draft head in folder HEAD is, and how often it is right about TARGET.
 
-    Loads the target, a directory or hub id. Where the head's file may mean several of the target's
-    layers, says which fit. Ends with status 1 if the head was made for another target.
+    Loads the target, a directory or hub id. Where the head's file may mean several things, says
+    which fits. Ends with status 1 if the head was made for another target.
     """
     from outrider.errors import OutriderError
     from outrider.launch.check_head import run

@@ -37,8 +37,8 @@ async def load_head(
 ) -> OwnDrafter:
     """Load the head of a folder, before the target takes the rest of a GPU's memory.
 
-    The head reads these hidden states. If there are none, and its file may mean several, it chooses
-    them when the target is loaded. The head's metrics are added to the verifier's. Raises
+    The head reads these hidden states. What else its file may mean is tried when the target is
+    loaded. The head's metrics are added to the verifier's. Raises
     OutriderError(INVALID_VALUE) for a head that does not fit the target.
     """
     import torch
@@ -74,14 +74,14 @@ async def load_head(
         await DraftStream(verifier, loaded.make, hello, CountingObserver(counts)).run()
 
     def meet(runner: ModelRunner) -> Sequence[int]:
-        from outrider.heads.layer_choice import states_of
+        from outrider.heads.reading_choice import states_of
         from outrider.launch.check_head import read_text
 
         family = loaded.make(ModelInfo(settings.served_name, Stage.LOADING, ""))
         assert isinstance(family, HeadFamily)
         spec = family.worker.spec
-        if spec.other_boundaries and runner.can_watch(states_of(spec)):
-            family.worker.choose_layers(*read_text(runner, settings.target, spec))
+        if len(spec.readings) > 1 and runner.can_watch(states_of(spec)):
+            family.worker.choose_reading(*read_text(runner, settings.target, spec))
         return family.worker.feature_request.states
 
     return OwnDrafter(draft, meet)

@@ -26,11 +26,12 @@ def test_the_bundled_heads_fit_on_the_layers_of_their_files(
     assert run(ROOT / "models/heads" / name, TARGET, "auto", "cpu") == 0
     printed = capsys.readouterr().out
     shares = {
-        what: int(share) for what, share in re.findall(r"^  (.*): \d+ \((\d+)%\)", printed, re.M)
+        what: int(share)
+        for what, share in re.findall(r"^  \d\. (.*): \d+ \((\d+)%\)", printed, re.M)
     }
     assert max(shares, key=lambda what: shares[what]) == read
     assert shares[read] > 50
-    assert "--head-states" not in printed
+    assert "--head-reading" not in printed
 
 
 def test_a_head_of_another_target_is_told_apart(

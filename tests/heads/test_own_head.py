@@ -31,7 +31,7 @@ from outrider.drafter.line import Verifier
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError
-from outrider.heads import layer_choice
+from outrider.heads import reading_choice
 from outrider.heads.reading import read
 from outrider.launch.check_head import read_text
 from outrider.launch.own_head import load_head
@@ -339,20 +339,20 @@ async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_se
     read: list[int],
 ) -> None:
     # The bundled target is so small that its layers are much alike.
-    monkeypatch.setattr(layer_choice, "_RATIO", 1.1)
+    monkeypatch.setattr(reading_choice, "_RATIO", 1.1)
     head = head_of_other_layers(tmp_path / "head")
     settings = VerifierSettings(target=TARGET, device="cpu")
     own = await load_head(head, set_by_user, settings, Metrics("target"))
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as engine:
         assert engine.submit(own.meet, bundled_runner).result() == read
-    assert ("it reads [1, 3, 5]" in caplog.text) == (not set_by_user)
+    assert ("it reads states [1, 3, 5]" in caplog.text) == (not set_by_user)
 
 
 async def test_a_heads_pages_are_free_behind_its_choice_of_layers(
     bundled_runner: ModelRunner, bundled_worker: HeadWorker
 ) -> None:
     before = bundled_worker.feature_request
-    bundled_worker.choose_layers(*read_text(bundled_runner, TARGET, bundled_worker.spec))
+    bundled_worker.choose_reading(*read_text(bundled_runner, TARGET, bundled_worker.spec))
     assert bundled_worker.feature_request == before
     pool = bundled_worker._model.pool
     assert pool.used_count == 0

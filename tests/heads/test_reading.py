@@ -221,6 +221,31 @@ def test_yarns_numbers_are_those_of_the_heads_own_code(
     assert decoder.rope == pytest.approx(YARN | {"rope_theta": 10000.0} | expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "place", "sizes"),
+    [
+        # The code that trains heads turns all channels then, and vLLM the part.
+        ("default", "rope", [None, 8]),
+        ("default", "top", [None, 8]),
+        ("yarn", "rope", [8]),
+        ("yarn", "top", [8]),
+    ],
+)
+def test_the_channels_that_turn_are_those_of_the_heads_own_code_first(
+    kind: str, place: str, sizes: Any, tmp_path: Path
+) -> None:
+    config, tensors = head_files.eagle3_speculators()
+    layer = dict(config["transformer_layer_config"])
+    rope = YARN if kind == "yarn" else {"rope_type": "default", "rope_theta": 5000.0}
+    part = {"partial_rotary_factor": 0.5}
+    layer |= (
+        {"rope_parameters": rope | part} if place == "rope" else {"rope_parameters": rope} | part
+    )
+    config["transformer_layer_config"] = layer
+    spec = read(write(tmp_path, (config, tensors)), TARGET, (2, 5, 7)).spec
+    assert [form.decoder.rotary_size for form in spec.readings if form.decoder] == sizes
+
+
 def test_pickles_beside_safetensors_are_left_alone(tmp_path: Path) -> None:
     folder = write(tmp_path, head_files.eagle3_speculators())
     names = (
@@ -468,6 +493,11 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
         head_files.eagle3_safeailab,
         lambda c, t: c.update(rope_scaling={"type": "dynamic", "factor": 2.0}),
         "rope_parameters has the type 'dynamic'",
+    ),
+    "a part of the channels that cannot turn": (
+        head_files.eagle3_safeailab,
+        lambda c, t: c.update(partial_rotary_factor=0.3),
+        "partial_rotary_factor of 16 channels makes 4.8, which is no even number from 2 to 16",
     ),
     "ModelOpt's variants": (
         head_files.eagle3_modelopt,

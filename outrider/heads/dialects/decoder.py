@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ def read_decoder(
     activation = keys.text("hidden_act", "silu")
     if activation not in ACT2FN:
         raise keys.wrong("hidden_act", f"is {activation!r}, which transformers does not have")
+    rope = _rope(keys, by_transformers)
+    size = keys.integer("head_dim", hidden // heads)
     first = "layers.0.self_attn."
     has_norms = f"{first}q_norm.weight" in weights or (qwen3 and model_type.startswith("qwen3"))
     has_bias = f"{first}q_proj.bias" in weights or keys.flag("attention_bias", False)
@@ -62,22 +65,24 @@ def read_decoder(
         layer_count=layers,
         head_count=heads,
         kv_head_count=kv_heads,
-        head_size=keys.integer("head_dim", hidden // heads),
+        head_size=size,
         norm_eps=keys.number("rms_norm_eps", 1e-6),
         activation=activation,
-        rope=_rope(keys, by_transformers),
+        rope=rope,
         windows=_windows(keys, layers),
         projection_bias=has_bias,
         output_bias=f"{first}o_proj.bias" in weights,
         head_norms=has_norms,
+        # Without a scaling, the code of `transformers` turns all channels whatever the file says.
+        rotary_size=(
+            _rotary_size(keys, size) if by_transformers and rope["rope_type"] != "default" else None
+        ),
     )
 
 
 def _rope(keys: Keys, by_transformers: bool) -> dict[str, Any]:
     """The rotary embedding's numbers, from either of the two ways in which configs state them."""
-    if keys.number("partial_rotary_factor", 1.0) != 1.0:
-        raise keys.wrong("partial_rotary_factor", "other than 1 is not supported")
-    stated = keys.section("rope_parameters" if keys.is_set("rope_parameters") else "rope_scaling")
+    stated = _rotary(keys)
     kind = stated.text("rope_type", stated.text("type", "default"))
     # Texts have one number a position, for which the multimodal sections change nothing.
     kind = "default" if kind == "mrope" else kind
@@ -90,6 +95,31 @@ def _rope(keys: Keys, by_transformers: bool) -> dict[str, Any]:
         numbers |= _yarn_scales(stated, numbers, by_transformers)
     theta = stated.number("rope_theta", keys.number("rope_theta", 10000.0))
     return {"rope_type": kind, "rope_theta": theta, **numbers}
+
+
+def _rotary(keys: Keys) -> Keys:
+    """The section about the rotary embedding."""
+    return keys.section("rope_parameters" if keys.is_set("rope_parameters") else "rope_scaling")
+
+
+def _rotary_size(keys: Keys, size: int) -> int | None:
+    """How many of a head's channels turn by what the file says; None for all."""
+    name = "partial_rotary_factor"
+    part = _rotary(keys) if name in _rotary(keys) else keys
+    count = size * part.number(name, 1.0)
+    if count != int(count) or not 2 <= count <= size or count % 2:
+        why = f"of {size} channels makes {count:g}, which is no even number from 2 to {size}"
+        raise part.wrong(name, why)
+    return None if count == size else int(count)
+
+
+def partly_turned(keys: Keys, decoder: Decoder) -> Decoder | None:
+    """The decoder with as many turned channels as the file says; None if it has these.
+
+    The code that trained the head turned all of them, and vLLM turns the stated part.
+    """
+    count = _rotary_size(keys, decoder.head_size)
+    return None if count == decoder.rotary_size else replace(decoder, rotary_size=count)
 
 
 def _yarn_scales(stated: Keys, numbers: Mapping[str, Any], by_transformers: bool) -> dict[str, Any]:

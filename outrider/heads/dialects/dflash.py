@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outrider.heads.dialects.decoder import (
     after,
     boundary_count,
     check_target_size,
     choose_boundaries,
     mask_token,
+    partly_turned,
     possible_boundaries,
     read_decoder,
     take_layers,
@@ -92,6 +95,9 @@ def read_dflash(
         markov_rank=rank,
         confidence=confidence,
     )
+    turned = partly_turned(layer_keys, decoder)
+    if turned is not None:
+        spec = replace(spec, other_forms=(replace(spec, decoder=turned),))
     return Head(spec, weights.finish(), ids)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outrider.heads.dialects.decoder import (
     check_target_size,
+    partly_turned,
     read_decoder,
     take_layers,
     take_vocabulary,
@@ -35,4 +38,7 @@ def read_eagle(keys: Keys, weights: Weights, target: TargetShape) -> Head:
         decoder=decoder,
         join_bias=has_bias,
     )
+    turned = partly_turned(keys, decoder)
+    if turned is not None:
+        spec = replace(spec, other_forms=(replace(spec, decoder=turned),))
     return Head(spec, weights.finish(), ids)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outrider.heads.dialects.decoder import (
     boundary_count,
     check_target_size,
     choose_boundaries,
     mask_token,
+    partly_turned,
     possible_boundaries,
     read_decoder,
     take_layers,
@@ -55,6 +58,7 @@ def read_eagle3(
     if not boundaries and decoder.hidden_size != target.hidden_size:
         why = f"is {decoder.hidden_size}; without fc it must be {target.hidden_size}"
         raise keys.wrong("hidden_size", why)
+    norm_output = keys.flag("norm_output", False)
     spec = HeadSpec(
         kind="peagle" if is_parallel else "eagle3",
         target=target,
@@ -69,10 +73,21 @@ def read_eagle3(
         residual_normed=keys.flag("norm_before_residual", by_speculators and not is_parallel),
         # SpecForge writes norm_output for the norm before lm_head, which every head has. Only
         # EAGLE-3.1, which norms its features as well, recycles the normed output.
-        recycle_normed=keys.flag("norm_output", False) and (feature_norms or not is_midlayer),
+        recycle_normed=norm_output and (feature_norms or not is_midlayer),
         join_bias="fc.bias" in weights,
         mask_token_id=token,
     )
+    forms = [spec]
+    if is_midlayer and spec.recycle_normed:
+        # SpecForge trains EAGLE-3.1 on the state before the norm, and vLLM recycles the normed one.
+        forms.append(replace(spec, recycle_normed=False))
+    if is_midlayer and "norm_output" in keys and not norm_output:
+        # To SpecForge this leaves out the norm before lm_head, which other code always has.
+        forms.append(replace(spec, scores_normed=False))
+    turned = partly_turned(layer_keys, decoder)
+    if turned is not None:
+        forms += [replace(form, decoder=turned) for form in forms]
+    spec = replace(spec, other_forms=tuple(forms[1:]))
     _take(weights, spec, decoder)
     return Head(spec, weights.finish(), ids)
 

@@ -50,14 +50,19 @@ class DFlash(HeadModel):
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
         """As HeadModel.guess, at most as many guesses as a block has."""
-        states_BQC = self.block(sequences)[:, :count]
+        states_BQC = self.block(sequences)[:, self.first_row :][:, :count]
         scores_BQV = self.scores(states_BQC)
         for step in range(states_BQC.shape[1]):
             pick(scores_BQV[:, step])
         return pick.proposal()
 
+    @property
+    def first_row(self) -> int:
+        """The first row of a block that guesses a token."""
+        return 0 if self.spec.anchor_predicts else 1
+
     def block(self, sequences: Sequence[HeadSequence]) -> torch.Tensor:
-        """Return the normed states [B, guesses, hidden size] of the rows that guess."""
+        """Return the normed states [B, block size, hidden size] of a block's rows."""
         size = self.spec.block_size
         masks = [self.spec.mask_token_id or 0] * (size - 1)
         slices = [
@@ -76,7 +81,7 @@ class DFlash(HeadModel):
             seen_BQK = self._seen(lengths_B, width, layer, self.spec.causal_layers[i])
             x = self._run(layer, x, rows, seen_BQK)
         states_BQC: torch.Tensor = self.norm(x).view(len(slices), size, -1)
-        return states_BQC if self.spec.anchor_predicts else states_BQC[:, 1:]
+        return states_BQC
 
     def _run(
         self, layer: Layer, x: torch.Tensor, rows: Rows, seen_BQK: torch.Tensor

@@ -76,10 +76,15 @@ class DSpark(DFlash):
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
         """As HeadModel.guess, at most as many guesses as a block has."""
-        states_BQC = self.block(sequences)[:, :count]
+        rows_BQC = self.block(sequences)
+        states_BQC = rows_BQC[:, self.first_row :][:, :count]
         scores_BQV = self.scores(states_BQC)
         tokens = torch.tensor([s.tokens[-1] for s in sequences], device=self.device)
         memory = states_BQC.new_zeros(len(sequences), self.spec.markov_rank)
+        if self.markov_head is not None and self.markov_head.form == "rnn" and self.first_row:
+            # The memory begins at the anchor's row, which guesses nothing.
+            before = self.markov_head.markov_w1(tokens)
+            _, memory = self.markov_head.step(before, rows_BQC[:, 0], memory)
         for step in range(states_BQC.shape[1]):
             scores, states = scores_BQV[:, step], states_BQC[:, step]
             parts = [states]

@@ -63,4 +63,4 @@ class Eagle3(AutoregressiveModel):
 
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
         """Scores of the draft vocabulary."""
-        return self.scores(self.norm(states))
+        return self.scores(self.norm(states) if self.spec.scores_normed else states)

@@ -1,0 +1,219 @@
+"""Finds out by a text what the files of a head mean, where they do not say.
+
+Files that look alike mean different layers: some dialects state layers, some the boundaries after
+them, and heads that were converted from one to the other are often wrong by one. Some keys mean one
+thing to the code that trained a head and another to the code that serves it. A head that is read
+wrongly still guesses, but much worse.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.heads.model import Extension, HeadModel, Place, Rank
+from outrider.heads.spec import HeadSpec
+from outrider.protocol.draft_messages import FINAL_STATE
+
+log = logging.getLogger(__name__)
+
+# Another choice than the file's first must match this many times as often, and a few times more:
+# small numbers differ by chance.
+_RATIO = 1.3
+_MARGIN = 3
+# Guesses in a row that show how a head recycles its own states: all but the first do.
+_IN_A_ROW = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """How often a reading's guesses were right.
+
+    `later` counts those after the first, which were made from the head's own states; it is 0 where
+    no other reading recycles them in another way.
+    """
+
+    spec: HeadSpec
+    first: int
+    later: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingChoice:
+    """The reading that fits best, and how often each was right, the file's likeliest first.
+
+    `tried` first guesses were made with each. Not `clear`: another reading is about as good, so
+    the likeliest was kept.
+    """
+
+    spec: HeadSpec
+    matches: list[Matches]
+    tried: int
+    clear: bool
+
+    @property
+    def shown(self) -> list[str]:
+        """Each reading in words, by what tells it from the others."""
+        return [
+            described(found.spec, [each.spec for each in self.matches]) for found in self.matches
+        ]
+
+
+def states_of(spec: HeadSpec) -> set[int]:
+    """The target's hidden states that `choose_reading` needs."""
+    final = {FINAL_STATE} if spec.final_state else set()
+    return final.union(spec.boundaries, *spec.other_boundaries)
+
+
+def described(spec: HeadSpec, among: Sequence[HeadSpec]) -> str:
+    """A reading in words, with what tells it from others."""
+    words = [f"states {list(spec.boundaries)}" if spec.boundaries else "the final state"]
+    if len({each.scores_normed for each in among}) > 1:
+        words.append("scores after the norm" if spec.scores_normed else "scores without the norm")
+    if len({each.recycle_normed for each in among}) > 1:
+        words.append(
+            "recycled after the norm" if spec.recycle_normed else "recycled before the norm"
+        )
+    turned = {each.decoder.rotary_size for each in among if each.decoder is not None}
+    if len(turned) > 1 and spec.decoder is not None:
+        count = spec.decoder.rotary_size or spec.decoder.head_size
+        words.append(f"{count} channels turned")
+    return ", ".join(words)
+
+
+def choose_reading(
+    model: HeadModel,
+    text: Sequence[int],
+    states: Mapping[int, torch.Tensor],
+    answers: Sequence[int],
+    *,
+    stride: int = 2,
+) -> ReadingChoice:
+    """Compare a head's guesses with the target's likeliest tokens, with each reading.
+
+    `states` has for every state of `states_of` the target's rows [T, hidden size] for the T tokens
+    of `text`, some 256; `answers` [T] are the target's likeliest tokens after each. A guess is
+    made after every `stride`-th token. Logs the choice, as a warning unless it is clear. The model
+    needs pages for the text with each set of boundaries, and has them all back afterwards; else it
+    raises NoPages. The model reads as before afterwards.
+    """
+    before = model.spec
+    options = before.readings
+    recycles = len({option.recycle_normed for option in options}) > 1
+    lengths = range(1 + stride, len(text) + 1 - (_IN_A_ROW if recycles else 0), stride)
+    trial = _Trial(model, text, states, answers, lengths, _IN_A_ROW if recycles else 1)
+    found: list[Matches] = []
+    try:
+        together = 1 + len(before.other_boundaries)
+        for i in range(0, len(options), together):
+            found += trial.count(options[i : i + together])
+    finally:
+        model.read_as(before)
+    return _decide(found, len(lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A text, and the places in it after which `steps` tokens are guessed."""
+
+    model: HeadModel
+    text: Sequence[int]
+    states: Mapping[int, torch.Tensor]
+    answers: Sequence[int]
+    lengths: range
+    steps: int
+
+    def count(self, options: Sequence[HeadSpec]) -> list[Matches]:
+        """Count the right guesses of readings that differ only in their boundaries."""
+        model, text = self.model, self.text
+        model.read_as(options[0])
+        final = (FINAL_STATE,) if options[0].final_state else ()
+        features = [
+            torch.cat([self.states[i] for i in (*each.boundaries, *final)], dim=-1)
+            for each in options
+        ]
+        counts = [[0] * self.steps for _ in options]
+        sequences = [model.open(text[:1]) for _ in options]
+        try:
+            known = 1
+            for length in self.lengths:
+                added = text[known:length]
+                news = [
+                    Extension(sequence, added, rows[known - 1 : length - 1], known - 1)
+                    for sequence, rows in zip(sequences, features, strict=True)
+                ]
+                known = length
+                model.extend(news)
+                model.propose(sequences, self.steps, rank=self._rank(length, counts))
+        finally:
+            for sequence in sequences:
+                model.close(sequence)
+        return [
+            Matches(spec, first, sum(later))
+            for spec, (first, *later) in zip(options, counts, strict=True)
+        ]
+
+    def _rank(self, length: int, counts: list[list[int]]) -> Rank:
+        """Count the right guesses after `length` tokens, and go on with the text's own tokens."""
+
+        def rank(
+            places: Sequence[Place], scores_RV: torch.Tensor, width: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            guesses = scores_RV.argmax(-1).tolist()
+            tokens = []
+            for (i, run), guess in zip(places, guesses, strict=True):
+                at = length + len(run)
+                counts[i][len(run)] += guess == self.answers[at - 1]
+                tokens.append([self.text[at] if at < len(self.text) else guess])
+            chosen = torch.tensor(tokens, device=scores_RV.device)
+            return chosen, torch.ones_like(chosen, dtype=torch.float32)
+
+        return rank
+
+
+def _decide(found: list[Matches], tried: int) -> ReadingChoice:
+    """Choose by the first guesses; among readings of equal first guesses, by the later ones."""
+    best, clear = _best(found, [each.first for each in found], _first_guess)
+    alike = [each for each in found if _first_guess(each) == _first_guess(best)]
+    if len(alike) > 1:
+        best, is_clear = _best(alike, [each.later for each in alike], lambda each: each.spec)
+        clear = clear and is_clear
+    choice = ReadingChoice(best.spec, found, tried, clear)
+    listed = "; ".join(
+        f"{words}: {each.first}" + (f" and {each.later} later" if each.later else "")
+        for words, each in zip(choice.shown, found, strict=True)
+    )
+    text = "of %d first guesses the head was right, by what its file may mean: %s; it reads %s"
+    log.log(
+        logging.INFO if clear else logging.WARNING,
+        text if clear else f"{text}, which is not clear: set it with --head-reading if you know it",
+        tried,
+        listed,
+        choice.shown[found.index(best)],
+    )
+    return choice
+
+
+def _first_guess(found: Matches) -> HeadSpec:
+    """What decides a first guess: all but how a head recycles its states."""
+    return replace(found.spec, recycle_normed=False)
+
+
+def _best(
+    found: Sequence[Matches], counts: Sequence[int], kind: Callable[[Matches], HeadSpec]
+) -> tuple[Matches, bool]:
+    """The reading with the most right guesses, unless the first is about as good.
+
+    Also tells whether it is clear, by the best of another kind.
+    """
+    top = max(range(len(found)), key=lambda i: (counts[i], -i))
+    others = [n for n, each in zip(counts, found, strict=True) if kind(each) != kind(found[top])]
+    clear = not others or _beats(counts[top], max(others))
+    return found[top if _beats(counts[top], counts[0]) else 0], clear
+
+
+def _beats(one: int, other: int) -> bool:
+    return one > _RATIO * other and one - other > _MARGIN
