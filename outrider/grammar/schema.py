@@ -14,6 +14,7 @@ from typing import Any
 
 from outrider.errors import OutriderError, invalid
 from outrider.grammar.drafts import Draft, check_form, check_references, draft_of
+from outrider.grammar.endless import is_endless
 from outrider.grammar.formats import PATTERNS
 from outrider.grammar.regex import literal, schema_pattern, schema_text
 from outrider.grammar.repetition import check_pattern
@@ -74,6 +75,7 @@ def translate_schema(schema: Any, field: str, *, quoted: bool) -> Any:
     translated = translator.translate(schema, ())
     translator.check_references()
     check_form(schema, draft, field)
+    translator.check_end()
     return translated
 
 
@@ -109,8 +111,8 @@ class _Translator:
 
     def __init__(self, field: str, quoted: bool, draft: Draft) -> None:
         self._field, self._quoted, self._draft = field, quoted, draft
-        self._places: set[tuple[str, ...]] = set()
-        self._anchors: list[str] = []
+        self._places: dict[tuple[str, ...], Any] = {}
+        self._anchors: list[tuple[str, Any]] = []
         self._references: list[str] = []
         self._common_multiple = 1
 
@@ -118,7 +120,7 @@ class _Translator:
         """The translated schema; `place` is its path within the whole."""
         if depth > _MAX_NESTING:
             raise invalid(self._field, f"is nested more than {_MAX_NESTING} deep")
-        self._places.add(place)
+        self._places[place] = schema
         if not isinstance(schema, Mapping):
             # The metaschema's check refuses what is no boolean.
             return schema
@@ -140,14 +142,23 @@ class _Translator:
     def check_references(self) -> None:
         """Check that each reference leads to one schema that was translated."""
         for reference in self._references:
-            name = reference[1:]
-            place = tuple(_unescaped(part) for part in name.split("/")[1:])
-            known = place in self._places if "/" in name or not name else None
-            if known is None:
-                known = self._anchors.count(name) == 1
-            if not known:
+            if len(self._found(reference)) != 1:
                 problem = f"has $ref {reference[:80]!r}, which leads to no schema in it"
                 raise invalid(self._field, problem)
+
+    def check_end(self) -> None:
+        """Check that a value of the schema may end, once its form and references are checked."""
+        if is_endless(list(self._places.values()), lambda reference: self._found(reference)[0]):
+            problem = "allows no text that ends: each value must hold another of its kind"
+            raise invalid(self._field, problem)
+
+    def _found(self, reference: str) -> list[Any]:
+        """The schemas that a reference leads to."""
+        name = reference[1:]
+        place = tuple(_unescaped(part) for part in name.split("/")[1:])
+        if "/" in name or not name:
+            return [self._places[place]] if place in self._places else []
+        return [schema for anchor, schema in self._anchors if anchor == name]
 
     def _translate_inner(self, found: dict[str, Any], place: tuple[str, ...], depth: int) -> None:
         for name in _MAPS:
@@ -226,7 +237,7 @@ class _Translator:
         if isinstance(schema.get("$ref"), str):
             self._references.append(schema["$ref"])
         if isinstance(schema.get("$anchor"), str):
-            self._anchors.append(schema["$anchor"])
+            self._anchors.append((schema["$anchor"], schema))
         form = schema.get("format", "date")
         if not isinstance(form, str) or form not in PATTERNS:
             raise unenforceable(self._field, f"uses the format {str(form)[:40]!r}")

@@ -1,0 +1,91 @@
+"""Finds schemas that only endless texts would satisfy, such as an object that must hold itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Schemas of these types hold other schemas. Values of all other types end.
+_NESTED = {"object", "array"}
+
+Find = Callable[[str], Any]
+
+
+def is_endless(schemas: list[Any], find: Find) -> bool:
+    """Whether no finite value satisfies the first of the schemas, which holds the others.
+
+    All are well-formed, and `find` returns the schema of them that a reference leads to. A schema
+    is finite if what it needs is: those that need nothing are found first, then those that need
+    only these, and so on.
+    """
+    finite: set[int] = set()
+    waiting = [schema for schema in schemas if isinstance(schema, Mapping)]
+    while waiting:
+        # Inner schemas come behind the outer ones, which need them.
+        left = [one for one in reversed(waiting) if not _Finite(finite, find).note(one)]
+        left.reverse()
+        if len(left) == len(waiting):
+            break
+        waiting = left
+    return bool(waiting) and waiting[0] is schemas[0]
+
+
+class _Finite:
+    """Says whether a schema is finite, by what is known so far."""
+
+    def __init__(self, known: set[int], find: Find) -> None:
+        self._known = known
+        self._find = find
+
+    def note(self, schema: Mapping[str, Any]) -> bool:
+        """Whether a schema is known to be finite, now or from now on."""
+        if self._parts(schema) and self._own(schema):
+            self._known.add(id(schema))
+        return id(schema) in self._known
+
+    def _is(self, schema: Any) -> bool:
+        """Whether an inner schema is known to be finite."""
+        return id(schema) in self._known if isinstance(schema, Mapping) else schema is not False
+
+    def _parts(self, schema: Mapping[str, Any]) -> bool:
+        """Whether the schemas that hold for the same value are finite."""
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and not self._is(self._find(reference)):
+            return False
+        if not all(map(self._is, _list(schema, "allOf"))):
+            return False
+        choices = [_list(schema, name) for name in ("anyOf", "oneOf") if name in schema]
+        return all(any(map(self._is, each)) or not each for each in choices)
+
+    def _own(self, schema: Mapping[str, Any]) -> bool:
+        """Whether the other keywords allow a finite value."""
+        types = schema.get("type", [])
+        types = {types} if isinstance(types, str) else set(types)
+        if "const" in schema or "enum" in schema or not types or types - _NESTED:
+            return True
+        return ("object" in types and self._object(schema)) or (
+            "array" in types and self._array(schema)
+        )
+
+    def _object(self, schema: Mapping[str, Any]) -> bool:
+        properties = schema.get("properties", {})
+        rest = schema.get("additionalProperties", True)
+        is_open = "patternProperties" in schema or self._is(rest)
+        for name in _list(schema, "required"):
+            if not (self._is(properties[name]) if name in properties else is_open):
+                return False
+        least = schema.get("minProperties", 0)
+        return is_open or sum(map(self._is, properties.values())) >= least
+
+    def _array(self, schema: Mapping[str, Any]) -> bool:
+        first = _list(schema, "prefixItems") or _list(schema, "items")
+        rest = schema.get("items", True)
+        if isinstance(rest, list):
+            rest = schema.get("additionalItems", True)
+        least = schema.get("minItems", 0)
+        return all(map(self._is, first[:least])) and (least <= len(first) or self._is(rest))
+
+
+def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else []
