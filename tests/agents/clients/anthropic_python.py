@@ -4,8 +4,10 @@ from typing import Any
 
 import anthropic
 from common import (
+    CUT_OFF,
     FEW_TOKENS,
     KEY,
+    LONG_TEXT,
     MODEL,
     QUESTION,
     REAL_ROOT,
@@ -46,3 +48,25 @@ for stream in (False, True):
         stream=stream,
     )
     check_loop(runner.until_done().content[-1].text)
+
+# A call that `max_tokens` cuts off is sent back as it came, from a stream too.
+note: Any = {
+    "name": "note",
+    "input_schema": {
+        "type": "object",
+        "properties": {"text": {"type": "string", "minLength": LONG_TEXT}},
+        "required": ["text"],
+    },
+}
+asked: Any = {"model": MODEL, "tools": [note], "max_tokens": FEW_TOKENS}
+call: Any = {"messages": MESSAGES, "tool_choice": {"type": "any"}, **asked}
+with real.messages.stream(**call) as cut_stream:
+    streamed = cut_stream.get_final_message()
+for cut in (real.messages.create(**call), streamed):
+    assert cut.stop_reason == "max_tokens", cut
+    [cut_call] = [each for each in cut.content if each.type == "tool_use"]
+    print("cut off:", cut_call.input)
+    told: Any = {"type": "tool_result", "tool_use_id": cut_call.id, "content": CUT_OFF}
+    said: Any = {"role": "assistant", "content": cut.content}
+    turns = [*MESSAGES, said, {"role": "user", "content": [told]}]
+    assert real.messages.create(messages=turns, **asked).usage.output_tokens

@@ -11,6 +11,9 @@ export const QUESTION = "What is the weather in Oslo?";
 export const ANSWER = "It is 21 degrees in Oslo.";
 // The bundled model's answers have no natural end.
 export const FEW_TOKENS = 32;
+// A call with a text of as many characters does not end within as few tokens.
+export const LONG_TEXT = 1000;
+export const CUT_OFF = "The call was cut off.";
 
 process.env.OPENAI_API_KEY = process.env.ANTHROPIC_API_KEY = KEY;
 

@@ -17,6 +17,9 @@ QUESTION = "What is the weather in Oslo?"
 ANSWER = "It is 21 degrees in Oslo."
 # The bundled model's answers have no natural end.
 FEW_TOKENS = 32
+# A call with a text of as many characters does not end within as few tokens.
+LONG_TEXT = 1000
+CUT_OFF = "The call was cut off."
 
 # Several libraries make a client at import.
 os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = KEY

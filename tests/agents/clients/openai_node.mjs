@@ -35,3 +35,25 @@ for (const stream of [false, true]) {
   const runner = scripted.chat.completions.runTools({ model, messages, stream, tools: [tool] });
   common.checkLoop(await runner.finalContent());
 }
+
+// A call that `max_tokens` cuts off is sent back as it came.
+const note = {
+  type: "function",
+  function: {
+    name: "note",
+    parameters: {
+      type: "object",
+      properties: { text: { type: "string", minLength: common.LONG_TEXT } },
+      required: ["text"],
+    },
+  },
+};
+const asked = { model, tools: [note], max_tokens: common.FEW_TOKENS };
+const cut = await real.chat.completions.create({ messages, tool_choice: "required", ...asked });
+assert.equal(cut.choices[0].finish_reason, "length");
+const { message } = cut.choices[0];
+console.log("cut off:", message.tool_calls[0].function.arguments);
+const told = { role: "tool", tool_call_id: message.tool_calls[0].id, content: common.CUT_OFF };
+const history = [...messages, message, told, ...messages];
+const again = await real.chat.completions.create({ messages: history, ...asked });
+assert.ok(again.usage.completion_tokens > 0);

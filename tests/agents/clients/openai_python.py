@@ -4,7 +4,20 @@ import json
 from typing import Any
 
 import openai
-from common import KEY, MODEL, QUESTION, REAL, SCRIPTED, Weather, check_loop, check_weather, weather
+from common import (
+    CUT_OFF,
+    FEW_TOKENS,
+    KEY,
+    LONG_TEXT,
+    MODEL,
+    QUESTION,
+    REAL,
+    SCRIPTED,
+    Weather,
+    check_loop,
+    check_weather,
+    weather,
+)
 
 TOOLS: Any = [openai.pydantic_function_tool(Weather)]
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
@@ -54,3 +67,32 @@ while True:
         result = weather(**json.loads(call.function.arguments))
         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 check_loop(choice.message.content)
+
+# A call that `max_tokens` cuts off is sent back as it came.
+note: Any = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "minLength": LONG_TEXT}},
+            "required": ["text"],
+        },
+    },
+}
+cut = real.chat.completions.create(
+    model=MODEL, messages=MESSAGES, tools=[note], tool_choice="required", max_tokens=FEW_TOKENS
+).choices[0]
+assert cut.finish_reason == "length", cut
+assert cut.message.tool_calls
+cut_call: Any = cut.message.tool_calls[0]
+print("cut off:", cut_call.function.arguments)
+told: Any = {"role": "tool", "tool_call_id": cut_call.id, "content": CUT_OFF}
+again = real.chat.completions.create(
+    model=MODEL,
+    messages=[*MESSAGES, cut.message, told, *MESSAGES],
+    tools=[note],
+    max_tokens=FEW_TOKENS,
+)
+assert again.usage
+assert again.usage.completion_tokens
