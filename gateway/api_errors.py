@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from fastapi import FastAPI, Request
@@ -46,6 +46,22 @@ _MESSAGES_TYPES = {
     504: "timeout_error",
 }
 _PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions")
+# Types of content of OpenAI's and Anthropic's APIs and of vLLM's that are no text.
+_MEDIA = frozenset(
+    {
+        "audio_url",
+        "document",
+        "file",
+        "image",
+        "image_embeds",
+        "image_pil",
+        "image_url",
+        "input_audio",
+        "input_file",
+        "input_image",
+        "video_url",
+    }
+)
 _PLAIN = re.compile(r"[0-9]+s?")
 _SHOWN_CHARACTERS = 60
 _BY_STATUS = {
@@ -212,11 +228,7 @@ def validation_error(
     if kind == UNSUPPORTED:
         return OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{path} {message}", path)
     if kind == "union_tag_invalid":
-        context = detail["ctx"]
-        name = context["discriminator"].strip("'")
-        expected = context["expected_tags"]
-        message = f"{path}.{name} must be one of {expected}, not '{_cut(context['tag'])}'"
-        return OutriderError(Reason.INVALID_VALUE, message, path)
+        return OutriderError(Reason.INVALID_VALUE, _wrong_tag(path, detail["ctx"]), path)
     if kind == "missing":
         return OutriderError(Reason.INVALID_VALUE, f"{path} is required", path)
     if kind == "too_short" and isinstance(detail.get("input"), list):
@@ -226,6 +238,14 @@ def validation_error(
         message = "must be an object"
     message = f"{path}: {message}, not {_shown(detail.get('input'))}"
     return OutriderError(Reason.INVALID_VALUE, message, path)
+
+
+def _wrong_tag(path: str, context: Mapping[str, Any]) -> str:
+    """What is wrong with an object whose type, or the like, is none of the known ones."""
+    name = context["discriminator"].strip("'")
+    tag = context["tag"]
+    why = ": the model takes text only" if name == "type" and tag in _MEDIA else ""
+    return f"{path}.{name} must be one of {context['expected_tags']}, not '{_cut(tag)}'{why}"
 
 
 def _shown(value: object) -> str:

@@ -11,29 +11,61 @@ from outrider.errors import OutriderError, Reason
 UNSUPPORTED = "unsupported_parameter"
 """The type of pydantic's error for an unsupported parameter."""
 ANY: tuple[object, ...] = (object(),)
-# By parameter: the values that change nothing, beside null; ANY for all values.
+# By parameter of OpenAI's, vLLM's or SGLang's requests: the values that change nothing, beside
+# null; ANY for all values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
+    "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
+    # Prefixes are shared within a tenant alone, and never change an answer.
+    "cache_salt": ANY,
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_decoding_backend": ANY,
+    "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
+    "no_stop_trim": (False,),
     "priority": (0,),
+    "prompt_embeds": (),
+    "repetition_detection": (),
     "request_id": ANY,
+    "return_hidden_states": (False,),
     "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "rid": ANY,
     "service_tier": ANY,
+    "session_params": ({},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False, True),
+    "stream_reasoning": (True,),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
     "verbosity": ("low", "medium", "high"),
+    "vllm_xargs": ({},),
     "web_search_options": (),
+    # Within structured_outputs.
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_fallback": (False,),
+    "whitespace_pattern": (),
 }
 _USE_FORMAT = "for JSON as an answer use response_format"
 _HINTS = {
@@ -41,10 +73,14 @@ _HINTS = {
     "tool_choice": f"; POST /v1/chat/completions takes tools; {_USE_FORMAT}",
     "functions": "; use tools",
     "function_call": "; use tool_choice",
+    "chat_template": "; the server's own chat template is used",
+    "documents": "; give them in a message",
+    "truncate_prompt_tokens": "; a prompt that is too long is refused",
 }
 # Own and older spellings of a grammar, and the parameter that takes the value instead.
 _REPLACED = {
     "choice": "structured_outputs.choice",
+    "ebnf": "structured_outputs.grammar",
     "grammar": "structured_outputs.grammar",
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",

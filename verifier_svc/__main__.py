@@ -45,7 +45,7 @@ def run(
     # The engine's thread and the event loop share the interpreter. At the default of 5 ms the loop
     # could delay the engine by a whole step.
     sys.setswitchinterval(0.0005)
-    metrics = Metrics(settings.served_name)
+    metrics = Metrics(settings.served_names[0])
     try:
         need_models()
         uvloop.run(serve(settings, metrics))

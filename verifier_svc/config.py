@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.process.config import Device, Dtype, ScrapedSettings
@@ -26,8 +26,9 @@ class TargetSettings(BaseModel):
 
     groups: ClassVar[Mapping[str, str]] = {"model_name": "Model", "draft_tokens": "Drafts"}
 
-    model_name: str = ""
-    """Name of the model in requests; by default the value of `target`."""
+    model_name: list[str] = Field(default=[])
+    """Name of the model in requests; by default the value of `target`. Repeat it, or separate names
+    with commas, to serve the model under several names; answers and metrics have the first."""
 
     engine: EngineName = "native"
     """What computes the target: Outrider's own engine, or vllm, for models beyond one GPU and
@@ -54,6 +55,12 @@ class TargetSettings(BaseModel):
     With TLS, drafters whose certificates have the role trusted-drafter are trusted; without TLS,
     all that connect. Other drafters then propose their likeliest tokens for these requests. Where
     this is off, drafters draw with the verifier's noise if they can."""
+
+    @field_validator("model_name")
+    @classmethod
+    def _separate_names(cls, texts: list[str]) -> list[str]:
+        names = [name.strip() for text in texts for name in text.split(",")]
+        return [name for name in dict.fromkeys(names) if name]
 
 
 class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
@@ -191,6 +198,6 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
         }
 
     @property
-    def served_name(self) -> str:
-        """The target's name in requests."""
-        return self.model_name or self.target
+    def served_names(self) -> list[str]:
+        """The target's names in requests; answers have the first."""
+        return self.model_name or [self.target]

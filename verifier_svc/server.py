@@ -67,7 +67,7 @@ async def serve(
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    servicer = VerifierServicer(settings.served_name)
+    servicer = VerifierServicer(*settings.served_names)
     server = rpc.Server("outrider.v1.VerifierService", "outrider.internal.v1.TokenStreamService")
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
     add_TokenStreamServiceServicer_to_server(servicer, server.grpc)

@@ -22,9 +22,9 @@ AT_ONCE = 8
 """Requests whose work is under way at once: some wait for another thread, or for Redis."""
 OF_A_TENANT = 2
 """Requests of a single tenant among them. Each adds its work to a round of the event loop."""
-# How long requests that come in, round after round, may hold turns back: enough to accept a thousand
-# connections. Turns are then given regardless for a while, since requests may never stop coming in
-# (seconds of processor time: on a busy machine, it takes longer to accept as many).
+# How long requests that come in, round after round, may hold turns back: enough to accept some
+# thousand connections. Turns are then given regardless for a while, since requests may never stop
+# coming in (seconds of processor time: on a busy machine, it takes longer to accept as many).
 _HOLD_S = 0.4
 _GIVE_S = 0.1
 

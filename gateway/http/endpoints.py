@@ -64,14 +64,14 @@ def _add_model_routes(router: APIRouter, replicas: Router) -> None:
 
     @router.get("/v1/models", responses=json_responses(401))
     async def models() -> Response:
-        """The served models. Empty before a verifier has answered."""
-        listed = [_model(name, info, started) for name, info in replicas.models.items()]
+        """The served models, under each of their names. Empty before a verifier has answered."""
+        listed = [_model(name, info, started) for name, info in replicas.names.items()]
         return JSONResponse({"object": "list", "data": listed})
 
     @router.get("/v1/models/{name:path}", responses=json_responses(401, 404))
     async def model(name: str) -> Response:
         """One served model, or 404."""
-        info = replicas.models.get(name)
+        info = replicas.names.get(name)
         if info is None:
             message = f"model {name[:100]!r} is not served here"
             raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
@@ -206,6 +206,7 @@ def _model(name: str, info: ModelInfo, created: int) -> dict[str, Any]:
         "object": "model",
         "created": created,
         "owned_by": "outrider",
+        "root": info.model_id,
         "max_model_len": info.context_length,
     }
 

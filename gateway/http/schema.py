@@ -132,7 +132,16 @@ JsonValue = dict[str, Any] | bool | Text
 _GRAMMAR: dict[str, int | float] = {"minLength": 1, "maxLength": MAX_GRAMMAR_CHARACTERS}
 
 
-class StructuredOutputs(Body):
+class TakesNeutral(Body):
+    """A body that takes parameters of other servers with the values that change nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, values: Any) -> Any:
+        return drop_neutral(values, cls.model_fields)
+
+
+class StructuredOutputs(TakesNeutral):
     """vLLM's grammars of the answer, of which a request gives one.
 
     A schema or a structural tag may be an object or a string of JSON.
@@ -153,7 +162,7 @@ class SamplingBody(Body):
     """The sampling settings that are numbers or flags, such as `temperature` and `top_p`."""
 
 
-class GenerationBody(SamplingBody):
+class GenerationBody(TakesNeutral, SamplingBody):
     """The parameters that completions and chat completions share."""
 
     model: str | None = None
@@ -215,11 +224,6 @@ class GenerationBody(SamplingBody):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, values: Any) -> Any:
-        return drop_neutral(values, cls.model_fields)
 
 
 def _prompts(value: object) -> list[str | list[int]]:
@@ -308,7 +312,7 @@ class ChatBody(GenerationBody, TemplateOptions):
         return options
 
 
-class TokenizeBody(TemplateOptions):
+class TokenizeBody(TakesNeutral, TemplateOptions):
     """POST /tokenize, in vLLM's shape: either a prompt or messages."""
 
     model: str | None = None
@@ -320,7 +324,7 @@ class TokenizeBody(TemplateOptions):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(TakesNeutral):
     """POST /detokenize, in vLLM's shape."""
 
     model: str | None = None

@@ -234,9 +234,17 @@ class Router:
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """The served models by the name that requests use."""
+        """The served models by their own name."""
         infos = [replica.info for replica in self.replicas if replica.info is not None]
         return {info.model_id: info for info in infos}
+
+    @property
+    def names(self) -> dict[str, ModelInfo]:
+        """The served models by each name that requests may use; a model's own name comes first."""
+        models = self.models
+        return models | {
+            alias: info for info in models.values() for alias in info.aliases if alias not in models
+        }
 
     @property
     def differing(self) -> dict[str, dict[str, list[str]]]:
@@ -327,8 +335,10 @@ class Router:
             problems = [each.problem for each in self.replicas if each.problem is not None]
             raise for_callers(problems[0] if problems else unknown)
         serving = [pick for pick in ready if model in (None, "", pick.model)]
+        # A model's own name comes before the further names of others.
+        serving = serving or [pick for pick in ready if model in pick.info.aliases]
         if not serving:
-            names = ", ".join(sorted({pick.model for pick in ready}))
+            names = ", ".join(sorted({name for pick in ready for name in pick.info.names}))
             message = f"model {str(model)[:100]!r} is not served here; there is {names}"
             raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
         return serving

@@ -77,7 +77,7 @@ async def load_head(
         from outrider.heads.reading_choice import states_of
         from outrider.launch.check_head import read_text
 
-        family = loaded.make(ModelInfo(settings.served_name, Stage.LOADING, ""))
+        family = loaded.make(ModelInfo(settings.served_names[0], Stage.LOADING, ""))
         assert isinstance(family, HeadFamily)
         spec = family.worker.spec
         if len(spec.readings) > 1 and runner.can_watch(states_of(spec)):

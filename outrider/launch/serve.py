@@ -147,7 +147,7 @@ async def _announce(
     log.ready()
     curl = "curl" if stack.ca is None else f"curl --cacert {stack.ca}"
     key = " -H 'authorization: Bearer KEY'" if settings.has_keys else ""
-    model = settings.model_name or settings.target
+    model = (settings.model_name or [settings.target])[0]
     console.print(
         f"""
 Ready.

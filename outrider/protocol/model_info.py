@@ -133,6 +133,13 @@ class ModelInfo:
     """What computes the target, with a version unless it is the native engine."""
     lacks: tuple[str, ...] = ()
     """What that engine cannot do, see `outrider.protocol.lacks`."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the model in requests."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model in requests; answers have the first."""
+        return self.model_id, *self.aliases
 
 
 def with_fingerprint(info: ModelInfo) -> ModelInfo:

@@ -506,6 +506,7 @@ class GetModelResponse(_message.Message):
     GRAPH_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     LACKS_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may use; the target's path or hub id unless configured."""
     stage: Global___ModelStage.ValueType
@@ -573,6 +574,10 @@ class GetModelResponse(_message.Message):
         - no_tokens: max_tokens 0, to score a prompt alone
         """
 
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further names that requests may use. Answers have model_id."""
+
     def __init__(
         self,
         *,
@@ -596,10 +601,11 @@ class GetModelResponse(_message.Message):
         graph_memory_bytes: _builtins.int = ...,
         engine: _builtins.str = ...,
         lacks: _abc.Iterable[_builtins.str] | None = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_settings", b"acceptance_settings", "context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "graph_count", b"graph_count", "graph_memory_bytes", b"graph_memory_bytes", "lacks", b"lacks", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "server_version", b"server_version", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_settings", b"acceptance_settings", "aliases", b"aliases", "context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "graph_count", b"graph_count", "graph_memory_bytes", b"graph_memory_bytes", "lacks", b"lacks", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "server_version", b"server_version", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

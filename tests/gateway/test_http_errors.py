@@ -196,11 +196,16 @@ async def test_the_error_for_a_malformed_body_says_why(
     assert words in error["message"]
 
 
-async def test_a_part_of_another_type_is_refused_with_the_types_that_are_taken(rig: Rig) -> None:
-    content = [{"type": "image_url", "image_url": {"url": "data:"}}]
+@pytest.mark.parametrize(
+    ("kind", "why"), [("image_url", ": the model takes text only"), ("tex", "")]
+)
+async def test_a_part_of_another_type_is_refused_with_the_types_that_are_taken(
+    rig: Rig, kind: str, why: str
+) -> None:
+    content = [{"type": kind, kind: {"url": "data:"}}]
     body = {"messages": [{"role": "user", "content": content}]}
     response = await rig.http.post("/v1/chat/completions", json=body)
-    said = "messages[0].content[0].type must be one of 'text', 'refusal', not 'image_url'"
+    said = f"messages[0].content[0].type must be one of 'text', 'refusal', not '{kind}'{why}"
     assert error_of(response)["message"] == said
 
 

@@ -37,6 +37,22 @@ HARMLESS: list[dict[str, Any]] = [
     {"tools": [], "logit_bias": {}, "logprobs": False, "stop": None},
     {"reasoning_effort": "none", "prompt_cache_options": {"mode": "implicit"}},
     {"chat_template_kwargs": {"enable_thinking": False}},
+    {
+        "use_beam_search": False,
+        "length_penalty": 1,
+        "documents": [],
+        "chat_template": None,
+        "truncate_prompt_tokens": None,
+        "cache_salt": "s",
+        "echo": False,
+        "allowed_token_ids": None,
+        "mm_processor_kwargs": None,
+        "return_tokens_as_token_ids": False,
+        "logits_processors": None,
+        "kv_transfer_params": None,
+        "vllm_xargs": {},
+        "stream_reasoning": True,
+    },
     {"add_generation_prompt": True, "response_format": {"type": "text"}, "store": False},
 ]
 
@@ -67,6 +83,26 @@ async def test_cached_parts_and_padded_streams_are_taken(rig: Rig) -> None:
         "stream_options": {"include_obfuscation": True},
     }
     assert (await rig.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+async def test_other_bodies_take_what_changes_nothing(
+    rig: Rig, path: str, body: dict[str, Any]
+) -> None:
+    neutral: dict[str, Any] = {"mm_processor_kwargs": None, "use_beam_search": False}
+    if "structured_outputs" in body:
+        body["structured_outputs"] |= {"disable_fallback": False, "whitespace_pattern": None}
+    answer = await rig.http.post(path, json=body | neutral)
+    assert answer.status_code == 200, answer.text
+    refused = await rig.http.post(path, json=body | {"use_beam_search": True})
+    assert refused.json()["error"]["code"] == "unsupported_parameter"
 
 
 STRANGE = {"top_a": 0.2, "stream_options": {"x": 1}, "stream": True}
@@ -112,7 +148,17 @@ async def test_unknown_parameters_are_ignored_if_the_operator_says_so(lenient: R
 async def test_a_known_parameter_that_would_change_the_answer_is_still_refused(
     lenient: Rig,
 ) -> None:
-    for name, value in (("best_of", 2), ("skip_special_tokens", False), ("temperature", "hot")):
+    changing: dict[str, Any] = {
+        "best_of": 2,
+        "skip_special_tokens": False,
+        "temperature": "hot",
+        "use_beam_search": True,
+        "length_penalty": 0.5,
+        "documents": [{"text": "t"}],
+        "truncate_prompt_tokens": 8,
+        "chat_template": "{{ messages }}",
+    }
+    for name, value in changing.items():
         body = {"messages": CHAT, name: value}
         response = await lenient.http.post("/v1/chat/completions", json=body)
         assert response.status_code == 400

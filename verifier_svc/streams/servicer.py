@@ -58,9 +58,9 @@ class VerifierServicer(
 ):
     """Answers GetModel from the start, and the other calls once `serve` has been called."""
 
-    def __init__(self, model_id: str, clock: Clock = monotonic) -> None:
+    def __init__(self, model_id: str, *aliases: str, clock: Clock = monotonic) -> None:
         self._clock = clock
-        self.info = ModelInfo(model_id, Stage.LOADING, "starting")
+        self.info = ModelInfo(model_id, Stage.LOADING, "starting", aliases=aliases)
         self._engine: EngineThread | None = None
         self._grammars: GrammarCompiler | None = None
         self._streams: set[DrafterStream] = set()

@@ -100,7 +100,7 @@ class DraftPort:
     def __init__(self, settings: VerifierSettings, vllm_config: Any) -> None:
         self._settings = settings
         model = vllm_config.model_config
-        name = settings.model_name or model.served_model_name or settings.target
+        name, *aliases = settings.model_name or [model.served_model_name or settings.target]
         self._metrics = Metrics(name)
         policy = DraftTokensPolicy.parse(settings.draft_tokens)
         limits = Limits(
@@ -125,6 +125,7 @@ class DraftPort:
             max_draft_tokens=policy.max_draft_tokens,
             server_version=__version__,
             engine=f"vllm {vllm.__version__}",
+            aliases=tuple(aliases),
         )
         self._started: Future[None] = Future()
 

@@ -37,6 +37,7 @@ def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
         graph_memory_bytes=info.graph_memory_bytes,
         engine=info.engine,
         lacks=info.lacks,
+        aliases=info.aliases,
     )
     byte_count = 0
     for drafter in info.drafters:
@@ -115,6 +116,7 @@ def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
         graph_memory_bytes=proto.graph_memory_bytes,
         engine=proto.engine,
         lacks=tuple(proto.lacks),
+        aliases=tuple(proto.aliases),
     )
 
 
