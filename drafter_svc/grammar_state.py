@@ -9,7 +9,7 @@ import numpy as np
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError
-from outrider.grammar.backends import Mask, Matcher
+from outrider.grammar.backends import Mask, MaskLimit, Matcher
 from outrider.process.clock import Clock, thread_cpu
 
 if TYPE_CHECKING:
@@ -74,7 +74,10 @@ class GrammarState:
         if self._matcher.ended:
             return None
         mask: Mask = np.zeros((1, self._width), np.int32)
-        self._matcher.fill(mask, 0)
+        try:
+            self._matcher.fill(mask, 0)
+        except MaskLimit:
+            self._matcher = None
         return mask if mask.any() else None
 
     def _move_to(self, matcher: Matcher, output: list[int]) -> bool:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from drafter_svc.families.layout import BLANKS, Layout, Place
-from outrider.grammar.backends import TextMatcher
+from outrider.grammar.backends import MaskLimit, TextMatcher
 
 # Most ways in which a text may go on that are guessed: the values of an enum, the names of tools.
 _MOST_CHOICES = 8
@@ -134,7 +135,8 @@ class ForcedText:
         Tokens of one byte tell. A byte that has no such token counts as forbidden.
         """
         self._mask[0] = 0
-        matcher.fill(self._mask, 0)
+        with suppress(MaskLimit):
+            matcher.fill(self._mask, 0)
         bits = (self._mask[0][self._ids // 32] >> self._ids % 32 & 1).astype(bool)
         count = len(self._bytes)
         return self._bytes[bits[:count]].tobytes(), bool(bits[count:].any())

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from outrider.errors import OutriderError, invalid
 from outrider.grammar.kinds import Backend, Grammar, GrammarKind
 
 Mask = npt.NDArray[np.int32]
@@ -35,6 +36,16 @@ _LL_JSON: Any = {
 }
 
 
+class MaskLimit(Exception):
+    """A mask would be beyond the limits of its backend. No more masks can be had of the text."""
+
+
+def too_expensive(grammar: Grammar) -> OutriderError:
+    """The error for a grammar whose backend gives up on a mask."""
+    problem = "its masks became too expensive for the backend"
+    return invalid(grammar.field, f"can be read in too many ways: {problem}")
+
+
 class Matcher(Protocol):
     """The state of one text in its grammar."""
 
@@ -45,7 +56,10 @@ class Matcher(Protocol):
         """Undo the last `count` accepted tokens."""
 
     def fill(self, mask_RW: Mask, row: int) -> None:
-        """Write the allowed tokens to a row of int32 [R, ceil(V / 32)], lowest bit first."""
+        """Write the allowed tokens to a row of int32 [R, ceil(V / 32)], lowest bit first.
+
+        Raises MaskLimit.
+        """
 
     @property
     def ended(self) -> bool:
@@ -344,8 +358,7 @@ class _LLMatcher:
         if not self._matcher.is_stopped():
             self._library.numpy.fill_next_token_bitmask(self._matcher, mask_RW, row)
         if self._matcher.is_error():
-            mask_RW[row] = 0
-            return
+            raise MaskLimit
         words = mask_RW[row].view(np.uint32)
         for token in self._stops:
             bit = np.uint32(1 << token % 32)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.errors import OutriderError, invalid
-from outrider.grammar.backends import Compiled, Libraries, Matcher
+from outrider.grammar.backends import Compiled, Libraries, MaskLimit, Matcher, too_expensive
 from outrider.grammar.dialect import translate
 from outrider.grammar.guard import Guard
 from outrider.grammar.kinds import Grammar
@@ -54,6 +54,8 @@ class Trial:
             _try_out(compiled.matcher(), grammar.field, self._vocab_size, self._stops)
         except OutriderError:
             raise
+        except MaskLimit as cause:
+            raise too_expensive(grammar) from cause
         # Each library has its own exceptions, and all of them are about the grammar.
         except Exception as cause:
             raise _refused(grammar, cause) from cause
@@ -75,6 +77,8 @@ class Trial:
             self._guard.check(compiled, grammar)
         except OutriderError:
             raise
+        except MaskLimit as cause:
+            raise too_expensive(grammar) from cause
         # jsonschema's messages quote what a reference leads to, so none of them is passed on.
         except Exception as cause:
             problem = f"cannot be enforced: its texts cannot be checked ({type(cause).__name__})"

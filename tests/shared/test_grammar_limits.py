@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from typing import Any
 
@@ -19,9 +20,11 @@ from grammar_texts import (
     compiler,
     in_tag,
     schema,
+    walk,
 )
 
 from outrider.errors import OutriderError
+from outrider.grammar.backends import _LL_LIMITS, MaskLimit
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.repetition import check_ebnf, check_pattern
@@ -166,3 +169,16 @@ def test_the_longest_chain_of_rules_does_not_end_the_process() -> None:
         assert bracket in allowed(mask)
         assert matcher.accept(bracket)
         matcher.fill(mask, 0)
+
+
+def test_a_mask_that_the_backend_gives_up_on_is_the_grammars_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later in a text the request ends with the same error, instead of with an empty mask."""
+    monkeypatch.setitem(_LL_LIMITS, "step_lexer_fuel", 60)
+    grammar = Grammar(GrammarKind.REGEX, "(a|b|c){1,50}[0-9]{3}")
+    with pytest.raises(OutriderError, match="its masks became too expensive") as refused:
+        compiler().compile(grammar)
+    assert refused.value.field == "grammar.regex"
+    with pytest.raises(MaskLimit):
+        walk(compiler()._libraries.compile(grammar), random.Random(0))

@@ -13,7 +13,7 @@ from fake_model import EOS, VOCAB, Client, ScriptedDrafter, finish, make_engine
 from toy_grammars import Alternating
 
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Mask
+from outrider.grammar.backends import Mask, MaskLimit
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.process.tenant_threads import TenantThreads
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
@@ -268,10 +268,20 @@ def test_a_tenants_budget_is_that_of_five_requests_and_comes_back() -> None:
     assert budget.error(sequence) is None
 
 
-def test_a_failing_matcher_ends_its_sequence_alone() -> None:
+@pytest.mark.parametrize(
+    ("failure", "reason", "field"),
+    [
+        (RuntimeError("broken"), Reason.INTERNAL, None),
+        (MaskLimit(), Reason.INVALID_VALUE, "grammar.ebnf"),
+    ],
+    ids=["a defect", "beyond the backend's limits"],
+)
+def test_a_failing_matcher_ends_its_sequence_alone(
+    failure: Exception, reason: Reason, field: str | None
+) -> None:
     class Broken(Alternating):
         def fill(self, mask: Mask, row: int) -> None:
-            raise RuntimeError("broken")
+            raise failure
 
     engine = engine_with(Held())
     bad, good = Client(), Client()
@@ -284,7 +294,8 @@ def test_a_failing_matcher_ends_its_sequence_alone() -> None:
         held.let_go()
     engine.outbox.send_to_clients()
     assert isinstance(bad.error, OutriderError)
-    assert bad.error.reason is Reason.INTERNAL
+    assert (bad.error.reason, bad.error.field) == (reason, field)
+    assert field is None or "masks became too expensive" in bad.error.message
     assert good.finish_reason is FinishReason.LENGTH
 
 

@@ -12,7 +12,7 @@ from itertools import compress
 import numpy as np
 
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Mask, Matcher
+from outrider.grammar.backends import Mask, MaskLimit, Matcher, too_expensive
 from outrider.protocol.token_tree import without_chain
 from verifier_svc.policy.draft_trees import ChosenDraft
 from verifier_svc.state.mask_work import MaskWork
@@ -115,6 +115,9 @@ class GrammarMasks:
         """Why a sequence has to end because of its masks; None if it may go on."""
         work = sequence.mask_work
         if work is not None and work.failure is not None:
+            grammar = sequence.request.grammar
+            if isinstance(work.failure, MaskLimit) and grammar is not None:
+                return too_expensive(grammar)
             log.error("a grammar's masks failed", exc_info=work.failure)
             return OutriderError(Reason.INTERNAL, "the masks of its grammar could not be computed")
         return self._budget.error(sequence)
