@@ -132,8 +132,7 @@ tables)
   python3 -m outrider_bench.gpu tables "$OUT"
   ;;
 wheels)
-  # xgrammar depends on torch, so it is downloaded without its dependencies.
-  lines=$(python3 - $there xgrammar <<'PY'
+  lines=$(python3 - $there <<'PY'
 import re, sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 wanted = [*project["dependencies"], *project["optional-dependencies"]["models"]]
@@ -149,7 +148,7 @@ PY
     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
   rm -rf bench/wheels
   "${fetch[@]}" "${wanted[@]}"
-  "${fetch[@]}" --no-deps xgrammar apache-tvm-ffi liger-kernel
+  "${fetch[@]}" --no-deps liger-kernel
   # The stack runs without TLS, and calls no Connect service.
   for name in $there cryptography pyqwest; do
     rm -f bench/wheels/"${name//-/_}"-*.whl

@@ -172,15 +172,8 @@ def _coupled_sample(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return (probs.double() / coupled_exponentials(keys, probs.shape[-1])).argmax(-1)
 
 
-def _mask(logits: torch.Tensor, words: torch.Tensor, *, vocab_size: int) -> None:
-    bits = words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32) & 1
-    allowed = bits.flatten(1)[:, :vocab_size].bool()
-    logits.masked_fill_(~allowed, -torch.inf)
-
-
 _KERNELS: dict[str, Callable[..., Any]] = {
     "outrider.sampling.penalty_kernel.penalise": _penalise,
     "outrider.sampling.noise_kernel.coupled_sample": _coupled_sample,
-    "xgrammar.apply_token_bitmask_inplace": _mask,
 }
 """Kernels that only a GPU runs. Each is one operator."""

@@ -54,6 +54,7 @@ def with_calls_and_thought(
         shows_thought=options.shows_thought,
         is_either=use is not None and not use.is_forced and grammar is not None,
         is_forced=use is not None and use.is_forced,
+        held=frozenset(tool.name for tool in options.tools if tool.strict),
     )
     if form is None or use is None:
         return replace(request, reading=reading)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.tools.formats import Style
-
-_DSML = "｜DSML｜"
-_SOLID = re.compile(r"\S")
+from outrider.grammar.arguments import TAGS, Tags
+from outrider.grammar.branches import ALL_TYPES, Types, json_type
 
 
 class ArgumentReader(ABC):
@@ -63,189 +61,224 @@ class _JsonReader(ArgumentReader):
         return text, ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tags:
-    """How an XML style writes a parameter.
-
-    `begin` has the group `key`, and `is_text` where the style says "true" of a text.
-    """
-
-    begin: re.Pattern[str]
-    end: str
-    trims: bool = False
-    """Whether a line break next to a tag belongs to the layout."""
+# What JSON's words and numbers are that a model writes as Python does.
+_PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
+_WHOLE = re.compile(r"-?[0-9]+(?=\.0+$)")
+_JSON_MARK = r'\\.|"'
 
 
-_XML: dict[Style, _Tags] = {
-    "qwen_xml": _Tags(re.compile(r"<parameter=(?P<key>[^>]*)>"), "</parameter>", trims=True),
-    "minimax_xml": _Tags(re.compile(r'<parameter name="(?P<key>[^"]*)">'), "</parameter>"),
-    "glm_xml": _Tags(
-        re.compile(r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"), "</arg_value>"
-    ),
-    "deepseek_xml": _Tags(
-        re.compile(rf'<{_DSML}parameter name="(?P<key>[^"]*)" string="(?P<is_text>\w+)">'),
-        f"</{_DSML}parameter>",
-    ),
-    "deepseek_v4_1_xml": _Tags(
-        re.compile(rf'<{_DSML} parameter name="(?P<key>[^"]*)" string="(?P<is_text>\w+)">'),
-        f"</{_DSML} parameter>",
-    ),
-}
-
-
-class _XmlReader(ArgumentReader):
+class _TagReader(ArgumentReader):
     """Parameters in tags. The tool's schema says which of them are texts.
 
-    `end` is the text after the arguments.
+    `end` is the text after the arguments. Where the arguments were `held` to the schema, a closing
+    tag within a JSON string ends nothing.
     """
 
-    def __init__(self, tags: _Tags, end: str, schema: Mapping[str, Any]) -> None:
+    def __init__(self, tags: Tags, end: str, schema: Mapping[str, Any], *, held: bool) -> None:
         self._tags = tags
+        self._begin = _begin_of(tags)
         self._end = end.lstrip()
-        self._schema = schema
+        self._types = Types(schema)
+        self._held = held
         self._written = "{"
-        # The parameter whose value is under way, and how much of the value was searched.
-        self._named: dict[str, str] | None = None
-        self._searched = 0
+        # The parameter whose value is under way.
+        self._value: _Value | None = None
 
     def read(self, text: str) -> tuple[str, str]:
         pieces: list[str] = []
-        at = 0
         while not self.is_complete:
-            if self._named is None:
-                solid = _SOLID.search(text, at)
-                at = len(text) if solid is None else solid.start()
-                begin = self._tags.begin.match(text, at)
+            if self._value is None:
+                text = text.lstrip()
+                begin = self._begin.match(text)
                 if begin is None:
-                    if text.startswith(self._end, at):
+                    if text.startswith(self._end):
                         self.is_complete = True
                         pieces.append("{}" if self._written == "{" else "}")
                     break
-                self._named = begin.groupdict()
-                self._searched = 0
-                at = begin.end()
-            closed = text.find(self._tags.end, at + self._searched)
-            if closed < 0:
-                self._searched = max(0, len(text) - at - len(self._tags.end) + 1)
+                self._value = self._opened(begin.groupdict())
+                text = text[begin.end() :]
+            rest = self._value.take(text)
+            if rest is None:
+                return "".join(pieces), ""
+            text = rest
+            before, self._written = self._written, ", "
+            shown = f"{json.dumps(self._value.key, ensure_ascii=False)}: {self._value.shown()}"
+            pieces.append(before + shown)
+            self._value = None
+        return "".join(pieces), text
+
+    def _opened(self, named: Mapping[str, str]) -> _Value:
+        types = self._types.of_property(named["key"]) or ALL_TYPES
+        if "is_text" in named:
+            is_text = named["is_text"] == "true"
+            types = frozenset(["string"]) if is_text else types - {"string"}
+        return _Value(named["key"], types, self._tags, held=self._held)
+
+
+def _begin_of(tags: Tags) -> re.Pattern[str]:
+    """A pattern of the text that begins a parameter."""
+    found = re.escape(tags.begin)
+    parts = {"key": f"(?P<key>[^{tags.key_end}]*)", "text": r"(?P<is_text>\w+)", "blanks": r"\s*"}
+    for name, part in parts.items():
+        found = found.replace(re.escape(f"{{{name}}}"), part)
+    return re.compile(found)
+
+
+class _Value:
+    """The value of one parameter, which grows up to its closing tag."""
+
+    def __init__(self, key: str, types: frozenset[str], tags: Tags, *, held: bool) -> None:
+        """`types` are those that the value may have. Without `string` it is JSON."""
+        self.key = key
+        self._types, self._tags, self._held = types, tags, held
+        self._parts: list[str] = []
+        self._tail = ""
+        self._in_string = False
+        self._mark = re.compile(f"{_JSON_MARK}|{re.escape(tags.end)}", re.DOTALL)
+        self._is_json: bool | None = None
+        if not held or types == {"string"}:
+            self._is_json = False
+
+    def take(self, text: str) -> str | None:
+        """Add text. Returns what follows the closing tag; None while that is not there."""
+        text = self._tail + text
+        if self._is_json is None:
+            start = text.lstrip()
+            if not start:
+                self._tail = text
+                return None
+            self._is_json = start[0] in "[{" or "string" not in self._types
+        # What may begin the tag, or an escape, is looked at again.
+        certain = len(text) - len(self._tags.end) + 1
+        at = 0
+        while (mark := self._next(text, at)) is not None:
+            begin, end = mark
+            if text.startswith(self._tags.end, begin) and not self._in_string:
+                self._parts.append(text[:begin])
+                return text[end:]
+            if begin >= certain:
                 break
-            pieces.append(self._parameter(self._named, text[at:closed]))
-            self._named = None
-            at = closed + len(self._tags.end)
-        return "".join(pieces), text[at:]
+            if text[begin] == '"':
+                self._in_string = not self._in_string
+            at = end
+        at = max(at, certain, 0)
+        self._parts.append(text[:at])
+        self._tail = text[at:]
+        return None
 
-    def _parameter(self, named: Mapping[str, str], text: str) -> str:
-        key = named["key"]
-        shown = _json_text(self._value(key, named.get("is_text"), text))
-        before, self._written = self._written, ", "
-        return f"{before}{_json_text(key)}: {shown}"
+    def _next(self, text: str, at: int) -> tuple[int, int] | None:
+        """Where the next mark begins and ends: of JSON's strings, or the closing tag."""
+        if self._is_json:
+            found = self._mark.search(text, at)
+            return None if found is None else found.span()
+        begin = text.find(self._tags.end, at)
+        return None if begin < 0 else (begin, begin + len(self._tags.end))
 
-    def _value(self, key: str, is_text: str | None, text: str) -> Any:
+    def shown(self) -> str:
+        """The value as JSON."""
+        text = "".join(self._parts)
         if self._tags.trims:
             text = text.removeprefix("\n").removesuffix("\n")
-        if is_text is not None:
-            return text if is_text == "true" else _parsed(text, lambda _: True)
-        properties = self._schema.get("properties")
-        types = _types(properties.get(key) if isinstance(properties, Mapping) else None)
-        if types == {"string"}:
-            return text
-        return _parsed(text, lambda value: not types or _type_of(value) in types)
+        solid = text.strip()
+        # Beside texts, JSON has no blanks around it.
+        if self._types != {"string"} and ("string" not in self._types or solid == text):
+            kind = _json_kind(solid)
+            if kind is not None and self._takes(kind):
+                return solid
+            if "string" not in self._types and (shown := self._repaired(solid)):
+                return shown
+        return json.dumps(text, ensure_ascii=False)
+
+    def _takes(self, kind: str) -> bool:
+        # A quoted text is a text where only JSON is expected.
+        is_text = kind == "string" and "string" not in self._types
+        return is_text or kind in self._types or (kind == "integer" and "number" in self._types)
+
+    def _repaired(self, text: str) -> str:
+        """JSON for a value that Python writes otherwise; "" for other texts."""
+        shown, kind = _PYTHON.get(text, ("", ""))
+        if shown and kind in self._types:
+            return shown
+        whole = _WHOLE.match(text)
+        return whole[0] if whole and "integer" in self._types else ""
 
 
-def _parsed(text: str, accepts: Callable[[Any], bool]) -> Any:
-    """The JSON value that the text writes, if it is accepted, else the text."""
-    try:
-        value = json.loads(text)
+def _json_kind(text: str) -> str | None:
+    """The type of the JSON value that the text writes; None if it writes none."""
+
+    def refuse(constant: str) -> Any:
         # Python reads infinite numbers, which JSON has not.
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return text
-    return value if accepts(value) else text
+        raise ValueError(constant)
 
-
-def _json_text(value: Any) -> str:
-    """The value as JSON; with escapes only if it holds half of a surrogate pair."""
-    shown = json.dumps(value, ensure_ascii=False)
     try:
-        shown.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return shown
-
-
-def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema names, `integer` among them; empty for any."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else set()
-    found |= {name for name in _listed(named) if isinstance(name, str)}
-    for option in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
-        found |= _types(option)
-    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
-    if not found:
-        found = {_type_of(value) for value in values}
-    # A number may be written without a fraction.
-    return found | ({"integer"} if "number" in found else set())
-
-
-def _listed(value: object) -> list[Any]:
-    """The value if it is a list: a schema that nobody has checked may hold anything."""
-    return value if isinstance(value, list) else []
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
-        if isinstance(value, kind):
-            return name
-    return "array" if isinstance(value, list) else "object"
+        # The numbers themselves do not matter, and may have more digits than Python reads.
+        value = json.loads(
+            text, parse_int=lambda _: 0, parse_float=lambda _: 0.5, parse_constant=refuse
+        )
+    except (ValueError, RecursionError):
+        return None
+    return json_type(value)
 
 
 class _GemmaReader(ArgumentReader):
     """Gemma 4's object: keys without quotation marks, texts between `<|"|>`."""
 
     _QUOTE = '<|"|>'
-    _MARK = re.compile(r'[{}\[\]]|<\|"\|>')
-    _PART = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[A-Za-z_][\w.-]*)(?=:)', re.DOTALL)
+    _MARK = re.compile(r'[{}\[\],:]|<\|"\|>')
+    _KEY = re.compile(r"[A-Za-z_][\w.-]*")
 
     def __init__(self) -> None:
-        self._at = 0
         self._depth = 0
-        # Up to where the end of a text was searched.
-        self._searched = 0
+        self._in_text = False
+        # A text under way, or a word that may be a key.
+        self._parts: list[str] = []
 
     def read(self, text: str) -> tuple[str, str]:
-        while (mark := self._MARK.search(text, self._at)) is not None:
-            end = mark.end()
-            if mark[0] == self._QUOTE:
-                closed = text.find(self._QUOTE, max(end, self._searched))
-                if closed < 0:
-                    # The text goes on. Its opening mark is looked for again.
-                    self._at = mark.start()
-                    self._searched = len(text) - len(self._QUOTE) + 1
-                    return "", text
-                end = closed + len(self._QUOTE)
+        pieces: list[str] = []
+        at = 0
+        while not self.is_complete:
+            if self._in_text:
+                begin = text.find(self._QUOTE, at)
+                end = begin + len(self._QUOTE)
             else:
-                self._depth += 1 if mark[0] in "{[" else -1
-            self._at = end
-            if self._depth == 0:
-                self.is_complete = True
-                return self._PART.sub(self._shown, text[:end]), text[end:]
+                mark = self._MARK.search(text, at)
+                begin, end = (-1, -1) if mark is None else mark.span()
+            if begin < 0:
+                break
+            self._parts.append(text[at:begin])
+            pieces.append(self._piece(text[begin:end]))
+            at = end
+        if self.is_complete:
+            return "".join(pieces), text[at:]
         # The end may begin a quotation mark.
-        self._at = max(self._at, len(text) - len(self._QUOTE) + 1)
-        return "", text
+        kept = max(at, len(text) - len(self._QUOTE) + 1)
+        self._parts.append(text[at:kept])
+        return "".join(pieces), text[kept:]
 
-    @staticmethod
-    def _shown(part: re.Match[str]) -> str:
-        text = part["key"] if part["text"] is None else part["text"]
-        return json.dumps(text, ensure_ascii=False)
+    def _piece(self, mark: str) -> str:
+        """The JSON of what came before a mark, and of the mark."""
+        before = "".join(self._parts)
+        self._parts = []
+        if mark == self._QUOTE:
+            self._in_text = not self._in_text
+            return before if self._in_text else json.dumps(before, ensure_ascii=False)
+        if mark == ":" and self._KEY.fullmatch(before):
+            before = json.dumps(before)
+        if mark in "{}[]":
+            self._depth += 1 if mark in "{[" else -1
+            self.is_complete = self._depth == 0
+        return before + mark
 
 
-def argument_reader(style: Style, end: str, schema: Mapping[str, Any]) -> ArgumentReader:
-    """A reader of one call's arguments. `end` follows them; `schema` is the tool's."""
+def argument_reader(
+    style: Style, end: str, schema: Mapping[str, Any], *, held: bool
+) -> ArgumentReader:
+    """A reader of one call's arguments. `end` follows them; `schema` is the tool's.
+
+    `held` says that the grammar held the arguments to the schema.
+    """
     if style == "json":
         return _JsonReader()
     if style == "gemma":
         return _GemmaReader()
-    return _XmlReader(_XML[style], end, schema)
+    return _TagReader(TAGS[style], end, schema, held=held)

@@ -1,9 +1,4 @@
-"""How models write tool calls and thoughts: one row a format.
-
-A row says the same as XGrammar's `get_model_structural_tag`, and a test compares the two. The
-gateway cannot call that function, since XGrammar imports torch. Mistral's, Hermes' and Gemma 4's
-formats are not among XGrammar's.
-"""
+"""How models write tool calls and thoughts: one row a format."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outrider.errors import invalid
+from outrider.grammar.arguments import TAGS
 
 Style = Literal[
     "json",
@@ -21,7 +17,7 @@ Style = Literal[
     "deepseek_v4_1_xml",
     "gemma",
 ]
-"""How a call's arguments are written. All but "gemma" are XGrammar's styles."""
+"""How a call's arguments are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +62,8 @@ class ToolFormat:
     """A chat template with all of these texts belongs to this format."""
     call_id: Literal["call", "nine", "function"] = "call"
     """The form of a call's id, which some templates check: call_…, nine characters, f:0."""
+    begins_as_text: bool = False
+    """Whether other texts begin as a call does, so that only a tool's name tells a call."""
     marks: tuple[str, ...] = ()
     """More texts of the format that may be special tokens."""
 
@@ -76,12 +74,18 @@ class ToolFormat:
             return _common_start([begin for begin, _ in self.sections])
         return _common_start([marks.begin.partition("{name}")[0] for marks in self.calls])
 
+    def begin(self, marks: CallMarks, name: str) -> str:
+        """The fixed text with which a call of this tool begins."""
+        return marks.begin.replace("{name}", name).partition("{number}")[0]
+
     @property
     def literals(self) -> tuple[str, ...]:
         """All texts of the format."""
         of_calls = [text for marks in self.calls for text in (marks.begin, marks.end)]
         of_sections = [text for pair in self.sections for text in pair]
-        return (*of_calls, *of_sections, *self.marks)
+        tags = TAGS.get(self.style)
+        of_tags = [] if tags is None else [tags.begin, tags.end]
+        return (*of_calls, *of_sections, *of_tags, *self.marks)
 
 
 def _common_start(texts: list[str]) -> str:
@@ -238,6 +242,7 @@ _ROWS = (
     ToolFormat(
         "llama",
         (CallMarks('{"name": "{name}", "parameters": ', "}"),),
+        begins_as_text=True,
         template_marks=("<|start_header_id|>", '"parameters": '),
     ),
 )

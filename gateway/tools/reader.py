@@ -74,6 +74,10 @@ class Reading:
     """Whether the answer is calls alone or content alone."""
     is_forced: bool = False
     """Whether the answer holds nothing but calls, and perhaps a thought before them."""
+    held: frozenset[str] = frozenset()
+    """The tools whose arguments the grammar holds to their schemas; all of them if it is forced."""
+    first_call: int = 0
+    """How many calls the conversation has before this answer."""
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -88,12 +92,16 @@ class AnswerReader:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._buffer = ""
-        self._blanks = ""
+        # Blanks that belong to the content only if more content follows, and line breaks of a
+        # thought likewise. There may be thousands of pieces.
+        self._blanks: list[str] = []
         # Whether line breaks that follow belong to the layout, as after a thought.
         self._trims = reading.begins_in_thought
         self._arguments: ArgumentReader | None = None
         self._marks: CallMarks | None = None
         self._section_end = ""
+        # Whether a call that has not yet begun would end a thought.
+        self._ends_thought = False
         self._thought_may_begin = reading.thought is not None and not reading.begins_in_thought
         self._call_count = 0
         self._step: Callable[[list[Part]], bool] = self._content
@@ -138,6 +146,8 @@ class AnswerReader:
         if self._step == self._content:
             is_open = self._buffer or self._blanks or self._trims
             return None if is_open else "content"
+        if self._ends_thought:
+            return None
         if self._section_end and self._call_count and self._step == self._call:
             # Another call may begin here, or the section end.
             return None
@@ -148,40 +158,62 @@ class AnswerReader:
         """The text that was held back. Call it once, after the last text."""
         parts: list[Part] = []
         if self._step == self._thought:
-            self._add_reasoning(self._buffer.rstrip("\n"), parts)
+            self._add_reasoning(self._buffer, parts)
         elif self._step in (self._content, self._plain) and not self._reading.is_forced:
             self._add_content(self._buffer, parts)
             # Blanks next to calls are layout. An answer without calls keeps its blanks.
             if self._blanks and not self._call_count:
-                parts.append(Content(self._blanks))
+                parts.append(Content("".join(self._blanks)))
+        elif self._step == self._call and self._may_be_other and not self._section_end:
+            self._no_call(parts)
+            return joined([*parts, *self.finish()])
         # What remains else was cut off within the texts around a call, and says nothing.
         self._buffer = ""
         return joined(parts)
 
     def _thought(self, parts: list[Part]) -> bool:
-        """Take the thought up to its end mark."""
+        """Take the thought up to its end mark, or to a call."""
         assert self._reading.thought is not None
         end = self._reading.thought.end
-        text, found, rest = self._buffer.partition(end)
-        if found:
-            self._add_reasoning(text.rstrip("\n"), parts)
-            self._buffer = rest
-            self._trims = True
+        marks = [end] if self._reading.form is None else [end, self._reading.form.trigger]
+        found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
+        if not found:
+            certain = _held_from(self._buffer, marks)
+            self._add_reasoning(self._buffer[:certain], parts)
+            self._buffer = self._buffer[certain:]
+            return False
+        at, mark = min(found)
+        self._add_reasoning(self._buffer[:at], parts)
+        self._buffer = self._buffer[at:]
+        if mark == end:
+            self._buffer = self._buffer.removeprefix(end)
+            self._end_thought()
             self._step = self._content
-            return True
-        held = len(text) - _held_from(text, [end])
-        certain = text[: len(text) - held].rstrip("\n")
-        self._add_reasoning(certain, parts)
-        self._buffer = text[len(certain) :]
-        return False
+        else:
+            self._ends_thought = True
+            self._step = self._section if self._form.sections else self._call
+        return True
+
+    def _end_thought(self) -> None:
+        # Line breaks at its end are layout.
+        self._blanks = []
+        self._trims = True
+        self._ends_thought = False
 
     def _add_reasoning(self, text: str, parts: list[Part]) -> None:
+        """Add to the thought, but hold the line breaks at its end."""
         if self._trims:
             text = text.lstrip("\n")
-        if text:
-            self._trims = False
-            if self._reading.shows_thought:
-                parts.append(Reasoning(text))
+        if not text:
+            return
+        self._trims = False
+        solid = text.rstrip("\n")
+        if solid and self._reading.shows_thought:
+            parts.append(Reasoning("".join([*self._blanks, solid])))
+        if solid:
+            self._blanks = []
+        if len(solid) < len(text):
+            self._blanks.append(text[len(solid) :])
 
     def _content(self, parts: list[Part]) -> bool:
         """Take content up to the next thought, call or section."""
@@ -204,7 +236,7 @@ class AnswerReader:
         if thought is not None and opener == thought.begin:
             self._thought_may_begin = False
             self._buffer = self._buffer.removeprefix(opener)
-            self._blanks = ""
+            self._blanks = []
             self._trims = True
             self._step = self._thought
         else:
@@ -213,8 +245,8 @@ class AnswerReader:
 
     def _plain(self, parts: list[Part]) -> bool:
         """Take content in which nothing is looked for, so that its blanks are its own."""
-        text = self._blanks + self._buffer
-        self._blanks = self._buffer = ""
+        text = "".join([*self._blanks, self._buffer])
+        self._blanks, self._buffer = [], ""
         if self._trims:
             text = text.lstrip("\n")
         if text:
@@ -244,11 +276,11 @@ class AnswerReader:
             self._thought_may_begin = False
         if self._reading.form is None and not self._thought_may_begin:
             solid = text
-        if not solid:
-            self._blanks += text
-            return
-        parts.append(Content(self._blanks + solid))
-        self._blanks = text[len(solid) :]
+        if solid:
+            parts.append(Content("".join([*self._blanks, solid])))
+            self._blanks = []
+        if len(solid) < len(text):
+            self._blanks.append(text[len(solid) :])
 
     @property
     def _form(self) -> ToolFormat:
@@ -279,25 +311,30 @@ class AnswerReader:
             begin = pattern.match(self._buffer)
             if begin is None:
                 continue
-            if self._reading.is_either and begin["name"] not in self._reading.schemas:
-                # An answer in JSON may begin as a call does, and go on with another name.
+            if self._may_be_other and begin["name"] not in self._reading.schemas:
+                # Another text may begin as a call does, and go on with another name.
                 return self._no_call(parts)
             self._begin_call(begin, marks, parts)
             return True
         # Elsewhere the grammar allows nothing but a call after the trigger.
-        is_other = self._reading.is_either and not self._may_begin()
+        is_other = self._may_be_other and not self._may_begin()
         if is_other or len(self._buffer) > _LONGEST_BEGIN:
             return self._no_call(parts)
         return False
+
+    @property
+    def _may_be_other(self) -> bool:
+        """Whether a text that begins as a call does may be none."""
+        form = self._form
+        return self._reading.is_either or self._ends_thought or form.begins_as_text
 
     def _may_begin(self) -> bool:
         """Whether the text may become the beginning of a call of a known tool."""
         if not self._buffer or self._section_end:
             return True
         for marks in self._form.calls:
-            fixed = marks.begin.partition("{number}")[0]
             for name in self._reading.schemas:
-                begin = fixed.replace("{name}", name)
+                begin = self._form.begin(marks, name)
                 if begin.startswith(self._buffer[: len(begin)]):
                     return True
         return False
@@ -306,20 +343,28 @@ class AnswerReader:
         name = begin["name"]
         index = self._call_count
         self._call_count += 1
-        self._blanks = ""
+        self._blanks = []
+        self._ends_thought = False
         self._buffer = self._buffer[begin.end() :]
         self._marks = marks
         schema = self._reading.schemas.get(name, {})
-        self._arguments = argument_reader(self._form.style, marks.end, schema)
+        held = self._reading.is_forced or name in self._reading.held
+        self._arguments = argument_reader(self._form.style, marks.end, schema, held=held)
         self._step = self._read_arguments
-        parts.append(CallBegin(index, _call_id(self._form, name, index), name))
+        number = self._reading.first_call + index
+        parts.append(CallBegin(index, _call_id(self._form, name, number), name))
 
     def _no_call(self, parts: list[Part]) -> bool:
-        """Take what looked like the beginning of a call as content."""
+        """Take what looked like the beginning of a call as content, or as a thought."""
         trigger = self._form.trigger
-        self._add_content(self._buffer[: len(trigger)], parts)
-        self._buffer = self._buffer[len(trigger) :]
+        text, self._buffer = self._buffer[: len(trigger)], self._buffer[len(trigger) :]
         self._section_end = ""
+        if self._ends_thought:
+            self._ends_thought = False
+            self._add_reasoning(text, parts)
+            self._step = self._thought
+            return True
+        self._add_content(text, parts)
         self._step = self._plain if self._reading.is_either else self._content
         return True
 
@@ -346,10 +391,10 @@ class AnswerReader:
         end = self._marks.end.lstrip()
         # The blanks belong to the mark; without a mark they belong to the content.
         if end:
-            text = self._buffer.lstrip()
-            if not text.startswith(end):
+            self._buffer = self._buffer.lstrip()
+            if not self._buffer.startswith(end):
                 return False
-            self._buffer = text.removeprefix(end)
+            self._buffer = self._buffer.removeprefix(end)
         if self._section_end:
             self._step = self._call
         else:

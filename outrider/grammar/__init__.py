@@ -1,1 +1,1 @@
-"""Checks and compiles grammars, and computes token masks with a backend."""
+"""Checks and compiles grammars, and computes token masks."""

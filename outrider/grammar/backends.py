@@ -1,20 +1,17 @@
-"""The libraries that compile grammars and compute masks, behind one small interface."""
+"""LLGuidance, which compiles grammars and computes masks, behind one small interface."""
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import OutriderError, invalid
-from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.lark import JSON_OPTIONS, SpecialTokens, any_of, literal
 
 Mask = npt.NDArray[np.int32]
-# Most whitespace characters between two JSON tokens. Without a bound a model can indent for ever.
-_MAX_WHITESPACE = 16
 # LLGuidance does not report a grammar's size. Measured with malloc, hardly any grammar of up to
 # 64,000 characters took more than this.
 _LL_BYTES = 128 * 1024
@@ -27,12 +24,6 @@ _LL_LIMITS = {
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
-}
-_LL_JSON: Any = {
-    # A space, or one line break with an indentation: a model that likes line breaks goes on.
-    "whitespace_pattern": rf"\x20|\x0D?\x0A[\x20\x09]{{0,{_MAX_WHITESPACE}}}",
-    # Without \u: {"\u0061": 1} would pass as a property other than "a".
-    "json_allowed_escapes": 'nrbtf\\"',
 }
 
 
@@ -90,39 +81,51 @@ class Compiled(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Its memory, in bytes; an estimate with LLGuidance."""
+        """An estimate of its memory, in bytes."""
 
     def matcher(self) -> TextMatcher:
         """A matcher at the start of a text."""
 
 
-class Library(Protocol):
-    """A library with the tokenizer loaded."""
-
-    def compile(self, grammar: Grammar) -> Compiled:
-        """Compile; raises the library's exceptions for a grammar that it refuses."""
-
-
 class Libraries:
-    """Both libraries with the tokenizer loaded. Each grammar goes to the library that serves it."""
+    """LLGuidance with the tokenizer loaded. It derives masks lazily, so it compiles fast."""
 
     def __init__(
         self, tokenizer_path: str, vocab_size: int, stop_token_ids: tuple[int, ...]
     ) -> None:
-        """Load the tokenizer."""
+        """Load the tokenizer, a directory or a hub id."""
+        import llguidance.hf
+        import llguidance.numpy
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-        xgrammar = XGrammar(tokenizer, vocab_size, stop_token_ids)
-        self._libraries: dict[Backend, Library] = {
-            "xgrammar": xgrammar,
-            "llguidance": LLGuidance(tokenizer, vocab_size, stop_token_ids),
-        }
-        self.token_bytes = xgrammar.token_bytes
+        tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
+        self._library = llguidance
+        self._stops = stop_token_ids
+        self._tokenizer = llguidance.hf.from_tokenizer(
+            tokenizer, n_vocab=vocab_size, eos_token=list(stop_token_ids) or None
+        )
+        self.token_bytes = _token_bytes(self._tokenizer, tokenizer, vocab_size)
+        special = self._tokenizer.is_special_token
+        names = {each.content: i for i, each in tokenizer.added_tokens_decoder.items()}
+        self.specials = SpecialTokens({name: i for name, i in names.items() if special(i)})
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a translated grammar; raises the library's exceptions if it refuses it."""
-        return self._libraries[grammar.backend].compile(grammar)
+        """Compile a translated grammar; raises ValueError if the library refuses it."""
+        matcher = self._library.LLMatcher
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                text = matcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
+            case GrammarKind.JSON_OBJECT:
+                text = matcher.grammar_from_json_schema(
+                    '{"type": "object"}', overrides=JSON_OPTIONS
+                )
+            case GrammarKind.REGEX:
+                text = matcher.grammar_from_regex(grammar.text)
+            case GrammarKind.CHOICE:
+                text = matcher.grammar_from_lark("start: " + any_of(map(literal, grammar.choices)))
+            case _:
+                text = matcher.grammar_from_lark(grammar.text)
+        return _LLCompiled(self._library, self._tokenizer, text, self._stops)
 
 
 def token_bytes(model: str) -> list[bytes]:
@@ -130,149 +133,17 @@ def token_bytes(model: str) -> list[bytes]:
 
     `model` is a directory or a hub id. An id without a token has no bytes.
     """
-    import xgrammar
+    import llguidance.hf
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    decoded: list[bytes] = xgrammar.TokenizerInfo.from_huggingface(tokenizer).decoded_vocab
-    return decoded
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    return _token_bytes(llguidance.hf.from_tokenizer(tokenizer), tokenizer, len(tokenizer))
 
 
-class XGrammar:
-    """Compiles GBNF and structural tags with XGrammar (Dong et al., arXiv 2411.15100)."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
-        import xgrammar
-
-        self._library = xgrammar
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids)
-        )
-        self.token_bytes: list[bytes] = info.decoded_vocab
-        self._without_controls = np.full(-(-vocab_size // 32), -1, np.int32)
-        words = self._without_controls.view(np.uint32)
-        for token_id, text in enumerate(self.token_bytes):
-            if any(byte < 0x20 and byte not in b"\r\n" for byte in text):
-                words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-        # GrammarCache caches instead of the library.
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-    def compile(self, grammar: Grammar) -> Compiled:
-        """Compile; raises the library's exceptions for a grammar that it refuses."""
-        if grammar.kind is GrammarKind.STRUCTURAL_TAG:
-            compiled = self._compiler.compile_structural_tag(grammar.text)
-        else:
-            compiled = self._compiler.compile_grammar(grammar.text)
-        only = self._without_controls if _has_lengths(grammar) else None
-        return _XCompiled(self._library, compiled, only)
-
-
-def _has_lengths(grammar: Grammar) -> bool:
-    """Whether the grammar may hold JSON strings of bounded length.
-
-    XGrammar lets these hold raw control characters, which is not JSON. So no text of such a grammar
-    gets a token with a raw control character other than a line break.
-    """
-    is_tag = grammar.kind is GrammarKind.STRUCTURAL_TAG
-    return is_tag and re.search('"m(in|ax)Length"', grammar.text) is not None
-
-
-class _XCompiled:
-    def __init__(self, library: Any, compiled: Any, only: Mask | None) -> None:
-        """`only` is a mask (int32 [ceil(V / 32)]) of the tokens that may be used; None for all."""
-        self._library = library
-        self._compiled = compiled
-        self._only = only
-
-    @property
-    def size_bytes(self) -> int:
-        return int(self._compiled.memory_size_bytes)
-
-    def matcher(self) -> TextMatcher:
-        return _XMatcher(self._library.GrammarMatcher(self._compiled), self._only)
-
-
-class _XMatcher:
-    def __init__(self, matcher: Any, only: Mask | None) -> None:
-        self._matcher, self._only = matcher, only
-
-    def accept(self, token_id: int) -> bool:
-        if self.ended:
-            return False
-        if self._only is not None and not self._only[token_id // 32] >> token_id % 32 & 1:
-            return False
-        return bool(self._matcher.accept_token(token_id))
-
-    def rollback(self, count: int) -> None:
-        if count:
-            self._matcher.rollback(count)
-
-    def fill(self, mask_RW: Mask, row: int) -> None:
-        if self.ended:
-            mask_RW[row] = 0
-            return
-        self._matcher.fill_next_token_bitmask(mask_RW, row)
-        if self._only is not None:
-            mask_RW[row] &= self._only
-
-    def jump_forward(self) -> bytes:
-        if self.ended:
-            return b""
-        try:
-            return str(self._matcher.find_jump_forward_string()).encode()
-        # Within a character, the library cannot give the rest of it as a string.
-        except UnicodeDecodeError:
-            return b""
-
-    def fork(self) -> TextMatcher:
-        return _XMatcher(self._matcher.fork(), self._only)
-
-    def accept_bytes(self, text: bytes) -> bool:
-        return not self.ended and bool(self._matcher.accept_string(text))
-
-    @property
-    def ended(self) -> bool:
-        return bool(self._matcher.is_terminated())
-
-
-class LLGuidance:
-    """Compiles JSON schemas, regular expressions and choices with LLGuidance.
-
-    It derives masks lazily, and so compiles in almost no time.
-    """
-
-    def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
-        import llguidance.hf
-        import llguidance.numpy
-
-        self._library = llguidance
-        self._stops = stop_token_ids
-        self._tokenizer = llguidance.hf.from_tokenizer(
-            tokenizer, n_vocab=vocab_size, eos_token=list(stop_token_ids) or None
-        )
-
-    def compile(self, grammar: Grammar) -> Compiled:
-        """Compile; raises ValueError for a grammar that the library refuses."""
-        matcher = self._library.LLMatcher
-        match grammar.kind:
-            case GrammarKind.JSON_SCHEMA:
-                text = matcher.grammar_from_json_schema(grammar.text, overrides=_LL_JSON)
-            case GrammarKind.JSON_OBJECT:
-                text = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_LL_JSON)
-            case GrammarKind.REGEX:
-                text = matcher.grammar_from_regex(grammar.text)
-            case GrammarKind.CHOICE:
-                text = matcher.grammar_from_lark("start: " + _alternatives(grammar.choices))
-            case _:
-                raise AssertionError(f"XGrammar serves {grammar.kind}")
-        return _LLCompiled(self._library, self._tokenizer, text, self._stops)
-
-
-def _alternatives(choices: tuple[str, ...]) -> str:
-    """The right side of a rule that matches one of these texts, escaped as in JSON."""
-    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-    # LLGuidance's lexer takes no raw DEL, which JSON does not escape.
-    return " | ".join(texts).replace("\x7f", r"\u007f")
+def _token_bytes(loaded: Any, tokenizer: Any, count: int) -> list[bytes]:
+    known = set(tokenizer.get_vocab().values())
+    # LLGuidance marks special tokens with the byte 0xFF, and so leaves it out of a token.
+    return [loaded.decode_bytes([i]) or b"\xff" if i in known else b"" for i in range(count)]
 
 
 class _LLCompiled:

@@ -42,9 +42,8 @@ class GrammarCompiler:
     bounds how long a request waits for its turn, and how much processor time its grammar may take.
     `cache_bytes` bounds the cache.
 
-    A compiled grammar cannot be taken over from another process: XGrammar needs a minute and a
-    gigabyte of JSON for a schema of 300 properties that compiles in 0.2 s. So a grammar that a
-    worker process compiled in time is compiled again here, which takes as long.
+    A compiled grammar cannot be taken over from another process, so a grammar that a worker process
+    compiled in time is compiled again here, which takes as long.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class GrammarCompiler:
         cache_bytes: int = 512 * 2**20,
         trusted: bool = False,
     ) -> None:
-        """Load the tokenizer; raises ImportError when a backend is not installed.
+        """Load the tokenizer; raises ImportError when LLGuidance is not installed.
 
         `trusted` grammars have been checked by somebody else. They are compiled here alone, and no
         worker processes are started.
@@ -156,7 +155,7 @@ class GrammarCompiler:
         if cached is not None:
             return cached
         if self._workers is None:
-            translated = translate(grammar)
+            translated = translate(grammar, self._libraries.specials)
         else:
             translated = self._checked(self._workers, grammar)
         return self.cache.add(grammar, compile_only(self._libraries, translated))

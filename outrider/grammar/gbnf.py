@@ -1,47 +1,92 @@
-r"""Translates the parts of a GBNF grammar that XGrammar reads otherwise.
+r"""Translates GBNF, llama.cpp's language, to Lark with LLGuidance's own translation.
 
-It reads as many hexadecimal digits after \x as there are, and its own regular expressions.
+That one takes few escapes, so all characters are written anew for it. A part of a grammar without
+recursion becomes a regular expression, so its texts are exactly GBNF's. Between parts with
+recursion, such a part takes the longest text that it can, where GBNF would try shorter ones too.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 
 from outrider.errors import invalid
-from outrider.grammar.regex import full_match
 
-_STRING = r'"(?:\\.|[^"\\])*"'
 _PARTS = re.compile(
-    rf"#[^\n\r]*|Regex(?P<open>\s*\(\s*)(?P<pattern>{_STRING})"
-    rf"|(?P<text>{_STRING}|\[(?:\\.|[^\]\\])*\])|.",
+    r"(?P<comment>#[^\n\r]*)"
+    r'|(?P<text>"(?:\\.|[^"\\])*")'
+    r"|\[(?P<negated>\^?)(?P<members>(?:\\.|[^\]\\])*)\]"
+    r"|(?P<name>[\w-]+)"
+    r"|(?P<any>\.)"
+    r"|.",
     re.DOTALL,
 )
-_ESCAPE = re.compile(r"\\(?:x(?P<digits>[0-9A-Fa-f]{0,2})|.)", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))|(.)", re.DOTALL
+)
+_LETTERS = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]", "-": "-"}
+_ROOT = "root-of-all"
 
 
 def translate_gbnf(text: str, field: str) -> str:
-    """Translate a grammar; raises OutriderError(INVALID_VALUE) for a construct in its regexes."""
-    return _PARTS.sub(lambda part: _part(part, field), text)
+    """Translate a grammar; raises OutriderError(INVALID_VALUE) for one that is no GBNF."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    names = re.findall(r"([\w-]+)\s*::=", _PARTS.sub(_name_alone, text))
+    if len(set(names)) < len(names):
+        raise invalid(field, "defines a rule twice")
+    # The root rule would be no regular expression.
+    parts = _PARTS.sub(lambda part: _part(part, field), text)
+    try:
+        return gbnf_to_lark(f"{parts}\nroot ::= {_ROOT}\n")
+    # The translation raises plain exceptions.
+    except Exception as cause:
+        raise invalid(field, f"is no GBNF: {str(cause)[:200]}") from cause
+
+
+def _name_alone(part: re.Match[str]) -> str:
+    return "" if part["comment"] or part["text"] or part["members"] is not None else part[0]
 
 
 def _part(part: re.Match[str], field: str) -> str:
-    if part["pattern"]:
-        try:
-            pattern = ast.literal_eval(part["pattern"])
-        except (SyntaxError, ValueError) as cause:
-            raise invalid(field, "has a Regex with an invalid escape") from cause
-        translated = full_match(pattern, field).replace("\\", "\\\\")
-        return f'Regex{part["open"]}"{translated}"'
     if part["text"]:
-        return _ESCAPE.sub(lambda escape: _escape(escape, field), part["text"])
-    return part[0]
+        return f'"{_characters(part["text"][1:-1], field)}"'
+    if part["members"] is not None:
+        return f"[{part['negated']}{_members(part['members'], field)}]"
+    if part["any"]:
+        return f"[\\x00-{chr(0x10FFFF)}]"
+    return _ROOT if part["name"] == "root" else part[0]
 
 
-def _escape(escape: re.Match[str], field: str) -> str:
-    digits = escape["digits"]
-    if digits is None:
-        return escape[0]
-    if len(digits) < 2:
-        raise invalid(field, r"has \x without two hexadecimal digits")
-    return rf"\u00{digits}"
+def _characters(text: str, field: str) -> str:
+    """The characters that a text stands for, as the translation takes them."""
+    return "".join(_written(_character(each, field)) for each in _ESCAPE.finditer(text))
+
+
+def _members(text: str, field: str) -> str:
+    """The members of a class of characters, as the translation takes them."""
+    parts = list(_ESCAPE.finditer(text))
+    inner = range(1, len(parts) - 1)
+    return "".join(
+        "-" if i in inner and each[0] == "-" else _written(_character(each, field))
+        for i, each in enumerate(parts)
+    )
+
+
+def _character(part: re.Match[str], field: str) -> str:
+    *codes, letter, plain = part.groups()
+    if plain:
+        return plain
+    if letter:
+        if letter not in _LETTERS:
+            raise invalid(field, f"has the escape \\{letter}")
+        return _LETTERS[letter]
+    number = int(next(filter(None, codes)), 16)
+    if number > 0x10FFFF or 0xD800 <= number < 0xE000:
+        raise invalid(field, f"has the character {part[0]}, which no text can hold")
+    return chr(number)
+
+
+def _written(character: str) -> str:
+    """A character as the translation takes it within a text or a class."""
+    is_plain = character.isalnum() or ord(character) > 0x7F or character in " _"
+    return character if is_plain else rf"\x{ord(character):02x}"

@@ -1,7 +1,7 @@
 """Walks random texts of a compiled grammar to their end, and checks them independently.
 
-The backends are large and young. A text that Python's `json`, `jsonschema` or `re` contradicts
-shows that the backend reads the grammar otherwise; the request is refused instead.
+LLGuidance is large and young. A text that Python's `json`, `jsonschema` or `re` contradicts
+shows that it reads the grammar otherwise; the request is refused instead.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
-
-Backend = Literal["xgrammar", "llguidance"]
 
 
 class GrammarKind(Enum):
@@ -32,9 +29,3 @@ class Grammar:
     def field(self) -> str:
         """The parameter that errors about it name."""
         return f"grammar.{self.kind.value}"
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that serves this kind of grammar."""
-        by_xgrammar = self.kind in (GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG)
-        return "xgrammar" if by_xgrammar else "llguidance"

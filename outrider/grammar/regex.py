@@ -1,4 +1,4 @@
-r"""Translates regular expressions into a small dialect that all backends read alike.
+r"""Translates regular expressions into a small dialect.
 
 Python's parser reads them, so that no construct passes unknown. The result is a full match: it has
 literals, classes of ranges, groups, alternatives and counts, but no anchors, flags or shorthands.
@@ -48,7 +48,6 @@ _UNSUPPORTED = {
 # What ECMAScript reads otherwise than Python, without an error in either: "[]" and "[^]" are
 # complete classes, and "{,3}" is no count.
 _ECMASCRIPT_ONLY = re.compile(r"\\.|(\[\^?\])|\[(?:\\.|[^\]\\])*\]?|(\{,\d+\})|.", re.DOTALL)
-_SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\\"}
 
 
 class _Edge(Enum):
@@ -61,14 +60,13 @@ class _Edge(Enum):
 
 def full_match(pattern: str, field: str) -> str:
     """Translate a whole regular expression; raises OutriderError(INVALID_VALUE) for a construct."""
-    return _Translator(field, "", in_json=False, quoted=False).translate(pattern)
+    return _Translator(field, "", in_json=False).translate(pattern)
 
 
-def schema_pattern(pattern: str, field: str, *, quoted: bool) -> str:
+def schema_pattern(pattern: str, field: str) -> str:
     """Translate a search within a string of a JSON schema; raises as above, naming the keyword.
 
-    The result matches the string's characters, or with `quoted` the characters of its JSON text
-    between the quotation marks.
+    The result matches the string's characters.
     """
     found = next((m for m in _ECMASCRIPT_ONLY.finditer(pattern) if m[1] or m[2]), None)
     if found:
@@ -76,7 +74,7 @@ def schema_pattern(pattern: str, field: str, *, quoted: bool) -> str:
         problem = f"has the pattern {pattern[:60]!r}: {part} means different things in ECMAScript"
         raise invalid(field, f"{problem} and Python")
     name = f" in the pattern {pattern[:60]!r}"
-    return _Translator(field, name, in_json=True, quoted=quoted).translate(pattern)
+    return _Translator(field, name, in_json=True).translate(pattern)
 
 
 def schema_text(text: str, keyword: str, field: str) -> None:
@@ -92,9 +90,9 @@ def literal(text: str) -> str:
 
 
 class _Translator:
-    def __init__(self, field: str, where: str, *, in_json: bool, quoted: bool) -> None:
+    def __init__(self, field: str, where: str, *, in_json: bool) -> None:
         self._field, self._where = field, where
-        self._in_json, self._quoted = in_json, quoted
+        self._in_json = in_json
         self._size = 0
 
     def translate(self, pattern: str) -> str:
@@ -208,7 +206,7 @@ class _Translator:
         if not found:
             problem = "has a character that the text cannot hold, such as a surrogate"
             raise self._refused(problem + " or a control character," if self._in_json else problem)
-        text = _quoted(found) if self._quoted else _class_text(found)
+        text = _class_text(found)
         self._size += len(text)
         if self._size > _MAX_CHARACTERS:
             raise self._refused(f"stands for more than {_MAX_CHARACTERS} characters")
@@ -240,30 +238,9 @@ def _class_text(found: Ranges) -> str:
         return r"[\u{0}-\u{10ffff}]"
     if len(found) == 1 and found[0][0] == found[0][1] and chr(found[0][0]).isalnum():
         return chr(found[0][0]) if found[0][0] < 0x80 else rf"\u{{{found[0][0]:x}}}"
-    # XGrammar takes an escaped ^ at the beginning of a class for a negation.
-    ordered = sorted(found, key=lambda each: each[0] == 0x5E)
-    if ordered[0][0] == 0x5E:
-        return (
-            r"\u{5e}"
-            if ordered[0][1] == 0x5E
-            else r"(?:\u{5e}|" + _class_text(((0x5F, found[0][1]),)) + ")"
-        )
-    return f"[{''.join(_range_text(low, high) for low, high in ordered)}]"
+    return f"[{''.join(_range_text(low, high) for low, high in found)}]"
 
 
 def _range_text(low: int, high: int) -> str:
     start = rf"\u{{{low:x}}}"
     return start if low == high else rf"{start}-\u{{{high:x}}}"
-
-
-def _quoted(found: Ranges) -> str:
-    """Write a set of characters as JSON strings hold them."""
-    escaped = sets.characters((code, code) for code in _SHORT_ESCAPES)
-    parts = []
-    plain = sets.common(found, sets.complement(escaped))
-    if plain:
-        parts.append(_class_text(plain))
-    for low, high in sets.common(found, escaped):
-        for code in range(low, high + 1):
-            parts.append(rf"[\u{{5c}}]{_class_text(((ord(_SHORT_ESCAPES[code]),) * 2,))}")
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"

@@ -1,7 +1,7 @@
 """Bounds the repetition counts of regular expressions and grammars before they are compiled.
 
 Nested counts are multiplied, and neighbouring counts added. The count of a rule that another rule
-repeats is not multiplied, because neither backend expands it.
+repeats is not multiplied, because LLGuidance does not expand it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 from outrider.errors import invalid
 
-# The time for a mask grows with the count, and XGrammar keeps only the lowest 32 bits of a count.
+# The time for a mask grows with the count.
 MAX_REPETITIONS = 10_000
-# Unterminated parts match as well, so that one pass reads any text; the backends refuse such
+# Unterminated parts match as well, so that one pass reads any text; LLGuidance refuses such
 # grammars, so that no count can hide in them. An escape may have braces of its own, as \u{1F600}.
 # A character class may begin with the bracket that elsewhere closes it.
 _PATTERN = re.compile(
@@ -26,13 +26,10 @@ _PATTERN = re.compile(
     re.DOTALL,
 )
 _STRING = r'"(?:\\.|[^"\\\n\r])*"?'
-# XGrammar's attributes between a rule's name and "::=", such as [max_tokens=10].
-_ATTRIBUTES = r'\[(?:"[^"\n\r]{0,99}"|[^\]"\n\r]){0,99}\][ \t]*::='
 _COMMENT = r"#[^\n\r]*"
 _EBNF = re.compile(
     rf"{_COMMENT}"
-    rf"|Regex(?=\s*\(\s*(?P<pattern>{_STRING}))"
-    rf"|[\w.-]+(?:{_ATTRIBUTES})?"
+    r"|[\w.-]+"
     rf"|{_STRING}"
     r"|\[(?:\\.|[^\]\\])*\]?"
     rf"|(?P<count>\{{(?:{_COMMENT}|[^}}#])*\}}?)"
@@ -48,12 +45,8 @@ def check_pattern(pattern: str, field: str) -> None:
 
 
 def check_ebnf(text: str, field: str) -> None:
-    """Check a grammar in GBNF and the regular expressions in it, as `check_pattern` does."""
-    parts = list(_EBNF.finditer(text))
-    _check_sum(parts, field)
-    for part in parts:
-        if part["pattern"]:
-            check_pattern(part["pattern"][1:-1].replace("\\\\", "\\"), field)
+    """Check a grammar in GBNF, as `check_pattern` does."""
+    _check_sum(_EBNF.finditer(text), field)
 
 
 def check_times(times: int, field: str) -> None:

@@ -1,8 +1,7 @@
-"""Translates JSON schemas into what both backends read alike, and refuses the rest by keyword.
+"""Translates JSON schemas into what LLGuidance reads as they mean, and refuses the rest by keyword.
 
 Patterns become a small dialect (see `regex`), formats and names of properties become patterns, and
-oneOf becomes anyOf where no value can satisfy two of its schemas. What LLGuidance would ignore or
-enforce wrongly is refused here; what XGrammar alone would, in `schema_xgrammar`.
+oneOf becomes anyOf where no value can satisfy two of its schemas.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from outrider.grammar.formats import PATTERNS
 from outrider.grammar.regex import literal, schema_pattern, schema_text
 from outrider.grammar.repetition import check_pattern
 
-# Keywords that no backend enforces.
+# Keywords that LLGuidance does not enforce.
 _UNENFORCED = frozenset(
     [
         *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
@@ -32,7 +31,7 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 # What says nothing about a value, or is translated to other keywords. LLGuidance would take options
 # from x-guidance.
 _DROPPED = ("x-guidance", "$id", "id", "format", "propertyNames", "uniqueItems")
-# XGrammar keeps only the lowest 32 bits of a count.
+# As most implementations take them.
 _MAX_COUNT = 2**31 - 1
 # Beyond these numbers a 64-bit float is no exact integer, or its decimal fraction is so long that
 # LLGuidance cannot compile a range.
@@ -56,12 +55,11 @@ _TYPE_NAMES: dict[type[Any], str] = {
 }
 
 
-def translate_schema(schema: Any, field: str, *, quoted: bool) -> Any:
-    """Check a JSON schema and translate it for a backend.
+def translate_schema(schema: Any, field: str) -> Any:
+    """Check a JSON schema and translate it.
 
-    `quoted` says whether the backend applies patterns to a string's JSON text (XGrammar) rather
-    than to its characters (LLGuidance). Raises OutriderError(INVALID_VALUE) that names `field`, the
-    request's parameter, and the keyword.
+    Raises OutriderError(INVALID_VALUE) that names `field`, the request's parameter, and the
+    keyword.
     """
     if schema is False:
         raise invalid(field, "allows no text at all")
@@ -71,7 +69,7 @@ def translate_schema(schema: Any, field: str, *, quoted: bool) -> Any:
         raise invalid(field, f"must be an object or a boolean, not {type(schema).__name__}")
     draft = draft_of(schema, field)
     check_references(schema, field)
-    translator = _Translator(field, quoted, draft)
+    translator = _Translator(field, draft)
     translated = translator.translate(schema, ())
     translator.check_references()
     check_form(schema, draft, field)
@@ -80,7 +78,7 @@ def translate_schema(schema: Any, field: str, *, quoted: bool) -> Any:
 
 
 def unenforceable(field: str, problem: str) -> OutriderError:
-    """The error for a schema that is valid, but that a backend cannot enforce."""
+    """The error for a schema that is valid, but that cannot be enforced."""
     return invalid(field, f"{problem}, which cannot be enforced")
 
 
@@ -109,8 +107,8 @@ def type_of(value: Any) -> str:
 class _Translator:
     """Translates one schema and the schemas in it."""
 
-    def __init__(self, field: str, quoted: bool, draft: Draft) -> None:
-        self._field, self._quoted, self._draft = field, quoted, draft
+    def __init__(self, field: str, draft: Draft) -> None:
+        self._field, self._draft = field, draft
         self._places: dict[tuple[str, ...], Any] = {}
         self._anchors: list[tuple[str, Any]] = []
         self._references: list[str] = []
@@ -131,8 +129,7 @@ class _Translator:
         if place:
             found.pop("$schema", None)
         self._translate_inner(found, place, depth + 1)
-        if not self._quoted:
-            _translate_bounds(found)
+        _translate_bounds(found)
         self._translate_strings(schema, found)
         self._translate_names(schema, found)
         if not _overlapping(schema.get("oneOf")):
@@ -221,7 +218,7 @@ class _Translator:
 
     def _pattern(self, pattern: str) -> str:
         check_pattern(pattern, self._field)
-        return f"^(?:{schema_pattern(pattern, self._field, quoted=self._quoted)})$"
+        return f"^(?:{schema_pattern(pattern, self._field)})$"
 
     def _check(self, schema: Mapping[str, Any], place: tuple[str, ...]) -> None:
         """Check one schema's keywords, not the keywords of the schemas in it."""

@@ -48,7 +48,7 @@ class Trial:
         Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid, that
         cannot be enforced, that allows no text, or whose masks take too long.
         """
-        found = translate(grammar)
+        found = translate(grammar, self._libraries.specials)
         compiled = compile_only(self._libraries, found)
         try:
             _try_out(compiled.matcher(), grammar.field, self._vocab_size, self._stops)
@@ -56,7 +56,7 @@ class Trial:
             raise
         except MaskLimit as cause:
             raise too_expensive(grammar) from cause
-        # Each library has its own exceptions, and all of them are about the grammar.
+        # LLGuidance's exceptions are about the grammar.
         except Exception as cause:
             raise _refused(grammar, cause) from cause
         self._last = grammar, compiled
@@ -72,7 +72,7 @@ class Trial:
         if last is not None and last[0] == grammar:
             compiled = last[1]
         else:
-            compiled = compile_only(self._libraries, translate(grammar))
+            compiled = compile_only(self._libraries, translate(grammar, self._libraries.specials))
         try:
             self._guard.check(compiled, grammar)
         except OutriderError:
@@ -100,12 +100,13 @@ def _refused(grammar: Grammar, cause: Exception) -> OutriderError:
 
 
 def _readable(cause: Exception) -> str:
-    """The first line of a library's message, without time stamp and file."""
+    """The first line of LLGuidance's message, without the place in the translated grammar."""
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+    line = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", line)
     for begin, problem in _PROBLEMS.items():
         if line.startswith(begin):
             return problem
-    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", line)[:300]
+    return line[:300]
 
 
 def _try_out(matcher: Matcher, field: str, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
@@ -124,7 +125,8 @@ def _try_out(matcher: Matcher, field: str, vocab_size: int, stop_token_ids: Sequ
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if position == 0 and not len(allowed):
             raise invalid(field, "allows no text at all")
-        if seconds > _TRIAL_SECONDS:
+        # LLGuidance gives up on a mask that would take far too long.
+        if seconds > _TRIAL_SECONDS or not len(allowed):
             limit = 1000 * _TRIAL_SECONDS / _TRIAL_TOKENS
             slow = f"masks for its tokens take longer than {limit:.0f} ms each"
             raise invalid(field, f"can be read in too many ways: {slow}")

@@ -334,7 +334,7 @@ def _problem(schema: type[Settings], details: ErrorDetails) -> str:
 
 
 # What pyproject.toml's extra "models" installs.
-MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "xgrammar", "llguidance", "jsonschema")
+MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "llguidance", "jsonschema")
 
 
 def need_vllm() -> None:

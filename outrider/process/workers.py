@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 from outrider.process import worker_process as wire
 
-# Loading torch for xgrammar takes 4 s, and longer on a busy machine.
+# Loading a tokenizer takes seconds, and longer on a busy machine.
 _LOAD_S = 120.0
 _MAX_ANSWER_BYTES = 64 * 2**20
 # Signals that come from outside. A request can make a worker crash by others.

@@ -339,7 +339,7 @@ class Grammar(_message.Message):
     ebnf: _builtins.str
     """A text of this grammar, in GBNF; the root rule is "root"."""
     structural_tag: _builtins.str
-    """Free text with constrained parts: XGrammar's structural tag, as JSON."""
+    """Free text with constrained parts: a structural tag, as JSON."""
     @_builtins.property
     def json_object(self) -> Global___JsonObject:
         """Any JSON object."""

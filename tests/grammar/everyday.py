@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from outrider.grammar.kinds import Backend, Grammar, GrammarKind
+from outrider.grammar.kinds import Grammar, GrammarKind
 
 Schema = dict[str, Any]
 
@@ -127,9 +127,6 @@ EVERYDAY: dict[str, Schema] = {
 }
 
 
-def grammar_for(schema: Any, backend: Backend) -> Grammar:
-    """The grammar of a schema: within a structural tag where XGrammar is to serve it."""
-    if backend == "llguidance":
-        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
+def grammar_for(schema: Any) -> Grammar:
+    """The grammar of a schema."""
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))

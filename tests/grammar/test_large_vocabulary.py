@@ -1,6 +1,6 @@
 """With a vocabulary as large as Llama 3's, everyday schemas are admitted and masked in time.
 
-`python tests/grammar/test_large_vocabulary.py FIGURES.csv` measures both backends with a made-up
+`python tests/grammar/test_large_vocabulary.py FIGURES.csv` measures masks with a made-up
 vocabulary (see `large_vocabulary`), or with that of a tokenizer: `… FIGURES.csv FOLDER`. All times
 are processor time, so that a busy machine matters less.
 """
@@ -23,14 +23,11 @@ import pytest
 from everyday import EVERYDAY, grammar_for
 from large_vocabulary import write
 
-from outrider.errors import OutriderError
 from outrider.grammar import guard
 from outrider.grammar.backends import Compiled, Libraries, Mask, Matcher
 from outrider.grammar.guard import Walker
-from outrider.grammar.kinds import Backend
 from outrider.grammar.trial import Trial, compile_only
 
-BACKENDS: tuple[Backend, ...] = ("llguidance", "xgrammar")
 # In a measurement; a test makes do with fewer.
 TEXTS = 20
 REPETITIONS = 3
@@ -42,10 +39,9 @@ SLOW_MS = 5.0
 
 @dataclass(frozen=True)
 class Figures:
-    """One schema with one backend; times of compiling in seconds, of masks in milliseconds."""
+    """One schema; times of compiling in seconds, of masks in milliseconds."""
 
     vocabulary: int
-    backend: str
     schema: str
     admission_s: float
     compile_s: float
@@ -93,7 +89,7 @@ class _TimedMatcher:
 
 
 class Vocabulary:
-    """Both backends with one tokenizer loaded."""
+    """LLGuidance with one tokenizer loaded."""
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoTokenizer
@@ -105,9 +101,9 @@ class Vocabulary:
         self.trial = Trial(self.libraries, self.size, self.ends)
         self.walker = Walker(self.libraries.token_bytes, self.ends)
 
-    def figures(self, name: str, backend: Backend, repetitions: int = 1, texts: int = 5) -> Figures:
+    def figures(self, name: str, repetitions: int = 1, texts: int = 5) -> Figures:
         """Measure a schema; raises OutriderError if it is refused."""
-        grammar = grammar_for(EVERYDAY[name], backend)
+        grammar = grammar_for(EVERYDAY[name])
         admissions, compilations = [], []
         for _ in range(repetitions):
             started = time.thread_time()
@@ -123,7 +119,6 @@ class Vocabulary:
         advance_p50_ms, advance_p99_ms = np.percentile(advances, (50, 99)).tolist()
         return Figures(
             self.size,
-            backend,
             name,
             float(np.median(admissions)),
             float(np.median(compilations)),
@@ -144,23 +139,12 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_everyday_schemas_are_admitted_and_masked_in_time(
-    vocabulary: Vocabulary, backend: Backend
-) -> None:
-    refused: list[str] = []
+def test_everyday_schemas_are_admitted_and_masked_in_time(vocabulary: Vocabulary) -> None:
     for name in EVERYDAY:
-        try:
-            found = vocabulary.figures(name, backend)
-        except OutriderError as error:
-            refused.append(error.message)
-            continue
+        found = vocabulary.figures(name)
         assert found.admission_s < ADMISSION_S, found
         assert found.mask_p50_ms < SLOW_MS, found
-        if backend == "llguidance":
-            assert found.mask_p99_ms < SLOW_MS, found
-    assert len(refused) <= (3 if backend == "xgrammar" else 0)
-    assert all("which cannot be enforced" in message for message in refused)
+        assert found.mask_p99_ms < SLOW_MS, found
 
 
 @pytest.mark.slow
@@ -176,24 +160,19 @@ def test_the_guard_has_time_for_half_of_its_texts_and_more(
         return ends[-1]
 
     monkeypatch.setattr(Walker, "text", text)
-    vocabulary.trial.translated(grammar_for(EVERYDAY[name], "llguidance"))
+    vocabulary.trial.translated(grammar_for(EVERYDAY[name]))
     assert len(ends) > guard._MAX_TEXTS // 2
     assert any(ends)
 
 
 def _rows(folder: str) -> Iterator[dict[str, Any]]:
     vocabulary = Vocabulary(folder)
-    for backend in BACKENDS:
-        for name in EVERYDAY:
-            try:
-                found = vocabulary.figures(name, backend, REPETITIONS, TEXTS)
-            except OutriderError as error:
-                print(f"{backend} refuses {name}: {error.message}")
-                continue
-            yield {
-                key: f"{value:.4g}" if isinstance(value, float) else value
-                for key, value in vars(found).items()
-            }
+    for name in EVERYDAY:
+        found = vocabulary.figures(name, REPETITIONS, TEXTS)
+        yield {
+            key: f"{value:.4g}" if isinstance(value, float) else value
+            for key, value in vars(found).items()
+        }
 
 
 def _measure(path: str, folder: str | None = None) -> None:

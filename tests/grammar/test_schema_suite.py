@@ -22,7 +22,6 @@ from everyday import EVERYDAY, grammar_for
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.guard import DeadEnd, Walker, check_of
-from outrider.grammar.kinds import Backend
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "build/json-schema-suite"
@@ -30,7 +29,6 @@ TARGET = str(ROOT / "models/target")
 # Wider than the tokenizer, as models' logits often are.
 VOCAB = 4100
 ENDS = (0, 3)
-BACKENDS: tuple[Backend, ...] = ("xgrammar", "llguidance")
 # Random texts of each schema: in the tests, and in the whole table.
 TEST_TEXTS = 60
 TEXTS = 200
@@ -73,15 +71,15 @@ def walker() -> Walker:
     return Walker(compiler()._libraries.token_bytes, ENDS)
 
 
-def outcome(value: Any, backend: Backend, texts: int = TEXTS) -> tuple[str, str]:
+def outcome(value: Any, texts: int = TEXTS) -> tuple[str, str]:
     """The outcome "enforced", "refused" or "wrong" of a schema, and a message or a wrong text."""
-    grammar = grammar_for(value, backend)
+    grammar = grammar_for(value)
     try:
         compiled = compiler().compile(grammar)
     except OutriderError as error:
         clear = error.reason is Reason.INVALID_VALUE and error.field == grammar.field
         return ("refused" if clear else "wrong"), error.message
-    is_right = check_of(grammar_for(value, "llguidance"))
+    is_right = check_of(grammar)
     assert is_right is not None
     deadline = time.thread_time() + SECONDS
     for seed in range(texts):
@@ -95,22 +93,20 @@ def outcome(value: Any, backend: Backend, texts: int = TEXTS) -> tuple[str, str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_text_of_the_public_suites_schemas_is_wrong(backend: Backend) -> None:
+def test_no_text_of_the_public_suites_schemas_is_wrong() -> None:
     if not SUITE.is_dir():
         pytest.skip("tests/install-tools.sh has not downloaded the JSON-Schema-Test-Suite")
-    _check(random.Random(0).sample(suite(), SAMPLE), backend)
+    _check(random.Random(0).sample(suite(), SAMPLE))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_text_of_everyday_schemas_is_wrong(backend: Backend) -> None:
+def test_no_text_of_everyday_schemas_is_wrong() -> None:
     bounded = {"strings of bounded length": {"type": "string", "minLength": 1, "maxLength": 9}}
-    _check(list((EVERYDAY | bounded).items()), backend)
+    _check(list((EVERYDAY | bounded).items()))
 
 
-def _check(named: list[tuple[str, Any]], backend: Backend) -> None:
-    found = [(name, *outcome(value, backend, TEST_TEXTS)) for name, value in named]
+def _check(named: list[tuple[str, Any]]) -> None:
+    found = [(name, *outcome(value, TEST_TEXTS)) for name, value in named]
     assert [each for each in found if each[1] == "wrong"] == []
     assert any(each[1] == "enforced" for each in found)
 
@@ -119,15 +115,14 @@ def _print_table(parts: int = 1, part: int = 0) -> None:
     named = [("suite", *each) for each in suite()] + [
         ("everyday", *each) for each in EVERYDAY.items()
     ]
-    for backend in BACKENDS:
-        counts: Counter[tuple[str, str]] = Counter()
-        for title, name, value in named[part::parts]:
-            kind, message = outcome(value, backend)
-            counts[title, kind] += 1
-            if kind == "wrong":
-                print(f"wrong by {backend}: {name}: {message}", flush=True)
-        for (title, kind), count in sorted(counts.items()):
-            print(f"{title}, {backend}, {kind}: {count}", flush=True)
+    counts: Counter[tuple[str, str]] = Counter()
+    for title, name, value in named[part::parts]:
+        kind, message = outcome(value)
+        counts[title, kind] += 1
+        if kind == "wrong":
+            print(f"wrong: {name}: {message}", flush=True)
+    for (title, kind), count in sorted(counts.items()):
+        print(f"{title}, {kind}: {count}", flush=True)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,9 @@ def schema(value: Any) -> Grammar:
 
 
 def in_tag(grammar: Grammar) -> Grammar:
-    """The same texts by a structural tag, which XGrammar serves whatever is in it."""
+    """The same texts by a structural tag."""
+    if grammar.kind is GrammarKind.EBNF:
+        return grammar
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         # The text may be no JSON.
         part = f'{{"type":"json_schema","json_schema":{grammar.text}}}'
@@ -101,8 +103,6 @@ def _part(grammar: Grammar) -> dict[str, Any]:
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case GrammarKind.REGEX:
             return {"type": "regex", "pattern": grammar.text}
-        case GrammarKind.EBNF:
-            return {"type": "grammar", "grammar": grammar.text}
     texts = [{"type": "const_string", "value": choice} for choice in grammar.choices]
     return {"type": "or", "elements": texts}
 
@@ -114,7 +114,7 @@ def itself(grammar: Grammar) -> Grammar:
 
 Way = Callable[[Grammar], Grammar]
 WAYS: tuple[Way, ...] = (itself, in_tag)
-"""How a request may ask for a grammar's texts; by itself, LLGuidance serves all but GBNF."""
+"""How a request may ask for a grammar's texts. GBNF does not go into a tag."""
 
 
 def takes(compiled: Compiled, text: str) -> bool:

@@ -143,8 +143,8 @@ BAD: list[Grammar] = [
 ]
 
 
-# What XGrammar alone does not enforce; it serves the schemas within structural tags.
-BAD_FOR_XGRAMMAR: list[Any] = [
+# What is easily enforced in part alone.
+HARD: list[Any] = [
     {"type": "string", "pattern": "a", "maxLength": 3},
     {"allOf": [{"type": "integer"}, {"minimum": 3}]},
     {"minimum": 3},
@@ -166,15 +166,10 @@ BAD_FOR_XGRAMMAR: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", BAD_FOR_XGRAMMAR, ids=lambda value: json.dumps(value)[:40])
-def test_what_xgrammar_does_not_enforce_is_refused_in_tags_and_enforced_elsewhere(
-    value: Any,
-) -> None:
-    part = {"type": "json_schema", "json_schema": value}
-    tag = json.dumps({"type": "structural_tag", "format": part})
-    with pytest.raises(OutriderError, match=r"structural_tag .*(cannot|none|not of)"):
-        compiler().compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
-    walked = [walk(compiler().compile(schema(value)), random.Random(i)) for i in range(9)]
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", HARD, ids=lambda value: json.dumps(value)[:40])
+def test_keywords_beside_others_are_enforced(value: Any, way: Way) -> None:
+    walked = [walk(compiler().compile(way(schema(value))), random.Random(i)) for i in range(9)]
     for text in filter(None, walked):
         jsonschema.validate(json.loads(text), value, format_checker=jsonschema.FormatChecker())
 

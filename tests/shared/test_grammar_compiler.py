@@ -132,25 +132,15 @@ async def test_a_cancelled_requests_grammar_is_not_compiled(held: Held) -> None:
     assert held.begun == ["first", "stays"]
 
 
-# Each pattern alone is within the limit of repetitions.
-BOMB = {
-    "type": "object",
-    "properties": {
-        f"p{i}": {"type": "string", "pattern": "^([a-z ]{0,99}x?){1,90}$"} for i in range(60)
-    },
-}
+# A chain of rules, whose translation takes time by the square of its length.
+BOMB = "\n".join(["root::=a0", *(f"a{i}::=a{i + 1}" for i in range(4500)), 'a4500::="x"', "#"])
 
 
 async def test_bombs_of_one_tenant_are_killed_beside_another_tenants_grammar() -> None:
     own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=1.0)
     own.start_workers()
-    texts = [
-        json.dumps(
-            {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": bomb}}
-        )
-        for bomb in ({**BOMB, "title": "0"}, {**BOMB, "title": "1"})
-    ]
-    requests = [own.compile_async(Grammar(GrammarKind.STRUCTURAL_TAG, text), "a") for text in texts]
+    texts = [BOMB, f"{BOMB}#"]
+    requests = [own.compile_async(Grammar(GrammarKind.EBNF, text), "a") for text in texts]
     # Gathered at once, so that each exception is retrieved whatever follows.
     bombs = asyncio.gather(*requests, return_exceptions=True)
     await asyncio.sleep(0)

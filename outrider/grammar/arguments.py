@@ -1,0 +1,237 @@
+"""Writes rules for a call's arguments in the styles that are no JSON: tags, and Gemma's objects.
+
+What a rule allows, the gateway's reader gives back as a value of the schema. The reader tells a
+parameter's text from its JSON by the types that the schema allows, so a text that would be read as
+JSON is left out. Rules may be narrower than the schema, and never wider.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import OutriderError, invalid
+from outrider.grammar.branches import Json, TooComplex, Types, alone, branches, json_type
+from outrider.grammar.gemma import GemmaRules
+from outrider.grammar.lark import BLANKS, EMPTY, TEXT, LarkRules, any_of, literal
+from outrider.grammar.values import (
+    BOUNDS,
+    INTEGER,
+    NUMBER,
+    WORDS,
+    check_object,
+    members,
+    text_terminal,
+    types_of,
+)
+
+_DSML = "｜DSML｜"
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How a style writes a parameter.
+
+    `begin` holds {key}, and perhaps {blanks}, and {text} for "true" or "false".
+    """
+
+    begin: str
+    end: str
+    trims: bool = False
+    """Whether a line break next to a tag belongs to the layout."""
+
+    @property
+    def key_end(self) -> str:
+        """The character that ends a key."""
+        return self.begin.partition("{key}")[2][0]
+
+    @property
+    def says_text(self) -> bool:
+        """Whether the tag says of its value if it is a text."""
+        return "{text}" in self.begin
+
+
+TAGS = {
+    "qwen_xml": Tags("<parameter={key}>", "</parameter>", trims=True),
+    "minimax_xml": Tags('<parameter name="{key}">', "</parameter>"),
+    "glm_xml": Tags("<arg_key>{key}</arg_key>{blanks}<arg_value>", "</arg_value>"),
+    "deepseek_xml": Tags(
+        f'<{_DSML}parameter name="{{key}}" string="{{text}}">', f"</{_DSML}parameter>"
+    ),
+    "deepseek_v4_1_xml": Tags(
+        f'<{_DSML} parameter name="{{key}}" string="{{text}}">', f"</{_DSML} parameter>"
+    ),
+}
+"""The styles with tags, by name."""
+
+# What says nothing of a value.
+_NOTES = {"description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+_CONTAINERS = ("array", "object")
+_SCALARS = ("null", "boolean", "integer", "number")
+# No property has this name, since a tag cannot hold it.
+_NO_NAME = "\0"
+
+
+class ArgumentRules:
+    """Adds to `rules` what matches arguments. Raises OutriderError that names `field`."""
+
+    def __init__(self, field: str, rules: LarkRules) -> None:
+        self._field, self._rules = field, rules
+        self._root: Any = {}
+        self._types = Types(self._root)
+        # The names that any alternative of the schema has.
+        self._names: list[str] = []
+
+    def expression(self, schema: Json, style: str) -> str:
+        """What matches the arguments of a translated schema; blanks around tags included."""
+        self._root, self._types = schema, Types(schema)
+        try:
+            objects = [each for each in branches(schema, schema) if self._is_possible(each)]
+            if not objects:
+                raise invalid(self._field, "allows no object as a call's arguments")
+            if style == "gemma":
+                return any_of(
+                    [
+                        GemmaRules(self._rules, schema, self._refused).object(each)
+                        for each in objects
+                    ]
+                )
+            self._names = list(dict.fromkeys(n for each in objects for n in members(each)))
+            options = [self._object(each, TAGS[style]) for each in objects]
+        except TooComplex as cause:
+            raise self._refused("has too many alternatives") from cause
+        return f"{BLANKS} ({' | '.join(dict.fromkeys(options))})"
+
+    def _refused(self, problem: str) -> OutriderError:
+        return invalid(self._field, f"{problem}, which cannot be enforced in this format of calls")
+
+    def _is_possible(self, schema: Json) -> bool:
+        """Whether there may be an object of the schema."""
+        named = members(schema)
+        return "object" in types_of(schema) and all(
+            self._types.of(named[name]) for name in schema.get("required", [])
+        )
+
+    def _object(self, schema: Json, tags: Tags) -> str:
+        check_object(schema, self._refused)
+        required = schema.get("required", [])
+        parts = []
+        for name, inner in members(schema).items():
+            if not self._types.of(inner):
+                continue
+            if not name or tags.key_end in name or any(c < " " for c in name):
+                raise self._refused(f"has the property {name[:40]!r}")
+            part = f"{self._rules.rule(self._parameter(name, inner, tags))} {BLANKS}"
+            parts.append(part if name in required else f"({part})?")
+        rest = schema.get("additionalProperties", True)
+        if rest is not False:
+            parts.append(f"({self._rules.rule(self._parameter('', rest, tags))} {BLANKS})*")
+        return " ".join(parts) or EMPTY
+
+    def _parameter(self, name: str, schema: Any, tags: Tags) -> str:
+        """A parameter with all its values; one of any other name if `name` is empty."""
+        types = self._types.of(schema)
+        if not tags.says_text:
+            read = self._types.of_property(name or _NO_NAME) | types
+            return f"{self._begin(name, tags)} {self._value(schema, types, read, tags)}"
+        options = []
+        if "string" in types:
+            text = self._rules.until(self._text(schema, tags), tags.end)
+            options.append(f"{self._begin(name, tags, 'true')} {text}")
+        if others := types - {"string"}:
+            begin = self._begin(name, tags, "false")
+            options.append(f"{begin} {BLANKS} {self._json(schema, others)} {self._closed(tags)}")
+        return " | ".join(options)
+
+    def _begin(self, name: str, tags: Tags, is_text: str = "") -> str:
+        parts = []
+        for piece in tags.begin.replace("{text}", is_text).split("{blanks}"):
+            before, found, after = piece.partition("{key}")
+            if not found or name:
+                parts.append(self._rules.mark(before + (name if found else "") + after))
+                continue
+            others = "".join(f" & ~{literal(each)}" for each in self._names)
+            key = self._rules.terminal(rf"/[^\x00-\x1f{re.escape(tags.key_end)}]+/{others}")
+            parts.append(f"{self._rules.mark(before)} {key} {self._rules.mark(after)}")
+        return f" {BLANKS} ".join(parts)
+
+    def _closed(self, tags: Tags) -> str:
+        return f"{BLANKS} {self._rules.mark(tags.end)}"
+
+    def _value(self, schema: Any, types: frozenset[str], read: frozenset[str], tags: Tags) -> str:
+        """A value of these types. The reader expects the types `read`."""
+        if "string" not in read:
+            return f"{BLANKS} {self._json(schema, types)} {self._closed(tags)}"
+        if any(each.keys() <= _NOTES for each in branches(schema, self._root)):
+            return self._rules.until(TEXT, tags.end)
+        text = self._text(schema, tags) if "string" in types else ""
+        others = read - {"string"}
+        if text and others:
+            text = f"({text}) & ~({' | '.join(_readable(others))})"
+        words = self._words(schema, types - {"string"})
+        found = " | ".join([*([text] if text else []), *words])
+        options = [self._laid_out(found, tags)] if found else []
+        if containers := types & {*_CONTAINERS}:
+            inner = self._json(schema, containers)
+            options.append(self._either_laid_out(inner, tags))
+        if not options:
+            raise self._refused("has numbers with bounds beside texts")
+        return f"({' | '.join(options)})"
+
+    def _laid_out(self, terminal: str, tags: Tags) -> str:
+        if not tags.trims or terminal == TEXT:
+            return self._rules.until(self._named(terminal), tags.end)
+        apart = self._rules.until(self._named(terminal), f"\n{tags.end}")
+        close = self._named(rf"({terminal}) & ~/\n(?s:.*)|(?s:.*)\n/")
+        return f'"\\n" {apart} | {self._rules.until(close, tags.end)}'
+
+    def _either_laid_out(self, inner: str, tags: Tags) -> str:
+        end = self._rules.mark(tags.end)
+        return f'"\\n"? {inner} "\\n"? {end}' if tags.trims else f"{inner} {end}"
+
+    def _named(self, terminal: str) -> str:
+        return terminal if terminal == TEXT else self._rules.terminal(terminal)
+
+    def _json(self, schema: Any, types: frozenset[str]) -> str:
+        """The schema's values of these types, as JSON."""
+        found = alone(schema, self._root)
+        if self._types.of(schema) != types:
+            found = alone({"allOf": [schema], "type": sorted(types)}, self._root)
+        return self._rules.json(found)
+
+    def _text(self, schema: Any, tags: Tags) -> str:
+        """A terminal of the schema's texts."""
+        found = [text_terminal(each) for each in branches(schema, self._root)]
+        options = list(dict.fromkeys(each for each in found if each))
+        if TEXT in options:
+            return TEXT
+        return f"({' | '.join(options)}) & ~(TEXT {literal(tags.end)} TEXT)"
+
+    def _words(self, schema: Any, types: frozenset[str]) -> list[str]:
+        """Terminals of the schema's null, booleans and numbers, beside which there are texts."""
+        found = []
+        for each in branches(schema, self._root):
+            kinds = types_of(each) & types
+            # A bound is no regular expression, so there are no numbers then.
+            is_open = not each.keys() & {*BOUNDS}
+            if "enum" in each:
+                scalars = _SCALARS if is_open else ("null", "boolean")
+                values = [value for value in each["enum"] if json_type(value) in scalars]
+                found += [literal(json.dumps(value)) for value in values]
+                continue
+            found += [literal(word) for kind in sorted(kinds) for word in WORDS.get(kind, ())]
+            if kinds & {"number", "integer"} and is_open:
+                found.append(f"/{NUMBER if 'number' in kinds else INTEGER}/")
+        return list(dict.fromkeys(found))
+
+
+def _readable(types: frozenset[str]) -> list[str]:
+    """Terminals of what a reader takes for a value of these types rather than for a text."""
+    found = [literal(word) for kind in sorted(types) for word in WORDS.get(kind, ())]
+    if types & {"number", "integer"}:
+        found.append(f"/{NUMBER}/")
+    if types & {*_CONTAINERS}:
+        found.append(r"/[\[{](?s:.*)/")
+    return found

@@ -1,0 +1,268 @@
+"""Takes a JSON schema apart: the types of its values, and its alternatives.
+
+Knows JSON Schema alone. A schema may be hostile here, as nobody has checked it yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Json = Mapping[str, Any]
+ALL_TYPES = frozenset(["null", "boolean", "number", "string", "array", "object"])
+"""Every type; `number` stands for `integer` too."""
+_MAX_BRANCHES = 256
+_MAX_DEPTH = 64
+
+
+class TooComplex(Exception):
+    """A schema has too many alternatives, or refers to itself without an end."""
+
+
+def json_type(value: Any) -> str:
+    """The type of a JSON value; `integer` for a number without a fraction."""
+    if value is None:
+        return "null"
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
+        if isinstance(value, kind):
+            return name
+    return "array" if isinstance(value, list) else "object"
+
+
+class Types:
+    """Tells the types that the values of a schema and of the schemas in it may have."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._found: dict[str, frozenset[str]] = {}
+
+    def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """The types: of ALL_TYPES, and `integer` where numbers have no fraction."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return frozenset() if schema is False else ALL_TYPES
+        found = ALL_TYPES
+        named = schema.get("type")
+        if named is not None:
+            found = frozenset(name for name in _list(named) or [named] if isinstance(name, str))
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            found = _common(found, frozenset(map(json_type, values)))
+        for part in _list(schema.get("allOf")):
+            found = _common(found, self.of(part, depth + 1))
+        for keyword in ("anyOf", "oneOf"):
+            options = _list(schema.get(keyword))
+            if options:
+                each = [self.of(option, depth + 1) for option in options]
+                found = _common(found, frozenset().union(*each))
+        if isinstance(schema.get("$ref"), str):
+            found = _common(found, self._of_reference(schema["$ref"], depth))
+        return found
+
+    def _of_reference(self, reference: str, depth: int) -> frozenset[str]:
+        if reference not in self._found:
+            # For a reference within its own schema.
+            self._found[reference] = frozenset()
+            self._found[reference] = self.of(resolved(self._root, reference), depth + 1)
+        return self._found[reference]
+
+    def of_property(self, name: str) -> frozenset[str]:
+        """The types that the property of this name may have in an object of the whole schema."""
+        return self._of_property(self._root, name, [], 0)
+
+    def _of_property(self, schema: Any, name: str, seen: list[str], depth: int) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return ALL_TYPES
+        properties = schema.get("properties")
+        found = ALL_TYPES
+        if isinstance(properties, Mapping) and name in properties:
+            found = self.of(properties[name])
+        elif isinstance(schema.get("additionalProperties"), Mapping):
+            found = self.of(schema["additionalProperties"])
+        parts = _list(schema.get("allOf"))
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.append(reference)
+            parts = [*parts, resolved(self._root, reference)]
+        for part in parts:
+            found = _common(found, self._of_property(part, name, seen, depth + 1))
+        for keyword in ("anyOf", "oneOf"):
+            options = _list(schema.get(keyword))
+            if options:
+                each = [self._of_property(option, name, seen, depth + 1) for option in options]
+                found = _common(found, frozenset().union(*each))
+        return found
+
+
+def _common(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
+    found = one & other
+    if "integer" in one | other and "number" in one | other:
+        both = all("integer" in kinds or "number" in kinds for kinds in (one, other))
+        found |= {"integer"} if both and "number" not in found else frozenset()
+    return found
+
+
+def _list(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list) else []
+
+
+def resolved(root: Any, reference: str) -> Any:
+    """The schema to which a reference within the root leads; True if it leads nowhere."""
+    from urllib.parse import unquote
+
+    found = root
+    if not reference.startswith("#"):
+        return True
+    if not reference.startswith("#/") and reference != "#":
+        return _anchored(root, reference[1:])
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, Mapping) and name in found:
+            found = found[name]
+        else:
+            return True
+    return found
+
+
+def _anchored(root: Any, name: str) -> Any:
+    waiting = [root]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            if each.get("$anchor") == name:
+                return each
+            waiting.extend(each.values())
+        elif isinstance(each, list):
+            waiting.extend(each)
+    return True
+
+
+def alone(schema: Any, root: Any) -> dict[str, Any]:
+    """The schema with all that it refers to in its own $defs, so that it needs no root."""
+    moved = _Moved(root)
+    found = moved.schema(schema if isinstance(schema, Mapping) else {})
+    if moved.definitions:
+        found["$defs"] = moved.definitions
+    if isinstance(root, Mapping) and "$schema" in root:
+        found["$schema"] = root["$schema"]
+    return found
+
+
+class _Moved:
+    """Copies schemas. `definitions` gathers what they refer to within the root."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._names: dict[str, str] = {}
+        self.definitions: dict[str, Any] = {}
+
+    def schema(self, value: Json) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, each in value.items():
+            if key in ("properties", "patternProperties"):
+                made[key] = {name: self._any(inner) for name, inner in each.items()}
+            elif key not in ("$defs", "definitions", "$anchor", "$schema"):
+                made[key] = each if key in ("enum", "const", "default") else self._any(each)
+        if isinstance(value.get("$ref"), str):
+            made["$ref"] = f"#/$defs/{self._name(value['$ref'])}"
+        return made
+
+    def _any(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._any(each) for each in value]
+        return self.schema(value) if isinstance(value, Mapping) else value
+
+    def _name(self, reference: str) -> str:
+        if reference not in self._names:
+            name = self._names[reference] = str(len(self._names))
+            self.definitions[name] = self._any(resolved(self._root, reference))
+        return self._names[reference]
+
+
+def branches(schema: Any, root: Any, depth: int = 0) -> list[Json]:
+    """The alternatives of a schema, without anyOf, allOf and references at their top.
+
+    A pattern becomes the list `patterns`. Raises TooComplex.
+    """
+    if depth > _MAX_DEPTH:
+        raise TooComplex
+    if not isinstance(schema, Mapping):
+        return [] if schema is False else [{}]
+    own = {key: each for key, each in schema.items() if key not in _MIXED}
+    if "const" in own:
+        own["enum"] = [own.pop("const")]
+    if "pattern" in own:
+        own["patterns"] = [own.pop("pattern")]
+    found: list[Json] = [own]
+    parts: list[list[Json]] = [branches(each, root, depth + 1) for each in schema.get("allOf", [])]
+    if "$ref" in schema:
+        parts.append(branches(resolved(root, schema["$ref"]), root, depth + 1))
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema:
+            each = [branches(option, root, depth + 1) for option in schema[keyword]]
+            parts.append([branch for options in each for branch in options])
+    for part in parts:
+        both = [_both(one, other) for one in found for other in part]
+        found = [branch for branch in both if branch is not None]
+        if len(found) > _MAX_BRANCHES:
+            raise TooComplex
+    return found
+
+
+_MIXED = ("$ref", "anyOf", "oneOf", "allOf", "$defs", "definitions", "$anchor", "$schema", "title")
+_MERGES: dict[str, Callable[[Any, Any], Any]] = {
+    "minLength": max,
+    "maxLength": min,
+    "required": lambda one, other: [*one, *(name for name in other if name not in one)],
+    "patterns": lambda one, other: [*one, *other],
+}
+
+
+def _both(one: Json, other: Json) -> Json | None:
+    """What both schemas allow; None if their types or values show that there is nothing."""
+    if not one or not other:
+        return one or other
+    found = {**one, **other}
+    for keyword in one.keys() & other.keys() & _MERGES.keys():
+        found[keyword] = _MERGES[keyword](one[keyword], other[keyword])
+    if "type" in one and "type" in other:
+        types = [frozenset(_list(each["type"]) or [each["type"]]) for each in (one, other)]
+        found["type"] = sorted(_common(*types))
+        if not found["type"]:
+            return None
+    if "enum" in one and "enum" in other:
+        texts = {json.dumps(value, sort_keys=True) for value in other["enum"]}
+        found["enum"] = [v for v in one["enum"] if json.dumps(v, sort_keys=True) in texts]
+        if not found["enum"]:
+            return None
+    _merge_objects(one, other, found)
+    return found
+
+
+def _merge_objects(one: Json, other: Json, found: dict[str, Any]) -> None:
+    """Merge the properties. A property that one schema alone names is another one's additional."""
+    keywords = ("properties", "additionalProperties")
+    if not any(keyword in schema for keyword in keywords for schema in (one, other)):
+        return
+    names = [*one.get("properties", {}), *other.get("properties", {})]
+    found["properties"] = {
+        name: _all([_property(one, name), _property(other, name)]) for name in dict.fromkeys(names)
+    }
+    rest = [schema.get("additionalProperties", True) for schema in (one, other)]
+    found["additionalProperties"] = _all(rest)
+
+
+def _property(schema: Json, name: str) -> Any:
+    return schema.get("properties", {}).get(name, schema.get("additionalProperties", True))
+
+
+def _all(schemas: Sequence[Any]) -> Any:
+    """A schema of what all of these allow."""
+    if False in schemas:
+        return False
+    held = [schema for schema in schemas if schema is not True and schema != {}]
+    if len(held) > 1:
+        return {"allOf": held}
+    return held[0] if held else True

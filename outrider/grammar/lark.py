@@ -1,0 +1,118 @@
+"""Writes grammars in LLGuidance's Lark: rules, marks with special tokens, texts up to a mark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+# Most whitespace characters between two JSON tokens. Without a bound a model can indent for ever.
+_MAX_WHITESPACE = 16
+JSON_OPTIONS: Any = {
+    # A space, or one line break with an indentation: a model that likes line breaks goes on.
+    "whitespace_pattern": rf"\x20|\x0D?\x0A[\x20\x09]{{0,{_MAX_WHITESPACE}}}",
+    # Without \u: {"\u0061": 1} would pass as a property other than "a".
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+"""How JSON is written, as LLGuidance's options."""
+TEXT = "TEXT"
+"""The terminal of any text."""
+BLANKS = "BLANKS?"
+"""Some blanks or none."""
+EMPTY = '""'
+"""The empty text."""
+_COMMON = rf"""TEXT: /(?s:.*)/
+BLANKS: /[ \t\r\n]{{1,{_MAX_WHITESPACE}}}/"""
+
+
+def literal(text: str) -> str:
+    """A string of Lark, escaped as in JSON."""
+    # LLGuidance's lexer takes no raw DEL, which JSON does not escape.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
+def any_of(options: Iterable[str]) -> str:
+    """What matches one of these."""
+    return f"({' | '.join(option.strip() or EMPTY for option in options)})"
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """The right side of a rule that matches a translated JSON schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+
+
+class SpecialTokens:
+    """A tokenizer's special tokens, which a grammar matches by id: their bytes match no text."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        """`ids` has the tokens by name."""
+        self._ids = ids
+        names = sorted(ids, key=len, reverse=True)
+        self._names = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+
+    def split(self, text: str) -> list[str]:
+        """The text cut around the names: text, name, text and so on. Texts may be empty."""
+        return self._names.split(text)
+
+    def __getitem__(self, name: str) -> int:
+        return self._ids[name]
+
+
+class LarkRules:
+    """Collects rules. An equal rule is written once."""
+
+    def __init__(self, specials: SpecialTokens) -> None:
+        self._specials = specials
+        self._names: dict[str, str] = {}
+        self._rules: dict[str, str] = {}
+
+    def text(self, start: str) -> str:
+        """The whole grammar, whose first rule is `start`."""
+        rules = [f"{name}{definition}" for name, definition in self._rules.items()]
+        return "\n".join([f"start: {start or EMPTY}", _COMMON, *rules])
+
+    def rule(self, body: str) -> str:
+        """The name of a rule."""
+        return self._named(f": {body}", "r")
+
+    def terminal(self, body: str) -> str:
+        """The name of a terminal: a regular part, of which the longest text counts."""
+        return self._named(f": {body}", "T")
+
+    def recursive(self, key: str, body: Callable[[], str]) -> str:
+        """The name of a rule whose body may hold its own name; `key` tells it from others."""
+        if key not in self._names:
+            self._names[key] = f"r{len(self._names)}"
+            self._rules[self._names[key]] = f": {body()}"
+        return self._names[key]
+
+    def _named(self, definition: str, prefix: str) -> str:
+        name = self._names.setdefault(definition, f"{prefix}{len(self._names)}")
+        self._rules.setdefault(name, definition)
+        return name
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """The name of a rule for a translated JSON schema without references to other places."""
+        return self.rule(json_rule(schema))
+
+    def mark(self, text: str) -> str:
+        """This text alone. A special token in it may be that token, or be spelled."""
+        first, *more = self._specials.split(text)
+        parts = [literal(first)] if first else []
+        for name, rest in zip(more[::2], more[1::2], strict=True):
+            parts.append(f"(<[{self._specials[name]}]> | {literal(name)})")
+            parts += [literal(rest)] if rest else []
+        return " ".join(parts)
+
+    def until(self, terminal: str, mark: str) -> str:
+        """A text of the terminal up to the first `mark`, and the mark; without one, to the end."""
+        if not mark:
+            return terminal
+        spelled = self._named(f"[lazy]: {terminal} {literal(mark)}", "r")
+        before, *more = self._specials.split(mark)
+        if not more:
+            return spelled
+        head = self.terminal(f"{terminal} {literal(before)}") if before else terminal
+        rest = self.mark("".join(more[1:]))
+        return f"({head} <[{self._specials[more[0]]}]> {rest} | {spelled})"
