@@ -104,6 +104,13 @@ class TableModel:
             numbers = self.projections[projection](numbers)
         return numbers.tobytes()
 
+    def pick_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> torch.Tensor:
+        """The same as a tensor with a row for each token."""
+        data = bytearray(self.copy_states(states, rows, dtype, projection))
+        return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(len(rows), -1)
+
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots, as `LanguageModel.move_tokens`."""
         flat = self.cache.reshape(-1)
@@ -166,6 +173,7 @@ class ScriptedDrafter:
         family: str = "scripted",
         *,
         trusted: bool = True,
+        is_local: bool = False,
         **hello: object,
     ) -> None:
         self.engine = engine
@@ -177,7 +185,9 @@ class ScriptedDrafter:
         """Its guesses behind that length which no verdict contradicts."""
         fields = {"max_draft_tokens": 16, **hello}
         introduction = Hello(name, family, "f", **fields)
-        self.handle: Drafter = engine.drafting.join(introduction, self._sink, trusted=trusted)
+        self.handle: Drafter = engine.drafting.join(
+            introduction, self._sink, trusted=trusted, is_local=is_local
+        )
 
     def _sink(self, message: StepBatch | OutriderError) -> None:
         if isinstance(message, OutriderError):

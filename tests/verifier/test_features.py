@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fake_model import GREEDY, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,6 +170,31 @@ def test_features_of_a_drafter_that_is_never_asked_are_bounded(
         for assignment in sequence.assignments.values():
             most = max(most, len(assignment.held_features))
     assert 0 < most <= 6
+
+
+def test_features_that_wait_keep_no_other_sequences_rows_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the verifier's process they are parts of the tensor of a whole step."""
+    engine, model = make_engine(eos_bias=-99)
+    pick = model.pick_states
+
+    def pick_beside_others(*asked: Any) -> torch.Tensor:
+        rows = pick(*asked)
+        return torch.cat([rows, torch.zeros(500, rows.shape[1])])[: len(rows)]
+
+    monkeypatch.setattr(model, "pick_states", pick_beside_others)
+    ScriptedDrafter(engine, feature_request=REQUEST, is_local=True)
+    sequence = engine.submit(TokenRequest(PROMPT, 60, GREEDY), Client())
+    most = 0
+    while engine.sequences:
+        engine.step()
+        for assignment in sequence.assignments.values():
+            for entry in assignment.held_features:
+                assert isinstance(entry.rows, torch.Tensor)
+                assert entry.rows.untyped_storage().nbytes() == entry.rows.nbytes
+            most = max(most, len(assignment.held_features))
+    assert most > 8
 
 
 def test_a_drafter_that_asks_for_none_gets_none_and_nothing_is_kept() -> None:

@@ -13,7 +13,12 @@ from outrider.protocol.draft_messages import Closed, DraftBatch, Hello, StepBatc
 from outrider.protocol.messages import PauseReason
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
-from verifier_svc.drafts.features import FeatureSender, FeatureSource, flush_features
+from verifier_svc.drafts.features import (
+    FeatureSender,
+    FeatureSource,
+    flush_features,
+    keep_features,
+)
 from verifier_svc.drafts.roster import PLACES, Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.pauses import pause_reason
@@ -250,6 +255,7 @@ class DraftExchange:
                 self._ask(sequence, assignment, wanted, walk.matched, span.traceparent)
             else:
                 assignment.asked = False
+                keep_features(assignment)
         if lookups:
             span.set(outrider__lookups="; ".join(lookups))
         if passes_on:

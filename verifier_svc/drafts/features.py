@@ -7,7 +7,7 @@ is not asked for drafts costs no messages.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from outrider.errors import OutriderError, invalid
@@ -150,6 +150,20 @@ def flush_features(assignment: Assignment) -> None:
     """Send the drafter the features that waited, with the verdict of their tokens."""
     assignment.drafter.outbox.features += assignment.held_features
     assignment.held_features = []
+
+
+def keep_features(assignment: Assignment) -> None:
+    """Give features that wait beyond their step memory of their own.
+
+    In the verifier's process they are parts of the tensor of a whole step, in which other clients'
+    prompts may have many rows.
+    """
+    held = assignment.held_features
+    for place in reversed(range(len(held))):
+        rows = held[place].rows
+        if isinstance(rows, bytes) or rows.untyped_storage().nbytes() == rows.nbytes:
+            return  # as all before it
+        held[place] = replace(held[place], rows=rows.clone())
 
 
 def _part(
