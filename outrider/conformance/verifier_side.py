@@ -70,7 +70,7 @@ class Drafter:
         return response
 
     async def follow(self, guess: Callable[[list[int]], list[int]], repeats: int = 1) -> None:
-        """Answer each message `repeats` times until the first sequence is closed.
+        """Answer each message until the first sequence is closed; send proposals `repeats` times.
 
         `guess` maps a committed text to guesses.
         """
@@ -85,8 +85,7 @@ class Drafter:
                 self._commit(verdict)
             asked = [opened.sequence_id for opened in step.opened]
             for sequence_id in [*asked, *(verdict.sequence_id for verdict in step.verdicts)]:
-                for _ in range(repeats):
-                    await self._answer(sequence_id, guess)
+                await self._answer(sequence_id, guess, repeats)
             if step.closed:
                 return
 
@@ -98,15 +97,18 @@ class Drafter:
         text += list(verdict.new_token_ids)[len(verdict.new_token_ids) - fresh :]
         self.accepted += verdict.accepted_count
 
-    async def _answer(self, sequence_id: int, guess: Callable[[list[int]], list[int]]) -> None:
+    async def _answer(
+        self, sequence_id: int, guess: Callable[[list[int]], list[int]], repeats: int
+    ) -> None:
         text = self.texts[sequence_id]
         place: dict[str, Any] = {"sequence_id": sequence_id, "base_length": len(text)}
         found = guess(text)
-        batch = drafts_pb2.DraftBatch(skips=[drafts_pb2.Skip(**place)])
-        if found:
-            proposal = drafts_pb2.Proposal(**place, token_ids=found)
-            batch = drafts_pb2.DraftBatch(proposals=[proposal])
-        await self.send(drafts=batch)
+        if not found:
+            await self.send(drafts=drafts_pb2.DraftBatch(skips=[drafts_pb2.Skip(**place)]))
+            return
+        proposal = drafts_pb2.Proposal(**place, token_ids=found)
+        for _ in range(repeats):
+            await self.send(drafts=drafts_pb2.DraftBatch(proposals=[proposal]))
 
 
 class VerifierCheck:

@@ -31,6 +31,7 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import drafts_pb2, verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.state.drafter import MOST_ANSWERS
 from verifier_svc.streams import drafter_streams, unread_steps
 
 
@@ -118,7 +119,7 @@ class Flood:
     """A drafter that introduces itself and, after `go`, sends many messages of stale drafts."""
 
     def __init__(self) -> None:
-        drafts = wire_drafts.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 30)] * 500))
+        drafts = wire_drafts.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 500)] * 30))
         self.message = verifier_pb2.StreamDraftsRequest(drafts=drafts)
         self.go = asyncio.Event()
         self.all_sent = asyncio.Event()
@@ -166,6 +167,8 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
         model.broken = stall
         thread.post(submit)
         assert await asyncio.to_thread(entered.wait, 30)
+        # The stream bounds what waits, whatever the engine allows.
+        connected["loud"].proposals_left = MOST_ANSWERS
         flood.go.set()
         await asyncio.sleep(0.5)
         message_bytes = flood.message.ByteSize()

@@ -9,8 +9,11 @@ from virtual_time import VirtualClock
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.limits import MAX_BATCH_ENTRIES
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.engine.config import EngineConfig
+from verifier_svc.state.drafter import MOST_ANSWERS, held_bytes
+from verifier_svc.streams import drafter_streams
 
 
 def request(prompt: list[int], max_tokens: int) -> TokenRequest:
@@ -116,3 +119,80 @@ def test_a_base_before_a_late_opening_breaks_the_protocol() -> None:
     assert drafter.error is not None
     assert drafter.error.reason is Reason.PROTOCOL_VIOLATION
     assert drafter.error.field == "drafts.proposals[0].base_length"
+
+
+def flooded(kind: str, sequence_id: int, length: int) -> DraftBatch:
+    """A message with as many entries as one may have, none of which says anything new."""
+    if kind == "skips":
+        return DraftBatch(skips=[Skip(sequence_id, length)] * MAX_BATCH_ENTRIES)
+    if kind == "skips of an ended sequence":
+        return DraftBatch(skips=[Skip(1, 2)] * MAX_BATCH_ENTRIES)
+    return DraftBatch([Proposal(sequence_id, length, [1])] * MAX_BATCH_ENTRIES)
+
+
+@pytest.mark.parametrize("drafter_count", [1, 2])
+@pytest.mark.parametrize("kind", ["skips", "skips of an ended sequence", "proposals"])
+def test_more_answers_than_a_drafter_was_told_messages_are_a_violation(
+    kind: str, drafter_count: int
+) -> None:
+    engine, model = make_engine(eos_bias=-99)
+    names = [f"flooding-{number}" for number in range(drafter_count)]
+    drafters = [ScriptedDrafter(engine, name, name) for name in names]
+    engine.submit(request([1, 2], 1), Client())
+    while engine.sequences:
+        engine.step()
+    client = Client()
+    sequence = engine.submit(request([1, 2], 8), client)
+    engine.drain_inbox()
+    for drafter in drafters:
+        batch = flooded(kind, sequence.id, drafter.length[sequence.id])
+        engine.drafting.on_drafts(drafter.handle, batch)
+        engine.drain_inbox()
+        assert drafter.error is not None
+        assert drafter.error.reason is Reason.PROTOCOL_VIOLATION
+        assert drafter.error.field == f"drafts.{kind.split()[0]}"
+    while engine.sequences:
+        engine.step()
+    assert client.tokens == model.greedy([1, 2], 8)
+
+
+def test_a_drafter_that_answers_twice_breaks_the_protocol_and_soon() -> None:
+    engine, _ = make_engine(eos_bias=-99, page_count=128)
+    drafter = ScriptedDrafter(engine)
+    sequence = engine.submit(request([1, 2], 100), Client())
+    engine.drain_inbox()
+    while drafter.error is None and len(sequence.tokens) < 10:
+        for _ in range(2):
+            drafter.skip(sequence.id)
+        engine.step()
+    assert drafter.error is not None
+    assert drafter.error.field == "drafts.skips"
+
+
+def test_a_drafter_that_fills_its_window_token_by_token_and_skips_once_breaks_nothing() -> None:
+    engine, model = make_engine(eos_bias=-99, page_count=64, always_draft=True)
+    drafter = ScriptedDrafter(engine)
+    client = Client()
+    sequence = engine.submit(request([1, 2], 60), client)
+    engine.drain_inbox()
+    while engine.sequences:
+        room = drafter.handle.hello.max_draft_tokens - len(drafter.ahead[sequence.id])
+        for _ in range(room):
+            drafter.propose(sequence.id, [1])
+        drafter.skip(sequence.id)
+        engine.step()
+    assert drafter.error is None
+    assert client.tokens == model.greedy([1, 2], 60)
+
+
+def test_answers_that_a_drafter_saves_up_are_bounded() -> None:
+    engine, _ = make_engine()
+    drafter = ScriptedDrafter(engine).handle
+    for _ in range(MOST_ANSWERS):
+        drafter.may_answer(16)
+    assert drafter.skips_left == drafter.proposals_left == MOST_ANSWERS
+
+
+def test_a_message_of_many_entries_fills_the_budget_of_an_untaken_stream() -> None:
+    batch = DraftBatch(skips=[Skip(1, 2)] * MAX_BATCH_ENTRIES)
+    assert held_bytes(24_576, batch) > drafter_streams._MAX_UNTAKEN_BYTES

@@ -43,8 +43,9 @@ class DraftMessage:
         """Add all proposals to the tries, and note the skips.
 
         Raises OutriderError(PROTOCOL_VIOLATION) for a sequence id or base length that no delay
-        explains.
+        explains, and for more entries than the drafter was told messages for.
         """
+        self.drafter.count_entries(batch)
         for i, proposal in enumerate(batch.proposals):
             try:
                 self._take_proposal(proposal)

@@ -407,6 +407,7 @@ def _observe_siblings(
 def _mark_sent(assignment: Assignment, now: float) -> None:
     """Note that a message goes to the drafter now, and until when the drafter computes."""
     drafter = assignment.drafter
+    drafter.may_answer(assignment.window.token_count)
     assignment.told_at = now
     if drafter.round_trip.value > 0.0:
         done_at = now + drafter.latency(assignment.window.depth)

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SiblingRates
@@ -31,18 +31,31 @@ _WRONG_STEPS = 4
 LONG_MEMORY = 0.99
 # Weight of the newest answer in a drafter's `answer_rate`.
 _RECENT_ANSWER = 0.05
-# Memory that a message takes besides its size on the wire, and that each of its tokens takes.
+# Memory that a message takes besides its size on the wire, and that each of its tokens and of its
+# proposals and skips takes. A message of 4096 skips fills the budget of an untaken stream.
 _MESSAGE_BYTES = 1024
 _TOKEN_BYTES = 16
+_ENTRY_BYTES = 256
+MOST_ANSWERS = 2**16
+"""Most proposals, and most skips, that a drafter may still send: what it has not used of them is
+kept up to here. A drafter that answers each message stays below, even if it reads a thousand steps
+of 64 sequences at once."""
 
 
 def held_bytes(byte_count: int, batch: DraftBatch | None = None) -> int:
     """About the memory of a received message, of `byte_count` on the wire, for the engine.
 
-    The engine's time for a batch grows with its tokens, so this bounds that time too.
+    The engine's time for a batch grows with its tokens and entries, so this bounds that time too.
     """
-    token_count = sum([len(each.token_ids) for each in batch.proposals]) if batch else 0
-    return byte_count + _MESSAGE_BYTES + _TOKEN_BYTES * token_count
+    held = byte_count + _MESSAGE_BYTES
+    if batch is None:
+        return held
+    token_count = sum([len(each.token_ids) for each in batch.proposals])
+    return held + _TOKEN_BYTES * token_count + _ENTRY_BYTES * _entry_count(batch)
+
+
+def _entry_count(batch: DraftBatch) -> int:
+    return len(batch.proposals) + len(batch.skips)
 
 
 def target_cores(device: str, thread_count: int) -> frozenset[int] | None:
@@ -94,6 +107,11 @@ class Drafter:
     busy_until: float = 0.0
     """When it should have filled its windows (seconds)."""
     draining: bool = False
+    # One more than it was told for, so that an id that was never opened gets its own error.
+    proposals_left: int = 1
+    """Proposals that it may send before it is told more."""
+    skips_left: int = 1
+    """Skips that it may send before it is told more."""
     taken_bytes: int = 0
     """The `held_bytes` of its messages that the engine has processed."""
     right_guesses: int = 0
@@ -168,6 +186,29 @@ class Drafter:
         self.silent = True
         return True
 
+    def may_answer(self, window_tokens: int) -> None:
+        """Let it answer one more Opened or Verdict, whose window has room for `window_tokens`.
+
+        An answer is one skip, and a proposal for each token that it runs ahead.
+        """
+        self.skips_left = min(self.skips_left + 1, MOST_ANSWERS)
+        self.proposals_left = min(self.proposals_left + window_tokens, MOST_ANSWERS)
+
+    def count_entries(self, batch: DraftBatch) -> None:
+        """Count the entries of a message. Entries cost the engine time, and change little if many.
+
+        Raises OutriderError(PROTOCOL_VIOLATION) for more entries than it was told messages for.
+        """
+        # A message without an entry counts as one.
+        self.proposals_left -= max(len(batch.proposals), 1 - _entry_count(batch))
+        self.skips_left -= len(batch.skips)
+        if self.skips_left < 0:
+            raise _too_many("skips", "one skip", -self.skips_left)
+        if self.proposals_left < 0:
+            raise _too_many(
+                "proposals", "a proposal for each token of its window", -self.proposals_left
+            )
+
     def hear(self) -> None:
         """Note that it answers, or that its guesses are right."""
         self.silent_at = math.inf
@@ -222,3 +263,9 @@ class Drafter:
             self.round_trip.value or None,
             self.token_time.value or None,
         )
+
+
+def _too_many(entries: str, allowed: str, excess: int) -> OutriderError:
+    message = f"must hold no more than {allowed} for each Opened and Verdict, {excess} are too many"
+    field = f"drafts.{entries}"
+    return OutriderError(Reason.PROTOCOL_VIOLATION, f"{field} {message}", field)

@@ -157,6 +157,10 @@ def expected_counts(
     """
     expected = Expected()
     entries: list[Proposal | Skip] = [*batch.proposals, *batch.skips]
+    proposal_count = max(len(batch.proposals), 1 - len(entries))
+    if proposal_count > drafter.proposals_left or len(batch.skips) > drafter.skips_left:
+        expected.rejected = True
+        return expected
     for entry in entries:
         if entry.sequence_id > drafter.last_sequence_id:
             expected.rejected = True

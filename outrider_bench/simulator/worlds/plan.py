@@ -10,7 +10,7 @@ from outrider_bench.simulator.worlds.requests import REQUEST_COUNT, wanted_token
 
 Manner = Literal["honest", "forger", "flooder"]
 # Of three drafters one is hostile. A forger sends what no delay explains; a flooder sends what is
-# allowed, and too much of it.
+# allowed, and sometimes more of it than it was told messages for.
 _MANNERS: list[Manner] = ["honest", "honest", "honest", "honest", "forger", "flooder"]
 _FAULTS_UNTIL_S = 0.3
 _DRAFTER_FAULTS = (

@@ -181,7 +181,7 @@ class Connection:
         self._arrive(batch)
 
     def _blame(self) -> None:
-        if not self._drafter.is_hostile:
+        if self._drafter.plan.manner == "honest":
             broken("an honest drafter breaks no rule", self._drafter.plan.name)
         self._drafter.violation_count += 1
         self._world.counts["violations refused"] += 1
