@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 from tokenizers import Tokenizer
 
 from outrider.errors import OutriderError, Reason
+from outrider.process.files import check_folder
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -35,6 +36,7 @@ def model_file(model: str, name: str) -> Path | None:
     """
     directory = Path(model)
     if directory.is_dir():
+        check_model_folder(model)
         return directory / name if (directory / name).is_file() else None
     try:
         _look_for_hub()
@@ -53,6 +55,20 @@ def model_file(model: str, name: str) -> Path | None:
         raise _not_found(message) from cause
     except (HfHubHTTPError, OSError) as cause:
         raise _not_found(f"{model} is neither a directory nor a model of the hub") from cause
+
+
+def check_model_folder(model: str) -> None:
+    """Check that libraries can read the files of a model directory, or that it is none.
+
+    Raises OutriderError(INVALID_VALUE) that names a file that is a pipe or a device, or is larger
+    than any of its kind.
+    """
+    if Path(model).is_dir():
+        try:
+            check_folder(Path(model))
+        except OSError as cause:
+            message = f"{cause.filename} cannot be read: {cause.strerror}"
+            raise OutriderError(Reason.INVALID_VALUE, message, "model") from cause
 
 
 def _not_found(message: str) -> OutriderError:

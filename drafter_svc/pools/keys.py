@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.errors import invalid
+from outrider.process.files import read_file
 
 BUCKETS = 16
 DIGEST_BYTES = 16
@@ -35,7 +36,7 @@ def read_secret(path: Path | None) -> bytes:
         message = "must be given with redis: keys in Redis are made with this secret"
         raise invalid("pool-secret-file", message)
     try:
-        secret = path.read_bytes().rstrip(b"\r\n")
+        secret = read_file(path).rstrip(b"\r\n")
     except OSError as cause:
         raise invalid("pool-secret-file", f"{path} cannot be read: {cause.strerror}") from cause
     if len(secret) < _MIN_SECRET_BYTES:

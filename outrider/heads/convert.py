@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from outrider.errors import OutriderError, Reason
+from outrider.tokenizer import check_model_folder
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # What training leaves in a folder beside the weights.
@@ -54,6 +55,7 @@ def run(source: Path, target: Path, *, seconds: float = _SECONDS) -> int:
     The folder `target` must not exist yet. Raises OutriderError(INVALID_VALUE) that names the file
     which cannot be read as tensors; then there is no `target`.
     """
+    check_model_folder(str(source))
     if not (source / "config.json").is_file():
         raise _refusal(source, "it has no config.json")
     if target.exists():

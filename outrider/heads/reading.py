@@ -18,6 +18,7 @@ from outrider.heads.dialects.medusa import read_medusa
 from outrider.heads.dialects.mtp import COUNTS, is_mtp_weight, read_mtp, refuse_others
 from outrider.heads.files import BY_VLLM, Keys, Weights, open_config, open_weights
 from outrider.heads.spec import Head, TargetShape, refusal
+from outrider.tokenizer import check_model_folder
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = 
     folder = Path(path)
     if not folder.is_dir():
         raise refusal(folder, "it is no folder")
+    check_model_folder(str(folder))
     target = TargetShape.of(target_config)
     keys = open_config(folder)
     stated = _stated_kind(keys)

@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.process.credentials import name_options
+from outrider.process.files import read_file
 from outrider.process.roles import Role
 
 # Less than the containers' health checks wait.
@@ -47,7 +48,7 @@ def problem(
 
 
 def _content(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()
+    return None if path is None else read_file(path)
 
 
 def _channel(

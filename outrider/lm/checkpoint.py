@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.errors import OutriderError, Reason
 from outrider.lm import support
 from outrider.lm.devices import find_dtype
+from outrider.tokenizer import check_model_folder
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
     tensor that the files lack is such a reason, and so is a tensor of the model's own parts that
     nothing reads: `transformers` fills the former with random numbers and ignores the latter.
     """
+    check_model_folder(model)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:

@@ -12,6 +12,7 @@ import yaml
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.config import ServiceSettings
+from outrider.process.files import read_file
 from outrider.process.roles import Role
 from outrider.process.tls import Tls, expires_at
 
@@ -75,7 +76,7 @@ def check_file(setting: str, path: Path) -> None:
     """Raise OutriderError(INVALID_VALUE) for a file that cannot be read. A directory passes."""
     try:
         if not path.is_dir():
-            path.open("rb").close()
+            read_file(path)
     except OSError as cause:
         raise invalid(setting, f"{path} cannot be read: {cause.strerror}") from cause
 

@@ -35,6 +35,7 @@ from pydantic_settings import (
 from yaml import YAMLError
 
 from outrider.errors import OutriderError, Reason
+from outrider.process.files import MOST_BYTES
 from outrider.process.usage import GroupedCommand, invoke, refuse, suggestion
 
 _Settings = TypeVar("_Settings", bound="Settings")
@@ -229,6 +230,8 @@ def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
         path = given.get("config", named and Path(named))
     if path and not Path(path).is_file():
         raise ValueError(f"config: {path} is not a file")
+    if path and Path(path).stat().st_size > MOST_BYTES:
+        raise ValueError(f"config: {path} has more than {MOST_BYTES} bytes")
 
     # A class of its own, since the file's path is known only now.
     class WithFile(schema):  # type: ignore[misc, valid-type]

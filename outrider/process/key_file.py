@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from outrider.errors import invalid
+from outrider.process.files import read_file
 
 _PREFIX = "outrider-"
 _KEY_BYTES = 32
@@ -139,7 +140,7 @@ def _first_problem(error: ValidationError) -> str:
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:
     """The entries of a file. Raises OutriderError(INVALID_VALUE) that names the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode()
     except OSError as error:
         raise invalid("keys-file", f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -22,6 +22,7 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
 from outrider.errors import invalid
+from outrider.process.files import check_file, read_file
 from outrider.process.tls import Tls, explain
 
 _FORMS = (
@@ -49,7 +50,7 @@ class Credentials(CredentialProvider):
         """The arguments of AUTH; raises OSError or UnicodeDecodeError if the file is unreadable."""
         password = self._password
         if self._password_file is not None:
-            password = self._password_file.read_text().rstrip("\r\n")
+            password = read_file(self._password_file).decode().rstrip("\r\n")
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
@@ -211,6 +212,7 @@ def _check_authorities(file: str | None) -> None:
     if file is None:
         return
     try:
+        check_file(Path(file))
         ssl.create_default_context(cafile=file)
     except OSError as cause:
         message = f"ssl_ca_certs: {file} is no file of PEM certificates: {cause.strerror or cause}"

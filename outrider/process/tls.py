@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from outrider.errors import OutriderError, invalid
+from outrider.process.files import read_file
 from outrider.process.roles import Role, peer_of
 
 if TYPE_CHECKING:
@@ -170,8 +171,8 @@ class Tls:
         from cryptography import x509  # loaded for an explanation alone
 
         try:
-            cert, *chain = x509.load_pem_x509_certificates(self.cert.read_bytes())
-            known = [] if self.ca is None else x509.load_pem_x509_certificates(self.ca.read_bytes())
+            cert, *chain = x509.load_pem_x509_certificates(read_file(self.cert))
+            known = [] if self.ca is None else x509.load_pem_x509_certificates(read_file(self.ca))
         except (OSError, ValueError) as cause:
             return f"the certificate {self.cert} or {self.ca} cannot be read: {cause}"
         now = datetime.now(UTC)
@@ -333,7 +334,7 @@ def expires_at(cert: Path) -> datetime:
 
 def _content(field: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path)
     except OSError as cause:
         raise invalid(field, f"{path} cannot be read: {cause.strerror}") from cause
 
