@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -21,6 +21,8 @@ from gateway.http.streaming import EventStream, event
 from outrider.errors import OutriderError, Reason, invalid
 
 MAX_LISTED_ITEMS = 100
+MAX_REPLAYED_BYTES = 1024 * 1024
+"""Most bytes of a response whose events are sent again: three of them hold the whole response."""
 # Their encoding takes a few milliseconds.
 _EVENTS_AT_ONCE = 64
 # By the type of an item, the start of its id.
@@ -50,9 +52,7 @@ def add_kept_routes(router: APIRouter, store: ResponseStore) -> None:
             raise _no_response(response_id)
         if not stream:
             return Response(found, media_type="application/json")
-        begin = 0 if starting_after is None else starting_after + 1
-        events = _events(json.loads(found), store.deltas(tenant, response_id), begin)
-        return EventStream(events, AsyncExitStack(), {})
+        return _replay(found, store.deltas(tenant, response_id), starting_after)
 
     router.add_api_route(path, kept_response, methods=["HEAD"], include_in_schema=False)
 
@@ -68,8 +68,8 @@ def add_kept_routes(router: APIRouter, store: ResponseStore) -> None:
         before = store.before(identity_of(request).tenant, response_id)
         if before is None:
             raise _no_response(response_id)
-        items = [_listed(json.loads(item), response_id, at) for at, item in enumerate(before)]
-        return JSONResponse(_page(items if order == "asc" else items[::-1], after, limit))
+        items = _Items(before, response_id)
+        return JSONResponse(await items.page(after, limit, is_ascending=order == "asc"))
 
     @router.post(f"{path}/cancel", responses=json_responses(400, 401, 404))
     async def cancel_response(response_id: str, request: Request) -> Response:
@@ -92,6 +92,15 @@ def _no_response(response_id: str) -> OutriderError:
     return OutriderError(Reason.ROUTE_NOT_FOUND, message, "response_id")
 
 
+def _replay(found: bytes, deltas: Sequence[Sequence[int]], after: int | None) -> Response:
+    """The stream of a response's events. Raises OutriderError(INVALID_VALUE) for a large one."""
+    if len(found) > MAX_REPLAYED_BYTES:
+        problem = f"is for responses of at most {MAX_REPLAYED_BYTES} bytes, not {len(found)}"
+        raise invalid("stream", problem)
+    begin = 0 if after is None else after + 1
+    return EventStream(_events(json.loads(found), deltas, begin), AsyncExitStack(), {})
+
+
 async def _events(
     response: Json, deltas: Sequence[Sequence[int]], begin: int
 ) -> AsyncGenerator[bytes, None]:
@@ -102,37 +111,50 @@ async def _events(
         yield event({**made, "sequence_number": number}, made["type"])
 
 
-def _listed(item: Json, response_id: str, at: int) -> Json:
-    """An item of the input as OpenAI lists it: with an id, a status, and its texts as parts.
+class _Items:
+    """The items before an answer, as OpenAI lists them. Other tasks run between their readings."""
 
-    The id of an item that came without one is drawn from its place, so it is the same each time.
-    """
-    kind = item["type"]
-    place = sha256(f"{response_id} {at}".encode()).hexdigest()[:48]
-    listed = {"id": f"{_PREFIXES[kind]}_{place}", "status": "completed", **item}
-    part: Json = {"type": "input_text"}
-    if kind == "reasoning":
-        listed.setdefault("summary", [])
-        part = {"type": "reasoning_text"}
-    elif item.get("role") == "assistant":
-        part = {"type": "output_text", "annotations": [], "logprobs": []}
-    text = item.get("content")
-    return listed | {"content": [{**part, "text": text}]} if isinstance(text, str) else listed
+    def __init__(self, kept: Sequence[bytes], response_id: str) -> None:
+        self._kept = kept
+        self._response_id = response_id
 
+    async def page(self, after: str | None, limit: int, *, is_ascending: bool) -> Json:
+        """The page behind the item of id `after`. Raises OutriderError(INVALID_VALUE)."""
+        places = range(len(self._kept))
+        if not is_ascending:
+            places = places[::-1]
+        begin = 0 if after is None else places.index(await self._place(after)) + 1
+        data = [await self._read(at) for at in places[begin : begin + limit]]
+        return {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": begin + limit < len(places),
+        }
 
-def _page(items: Sequence[Json], after: str | None, limit: int) -> dict[str, Any]:
-    """The page behind the item of id `after`. Raises OutriderError(INVALID_VALUE)."""
-    begin = 0
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise invalid("after", f"is the id of no input item of the response: {after[:100]!r}")
-        begin = ids.index(after) + 1
-    data = items[begin : begin + limit]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": begin + limit < len(items),
-    }
+    async def _place(self, item_id: str) -> int:
+        for at in range(len(self._kept)):
+            if (await self._read(at))["id"] == item_id:
+                return at
+        raise invalid("after", f"is the id of no input item of the response: {item_id[:100]!r}")
+
+    async def _read(self, at: int) -> Json:
+        """An item with an id, a status, and its texts as parts.
+
+        The id of an item that came without one is drawn from its place, so it is the same each
+        time.
+        """
+        await asyncio.sleep(0)
+        item: Json = json.loads(self._kept[at])
+        kind = item["type"]
+        place = sha256(f"{self._response_id} {at}".encode()).hexdigest()[:48]
+        listed = {"id": f"{_PREFIXES[kind]}_{place}", "status": "completed", **item}
+        part: Json = {"type": "input_text"}
+        if kind == "reasoning":
+            listed.setdefault("summary", [])
+            part = {"type": "reasoning_text"}
+        elif item.get("role") == "assistant":
+            part = {"type": "output_text", "annotations": [], "logprobs": []}
+        text = item.get("content")
+        return listed | {"content": [{**part, "text": text}]} if isinstance(text, str) else listed

@@ -26,6 +26,7 @@ from responses_rig import (
     streamed,
 )
 
+from gateway.http import responses_kept
 from gateway.text.prompts import Prompts
 from outrider.protocol.messages import FinishReason
 
@@ -87,9 +88,25 @@ async def test_openais_client_goes_on_behind_an_event(rig: Rig) -> None:
     for after in (0, 4, count - 2, count - 1, count + 5):
         stream = await client.retrieve(response_id, stream=True, starting_after=after)
         assert [event.sequence_number async for event in stream] == [*range(after + 1, count)]
+    async with client.stream(response_id=response_id, starting_after=1) as resumed:
+        texts = [each.delta async for each in resumed if each.type == "response.output_text.delta"]
+        assert "".join(texts) == (await resumed.get_final_response()).output_text == TEXT
     for query in ({"starting_after": -1}, {"starting_after": "x"}, {"stream": "maybe"}):
         answer = await rig.http.get(f"/v1/responses/{response_id}", params=query)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, *query)
+
+
+async def test_a_response_too_large_to_be_sent_thrice_is_read_whole(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.says(TEXT)
+    kept = await ask(rig)
+    path = f"/v1/responses/{kept['id']}"
+    monkeypatch.setattr(responses_kept, "MAX_REPLAYED_BYTES", 1000)
+    answer = await rig.http.get(f"{path}?stream=true")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+    assert "at most 1000 bytes" in answer.json()["error"]["message"]
+    assert (await rig.http.get(path)).json() == kept
 
 
 async def listed(rig: Rig, response_id: str, **query: Any) -> list[Json]:
