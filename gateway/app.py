@@ -28,6 +28,7 @@ def create_app(
 ) -> FastAPI:
     """The application around one Generation, for the callers that the gate lets in."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
+    app.state.ping_seconds = settings.ping_seconds
     app.state.ignores_unknown = settings.unknown_parameters == "ignore"
     app.include_router(openai.routes(generation, gate, metrics=settings.speculation_metrics))
     app.include_router(messages.routes(generation, gate, metrics=settings.speculation_metrics))
@@ -47,7 +48,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origin_regex=origin_pattern(settings.allowed_origins),
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["DELETE", "GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=[
                 "X-Request-Id",

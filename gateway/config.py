@@ -111,6 +111,15 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     that no setting is lost in silence. Ignore is for clients that send parameters of other
     servers."""
 
+    ping_seconds: float = Field(default=15.0, ge=0.0)
+    """After how long a pause a stream gets a ping, before its first token too, so that proxies keep
+    the connection. Most of them give up after 60 s. 0 sends none."""
+
+    keep_alive_seconds: float = Field(default=75.0, gt=0.0)
+    """How long a connection may stay idle after an answer. A proxy that keeps connections for
+    longer than its upstream now and then sends a request into a closed one; most have 60 s. At
+    most 1,024 connections stay idle; a further one closes the one that was idle for longest."""
+
     patience_seconds: float = Field(default=60.0, ge=0.0)
     """How long callers that choose no timeout wait for their first token. A request that might wait
     longer in the queue is refused at once with 429, its body unread. 0 lets them wait for ever."""

@@ -40,8 +40,6 @@ from outrider.v1 import generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# How long a connection may stay idle after an answer, as in uvicorn and vLLM.
-KEEP_ALIVE_S = 5.0
 # How long clients have to read the end of their answers.
 _LAST_READ_S = 2.0
 # How long uvicorn waits for a request's task. Each task ends long before.
@@ -87,6 +85,7 @@ class Gateway:
         if self.gate.keys is not None:
             metrics.by_tenant = {}
         log_access = AccessLog(metrics)
+        kept_s = settings.keep_alive_seconds
         config = uvicorn.Config(
             create_app(settings, self.generation, metrics, self.gate),
             log_config=None,
@@ -95,9 +94,9 @@ class Gateway:
             server_header=False,
             http=protocol(settings, log_access),
             ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S,  # type: ignore[arg-type]  # it takes fractions as well
+            timeout_keep_alive=kept_s,  # type: ignore[arg-type]  # it takes fractions as well
             # In whole seconds, so that a client does not take the connection for open too long.
-            headers=[("keep-alive", f"timeout={int(KEEP_ALIVE_S)}")],
+            headers=[("keep-alive", f"timeout={int(kept_s)}")],
             timeout_graceful_shutdown=_CANCEL_S,
             ssl_context_factory=None if self._tls is None else partial(_context, self._tls),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -15,7 +16,14 @@ from gateway.http.endpoints import most_tokens, naming_limit
 from gateway.http.entrance import arrival_of
 from gateway.http.long_json import written
 from gateway.http.schema import ChatBody
-from gateway.http.streaming import EventStream, sse, until_gone
+from gateway.http.streaming import (
+    EventStream,
+    cancelled,
+    ping_seconds,
+    sse,
+    until_begun,
+    until_gone,
+)
 from gateway.text.choices import collect
 
 
@@ -32,8 +40,10 @@ async def answer_text(generation: Generation, limits: Limits, call: HttpCall[Any
             headers = answer.grant.headers
             return Response(content, media_type="application/json", headers=headers)
         # Await the first delta before the status line goes out, so that a refused request gets the
-        # status of its error.
-        first = await until_gone(call.request, anext(answer.events))
+        # status of its error; but not for so long that a proxy gives up.
+        first = asyncio.ensure_future(anext(answer.events))
+        stack.push_async_callback(cancelled, first)
+        await until_begun(call.request, first, ping_seconds(call.request.scope))
         events = sse(first, answer.events, writer, answer.span)
         return EventStream(events, stack.pop_all(), answer.grant.headers)
 

@@ -18,6 +18,8 @@ from outrider.process.roles import Peer, check_http, peer_of_ssl
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
+MAX_IDLE = 1024
+"""Most connections of a gateway that stay open between two requests."""
 UNSENT_BYTES = 16 * 1024
 """Bytes of answers that wait in a connection, and as many in the kernel, before it is full."""
 
@@ -33,6 +35,8 @@ class BoundedProtocol(HttpToolsProtocol):
     unread_seconds = 120.0
     needs_certificate: bool
     log_access: AccessLog
+    idle: dict[BoundedProtocol, None]
+    """The gateway's idle connections, the longest idle first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,6 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Remove the deadlines of the connection."""
+        self.idle.pop(self, None)
         self._expect(None)
         self._stop_waiting()
         super().connection_lost(exc)
@@ -95,6 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes; refuse a header or trailer that grows beyond MAX_HEADER_BYTES."""
+        self.idle.pop(self, None)
         self._pending_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
@@ -159,9 +165,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or malformed)
 
     def on_response_complete(self) -> None:
-        """Give the client `unread_seconds` to read the end of the answer."""
+        """Give the client `unread_seconds` to read the end of the answer.
+
+        The connection is idle now, unless its next request has come. If too many are, the one that
+        was idle for longest is closed.
+        """
         super().on_response_complete()
         self._expect_reading()
+        if self.timeout_keep_alive_task is not None:
+            self.idle[self] = None
+            if len(self.idle) > MAX_IDLE:
+                longest = next(iter(self.idle))
+                del self.idle[longest]
+                longest.transport.close()
 
     def _expect_reading(self) -> None:
         """Have `pause_writing` called while any bytes wait to be read."""
@@ -234,7 +250,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def protocol(settings: GatewaySettings, log: AccessLog) -> type[asyncio.Protocol]:
     """A subclass of `BoundedProtocol` with the settings, whose refusals go to the access log."""
-    members = {"needs_certificate": settings.public_tls_ca is not None, "log_access": log}
+    members = {
+        "needs_certificate": settings.public_tls_ca is not None,
+        "log_access": log,
+        "idle": {},
+    }
     return cast(type[asyncio.Protocol], type("Connection", (BoundedProtocol,), members))
 
 

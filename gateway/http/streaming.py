@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.api_errors import unexpected
 from gateway.text.choices import Event, WholeChoice
@@ -22,6 +23,9 @@ from outrider.process.telemetry import Span
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+# A comment, which clients skip, and the event that Anthropic's API has for it.
+_PING = b": ping\n\n"
+_MESSAGES_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 # `json.dumps` with separators would make an encoder for each event.
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
@@ -39,6 +43,27 @@ async def until_gone(request: Request, work: Awaitable[_Result]) -> _Result:
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def until_begun(request: Request, first: asyncio.Future[_Result], most_s: float) -> None:
+    """Wait for `first`, at most `most_s`. Raises its error, or CLIENT_GONE as above."""
+    gone = asyncio.ensure_future(_hung_up(request))
+    both: set[asyncio.Future[Any]] = {first, gone}
+    try:
+        timeout_s = None if most_s == math.inf else most_s
+        await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            first.result()
+        elif gone.done():
+            raise _client_gone()
+    finally:
+        await cancelled(gone)
+
+
+async def cancelled(work: asyncio.Future[Any]) -> None:
+    """Cancel the work and wait for its end. Its error is of no interest any more."""
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
 
 
 def _client_gone() -> OutriderError:
@@ -77,7 +102,10 @@ class AnswerWriter(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Streams events. Their end, or a client that hangs up, closes the answer they come from."""
+    """Streams events. Their end, or a client that hangs up, closes the answer they come from.
+
+    While there are none, it sends pings, so that no proxy takes the connection for dead.
+    """
 
     def __init__(
         self,
@@ -90,19 +118,58 @@ class EventStream(StreamingResponse):
         self._open = (events, answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ping = _MESSAGES_PING if scope["path"].startswith("/v1/messages") else _PING
+        pings = _Pings(send, ping, ping_seconds(scope))
+        pinging = asyncio.ensure_future(pings.run())
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, pings.send)
         finally:
+            pinging.cancel()
             for part in self._open:
                 await part.aclose()
 
 
+def ping_seconds(scope: Scope) -> float:
+    """After how long a pause a stream of this application gets a ping; infinity for never."""
+    return scope["app"].state.ping_seconds or math.inf
+
+
+class _Pings:
+    """Sends a ping whenever a stream has sent nothing for `every_s`."""
+
+    def __init__(self, send: Send, ping: bytes, every_s: float) -> None:
+        self._send = send
+        self._message: Message = {"type": "http.response.body", "body": ping, "more_body": True}
+        self._every_s = every_s
+        self._sent_at = asyncio.get_running_loop().time()
+        # A ping must not come before the status, after the end, or where nobody reads.
+        self._may_ping = False
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the stream."""
+        self._may_ping = False
+        await self._send(message)
+        self._sent_at = asyncio.get_running_loop().time()
+        self._may_ping = message["type"] == "http.response.start" or message["more_body"]
+
+    async def run(self) -> None:
+        """Send pings until cancelled."""
+        while self._every_s < math.inf:
+            pause_s = asyncio.get_running_loop().time() - self._sent_at
+            if pause_s < self._every_s:
+                await asyncio.sleep(self._every_s - pause_s)
+            elif self._may_ping:
+                await self.send(self._message)
+            else:
+                await asyncio.sleep(self._every_s)
+
+
 async def sse(
-    first: Event, rest: AsyncGenerator[Event, None], writer: AnswerWriter, span: Span
+    first: Awaitable[Event], rest: AsyncGenerator[Event, None], writer: AnswerWriter, span: Span
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream. An error becomes its last event."""
     try:
-        item: Event | None = first
+        item: Event | None = await first
         while item is not None:
             if out := writer.events(*item):
                 yield out

@@ -109,6 +109,23 @@ def unused() -> tuple[Any, Metrics, Gate]:
     return generation, metrics, Gate(settings())
 
 
+async def test_a_preflight_allows_every_method_of_every_route() -> None:
+    app = create_app(settings(allowed_origins=["https://chat.example.com"]), *unused())
+    paths = app.openapi()["paths"]
+    methods = {"HEAD", *(method.upper() for operations in paths.values() for method in operations)}
+    assert methods == {"DELETE", "GET", "HEAD", "POST"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://localhost:8000"
+    ) as http:
+        for method in methods:
+            asked = {
+                "origin": "https://chat.example.com",
+                "access-control-request-method": method,
+            }
+            preflight = await http.options("/v1/responses/resp-1", headers=asked)
+            assert (method, preflight.status_code) == (method, 200)
+
+
 async def test_an_allowed_website_gets_its_preflight_and_its_answers() -> None:
     app = create_app(
         settings(allowed_origins=["https://chat.example.com", "http://localhost:*"]), *unused()

@@ -14,7 +14,7 @@ import pytest_asyncio
 from gateway_rig import settings
 from waiting import until
 
-from gateway import server
+from gateway.http import connections
 from gateway.http.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedProtocol
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
@@ -30,9 +30,8 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway() -> AsyncIterator[Gateway]:
     """A gateway without a verifier, and with short timeouts."""
-    chosen = settings("127.0.0.1:9", drain_seconds=0)
+    chosen = settings("127.0.0.1:9", drain_seconds=0, keep_alive_seconds=1.2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "KEEP_ALIVE_S", 1.2)
         patch.setattr(BoundedProtocol, "header_seconds", 0.3)
         patch.setattr(BoundedProtocol, "body_seconds", 0.3)
         async with running(chosen, Metrics()) as gateway:
@@ -140,6 +139,26 @@ async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -
     assert b"connection: close" not in received
     # In whole seconds, rounded down: later the client could write into a closed connection.
     assert b"\r\nkeep-alive: timeout=1\r\n" in received
+
+
+async def test_a_further_idle_connection_closes_the_one_that_was_idle_for_longest(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_IDLE", 2)
+
+    async def ask(connection: Connection) -> None:
+        await connection.send(HEAD + b"\r\n")
+        await connection.reader.readuntil(b"}")
+
+    async with (
+        Connection(gateway) as first,
+        Connection(gateway) as second,
+        Connection(gateway) as third,
+    ):
+        for connection in (first, second, first, third):
+            await ask(connection)
+        assert await second.to_the_end() == b""
+        await ask(first)
 
 
 @pytest.mark.parametrize(
