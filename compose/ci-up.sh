@@ -25,8 +25,8 @@ for argument; do
   esac
 done
 
-base=${OUTRIDER_BASE:-python:3.11-slim-bookworm}
-redis=${OUTRIDER_REDIS_IMAGE:-redis:7-bookworm}
+base=${OUTRIDER_BASE:-python:3.11.14-slim-bookworm}
+redis=${OUTRIDER_REDIS_IMAGE:-redis:7.4.6-bookworm}
 prometheus=${OUTRIDER_PROMETHEUS_IMAGE:-prom/prometheus:v3.1.0}
 log=$PWD/compose/ci-up.log
 work=$(mktemp -d)
@@ -131,7 +131,7 @@ builder() {
 have_image() { docker image inspect "$1" >/dev/null 2>&1 || timeout 300 docker pull --quiet "$1"; }
 
 # If the official image cannot be pulled, builds one from the same release of Debian. Debian's own
-# Python has the same version; its headers are installed, as the official image has them too.
+# Python is another 3.11; its headers are installed, as the official image has them too.
 base_image() {
   have_image "$base" && return
   local root=$work/root

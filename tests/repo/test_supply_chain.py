@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -108,3 +109,35 @@ def test_an_audit_without_a_report_says_why() -> None:
     found = audit([sys.executable, "-c", "raise SystemExit('no route to the database')"])
     assert found.lines == ["NOT AUDITED: pip-audit gave no report: no route to the database"]
     assert found.status == 0
+
+
+def images() -> dict[str, str]:
+    """Each image of others that a file of `compose` names, by the file and its place."""
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / "compose").rglob("*")):
+        if path.suffix not in (".yaml", ".sh") and path.name != "Dockerfile":
+            continue
+        text = path.read_text()
+        named = re.findall(r"image: [\"']?(\S+?)[\"']?$", text, re.MULTILINE)
+        named += re.findall(r"(?:ARG BASE=|BASE:-|_IMAGE:-)([^\s}]+)", text)
+        named += [match[1] for match in re.finditer(r"^FROM (?!\$)(\S+:\S+)", text, re.MULTILINE)]
+        pairs = re.findall(r"\{name: (\S+), (?:newTag|digest): (\S+)\}", text)
+        named += [f"{name}:{tag}" for name, tag in pairs]
+        for image in named:
+            # Kustomize gives tags to the plain names of its manifests.
+            if "outrider-" not in image and ":" in image and not image.startswith("${"):
+                found[f"{path.name}: {image}"] = image
+    return found
+
+
+def test_no_image_of_others_has_a_floating_tag() -> None:
+    """A tag such as redis:7 is another program tomorrow."""
+    exact = re.compile(r"(:v?\d+\.\d+\.\d+([-.][\w.-]+)?|@sha256:[0-9a-f]{64})$")
+    found = images()
+    assert len(found) >= 10
+    assert [place for place, image in found.items() if not exact.search(image)] == []
+    kustomized = yaml.safe_load((ROOT / "compose/kubernetes/base/kustomization.yaml").read_text())
+    tagged = {each["name"] for each in kustomized["images"]}
+    manifests = (ROOT / "compose/kubernetes/base").glob("*.yaml")
+    plain = {name for path in manifests for name in re.findall(r"image: (\S+)", path.read_text())}
+    assert plain == tagged
