@@ -43,7 +43,7 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     clearly more to do than the others; else to the least busy one."""
 
     tokenizer: str
-    """Model directory or hub id of the tokenizer and chat template. It must be the target's."""
+    """Directory, GGUF file or hub id of tokenizer and chat template. It must be the target's."""
 
     tool_format: str = ""
     """Format in which the model writes tool calls, such as hermes or qwen_3_coder; docs/api.md

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 from tokenizers import Tokenizer
 
 from outrider.errors import OutriderError, Reason
+from outrider.gguf import pretrained
 from outrider.process.files import check_folder
 
 _HUB_TIMEOUT_S = 5.0
@@ -30,11 +31,12 @@ _HUB_TIMEOUT_S = 5.0
 def model_file(model: str, name: str) -> Path | None:
     """The path of a model's file; None when the model has no file of this name.
 
-    `model` is a directory or a Hugging Face hub id. Without the hub, a model whose config.json is
-    cached has the files that are cached too. Raises OutriderError(MODEL_NOT_FOUND) when it is no
-    directory and the hub has no such model, neither cached nor online.
+    `model` is a directory, a GGUF file or a Hugging Face hub id. Without the hub, a model whose
+    config.json is cached has the files that are cached too. Raises OutriderError(MODEL_NOT_FOUND)
+    when it is neither of the first two and the hub has no such model, neither cached nor online;
+    and what `outrider.gguf.unpacked` raises.
     """
-    directory = Path(model)
+    directory = Path(pretrained(model))
     if directory.is_dir():
         check_model_folder(model)
         return directory / name if (directory / name).is_file() else None

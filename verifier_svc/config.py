@@ -87,7 +87,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     }
 
     target: str
-    """Directory or hub id of the target model."""
+    """Directory, GGUF file or hub id of the target model."""
 
     always_draft: bool = False
     """Wait for every draft, at most a second per step, and pause no drafter, even where that is

@@ -105,7 +105,7 @@ class ModelSettings(FamilySettings):
     """Settings of the family model."""
 
     model: str = Field(min_length=1)
-    """Directory or hub id of the draft model."""
+    """Directory, GGUF file or hub id of the draft model."""
 
     dtype: Dtype = "auto"
     """Type of the weights and of the computation; auto takes the checkpoint's."""

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import OutriderError, invalid
+from outrider.gguf import pretrained
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.lark import JSON_OPTIONS, SpecialTokens, any_of, literal
 
@@ -98,7 +99,7 @@ class Libraries:
         import llguidance.numpy
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(pretrained(tokenizer_path))
         self._library = llguidance
         self._stops = stop_token_ids
         self._tokenizer = llguidance.hf.from_tokenizer(
@@ -136,7 +137,7 @@ def token_bytes(model: str) -> list[bytes]:
     import llguidance.hf
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(pretrained(model))
     return _token_bytes(llguidance.hf.from_tokenizer(tokenizer), tokenizer, len(tokenizer))
 
 

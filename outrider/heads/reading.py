@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from outrider.errors import invalid
+from outrider.gguf import pretrained
 from outrider.heads.dialects.dflash import read_dflash
 from outrider.heads.dialects.eagle import read_eagle
 from outrider.heads.dialects.eagle3 import read_eagle3
@@ -69,7 +70,7 @@ def read_target_config(target: str, trust_remote_code: bool = False) -> Any:
     """
     try:
         # Without a value, `transformers` would ask on the terminal.
-        return AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(pretrained(target), trust_remote_code=trust_remote_code)
     # `transformers` checks the configuration with errors of many types.
     except Exception as cause:
         why = " ".join(str(cause).split())

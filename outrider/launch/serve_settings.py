@@ -103,7 +103,7 @@ class ServeSettings(TargetSettings, ServiceSettings):
     }
 
     target: str
-    """Directory or hub id of the target model."""
+    """Directory, GGUF file or hub id of the target model."""
 
     drafter: list[str] = Field(
         default_factory=list,

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import OutriderError, Reason
+from outrider.gguf import pretrained
 from outrider.lm import support
 from outrider.lm.devices import find_dtype
 from outrider.tokenizer import check_model_folder
@@ -29,15 +30,16 @@ _MTP = ".eh_proj.weight"
 
 
 def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
-    """Load the model of a directory or hub id on the CPU, from safetensors alone.
+    """Load the model of a directory, GGUF file or hub id on the CPU, from safetensors alone.
 
     Raises OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model that cannot be served. A
     tensor that the files lack is such a reason, and so is a tensor of the model's own parts that
     nothing reads: `transformers` fills the former with random numbers and ignores the latter.
     """
-    check_model_folder(model)
+    files = pretrained(model)
+    check_model_folder(files)
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(files, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:
             raise support.unsupported(model, "it is an encoder-decoder")
         quantization = getattr(config, "quantization_config", None)
@@ -45,7 +47,7 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
             method = dict(quantization).get("quant_method", "by an unnamed method")
             raise support.unsupported(model, f"its weights are quantised ({method})")
         loading: Any = AutoModelForCausalLM.from_pretrained(
-            model,
+            files,
             dtype=find_dtype(dtype),
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
@@ -64,11 +66,11 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
         raise support.unsupported(model, f"it cannot be loaded ({why})") from cause
     loaded: torch.nn.Module
     loaded, report = loading
-    _check_names(model, loaded, report)
+    check_names(model, loaded, report)
     return loaded
 
 
-def _check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) -> None:
+def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) -> None:
     """Raise OutriderError unless the files have each tensor of the model, and no more of its parts.
 
     `report` is what `transformers` says of the load. It leaves out tied tensors, and names that

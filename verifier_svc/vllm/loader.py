@@ -12,6 +12,7 @@ import torch
 
 from outrider import __version__
 from outrider.errors import OutriderError, Reason, invalid
+from outrider.gguf import pretrained
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.weights_fingerprint import weights_fingerprint
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
@@ -116,7 +117,7 @@ class VllmLoader:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         arguments = {
-            "model": settings.target,
+            "model": pretrained(settings.target),
             "dtype": settings.dtype,
             "seed": 0,
             "enable_prefix_caching": settings.prefix_caching,
@@ -160,7 +161,7 @@ class VllmLoader:
                 dtype=str(model.dtype).removeprefix("torch."),
                 device=str(config.device_config.device),
                 max_draft_tokens=policy.max_draft_tokens,
-                weights_fingerprint=weights_fingerprint(self._settings.target),
+                weights_fingerprint=weights_fingerprint(pretrained(self._settings.target)),
                 acceptance_settings=tuple(sorted(settings.items())),
                 server_version=__version__,
                 engine=f"vllm {installed_version()}",
