@@ -127,6 +127,11 @@ def _answer_head(router: APIRouter) -> None:
 
 
 def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate) -> None:
+    @router.get("/tokenizer_info", responses=json_responses(401))
+    async def tokenizer_info() -> Response:
+        """The special tokens and the chat template, in vLLM's shape, as lm-eval asks for them."""
+        return JSONResponse(generation.prompts.tokenizer_info)
+
     @router.post("/tokenize", responses=json_responses(*_ERRORS))
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The ids of a prompt or of a rendered conversation, in vLLM's shape."""

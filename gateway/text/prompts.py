@@ -51,6 +51,8 @@ class Prompts:
         self._special_tokens = _special_tokens(config)
         self._template = _template(model, config)
         source = "" if self._template is None else self._template.source
+        self.tokenizer_info = _tokenizer_info(config, self._special_tokens, source)
+        """The tokenizer's settings, special tokens and chat template, in vLLM's shape."""
         self.answers: AnswerFormat = answer_format(source, tool_format)
         # The name of a byte token is longer than its text, so names bound texts from above.
         names = self.tokenizer.get_vocab(with_added_tokens=True)
@@ -239,6 +241,20 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
     return tokens
+
+
+def _tokenizer_info(
+    config: Mapping[str, Any], special_tokens: Mapping[str, str], template: str
+) -> dict[str, Any]:
+    """See `Prompts.tokenizer_info`. Tokens that the tokenizer lacks are None."""
+    plain = {name: each for name, each in config.items() if isinstance(each, str | int | float)}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **plain,
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")),
+        **special_tokens,
+        "chat_template": template or None,
+    }
 
 
 def _template(model: str, config: Mapping[str, Any]) -> ChatTemplate | None:
