@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 from gateway.access.gate import Gate, Identity
 from gateway.http.endpoints import readiness
-from gateway.http.streaming import event
+from gateway.http.streaming import EventStream, event
 from gateway.metrics import Metrics
 from gateway.upstream.routing import Router
 from outrider import __version__
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Reason
 
 _WEB = Path(__file__).parents[1] / "web"
 _EVERY_S = 0.5
+# An event may be as old as this, so that many streams cost little more than one.
+_SHARED_S = 0.25
+MOST_FEEDS = 16
+"""Most streams of events of a tenant; each is an open page."""
+# The page tries again after as long.
+_RETRY_S = 2.0
 # The page may load scripts, styles and data from this gateway alone. uPlot needs inline styles.
 _POLICY = [
     "default-src 'self'",
@@ -55,33 +64,80 @@ def install(app: FastAPI, router: Router, metrics: Metrics, gate: Gate) -> None:
         """The page, with headers that let it load from this gateway alone."""
         return FileResponse(_WEB / "index.html", headers=_HEADERS)
 
+    feeds = _Feeds(router, metrics)
+
     @routes.get("/events", include_in_schema=False)
     async def events(request: Request) -> Response:
         """Stream the state twice a second, until the client leaves or the gateway drains.
 
         Operators see the sums over all tenants and the processes, other callers their own sums. The
-        stream also ends once the caller's key is revoked or has expired.
+        stream also ends once the caller's key is revoked or has expired. A tenant has at most
+        MOST_FEEDS such streams.
         """
-        unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        states = _events(router, metrics, lambda: gate.identify_http(request.scope))
-        return StreamingResponse(states, media_type="text/event-stream", headers=unbuffered)
+        identity = gate.identify_http(request.scope)
+        return EventStream(
+            feeds.events(lambda: gate.identify_http(request.scope)), feeds.open(identity), {}
+        )
 
     app.include_router(routes)
     app.mount("/web", _Files(directory=_WEB))
 
 
-async def _events(
-    router: Router, metrics: Metrics, identify: Callable[[], Identity]
-) -> AsyncGenerator[bytes, None]:
-    while True:
-        try:
-            identity = identify()
-        except OutriderError:
-            return
-        yield event(_state(router, metrics, identity))
-        if router.draining:
-            return
-        await asyncio.sleep(_EVERY_S)
+class _Feeds:
+    """The open streams of events. Those with the same rights share each encoded state."""
+
+    def __init__(self, router: Router, metrics: Metrics) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._open: Counter[str] = Counter()
+        # By tenant, and None for operators: the last event, and when it was made (seconds).
+        self._made: dict[str | None, tuple[float, bytes]] = {}
+
+    def open(self, identity: Identity) -> AsyncExitStack:
+        """Count a stream until the returned stack is closed.
+
+        Raises OutriderError(RATE_LIMIT_EXCEEDED) if the tenant has MOST_FEEDS. Without keys all
+        callers count as one tenant, since they choose their names.
+        """
+        account = "" if identity.key is None else identity.tenant
+        if self._open[account] >= MOST_FEEDS:
+            message = f"{MOST_FEEDS} streams of /events are open, which is the most of a tenant"
+            raise OutriderError(Reason.RATE_LIMIT_EXCEEDED, message, retry_after_s=_RETRY_S)
+        self._open[account] += 1
+        stack = AsyncExitStack()
+        stack.callback(self._close, account)
+        return stack
+
+    def _close(self, account: str) -> None:
+        self._open[account] -= 1
+        if not self._open[account]:
+            del self._open[account]
+        if not self._open:
+            self._made.clear()
+
+    async def events(self, identify: Callable[[], Identity]) -> AsyncGenerator[bytes, None]:
+        """Yield the state, at first as it is now and later as another stream may have seen it."""
+        most_age_s = 0.0
+        while True:
+            try:
+                identity = identify()
+            except OutriderError:
+                return
+            yield self._event(identity, most_age_s)
+            if self._router.draining:
+                return
+            most_age_s = _SHARED_S
+            await asyncio.sleep(_EVERY_S)
+
+    def _event(self, identity: Identity, most_age_s: float) -> bytes:
+        """The state for the caller, encoded less than `most_age_s` ago for the same rights."""
+        rights = None if identity.is_operator else identity.tenant
+        made_at, made = self._made.get(rights, (-math.inf, b""))
+        now = time.monotonic()
+        if now - made_at >= most_age_s:
+            made = event(_state(self._router, self._metrics, identity))
+            self._made[rights] = now, made
+        return made
 
 
 def _state(router: Router, metrics: Metrics, identity: Identity) -> dict[str, Any]:

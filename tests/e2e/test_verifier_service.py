@@ -22,7 +22,11 @@ GOOD = TokenRequest([5, 6, 7], 4, GREEDY)
 BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 2046}, "max_tokens", "the model's context holds 2048"),
     ({"prompt": [4096]}, "prompt_token_ids", r"must be in \[0, 4096\), not 4096"),
-    ({"speculation": SpeculationOptions(drafter_id="nobody")}, "speculation.drafter_id", "one of"),
+    (
+        {"speculation": SpeculationOptions(drafter_id="nobody")},
+        "speculation.drafter_id",
+        "no drafter",
+    ),
 ]
 
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from gateway_rig import Rig, events_of, text_by_part
+from keyed_rig import ALICE, BOB, entry, keyed_rig
 from scripted_verifier import last, plain
 
+from gateway.http import page
+from gateway.http.page import MOST_FEEDS
+from gateway.text.prompts import Prompts
 from outrider.protocol.messages import (
     FinishReason,
     PauseReason,
@@ -109,6 +118,62 @@ async def events(
                 if len(found) == count:
                     return found
     raise AssertionError("the events ended")
+
+
+@contextlib.asynccontextmanager
+async def feed(rig: Rig, token: str) -> AsyncIterator[httpx.Response]:
+    """An open stream of events, of a caller with this bearer token."""
+    headers = {"authorization": f"Bearer {token}"}
+    async with rig.http.stream("GET", "/events", headers=headers) as response:
+        yield response
+
+
+async def test_a_tenant_has_a_few_streams_of_events_and_others_have_their_own(
+    prompts: Prompts, tmp_path: Path
+) -> None:
+    entries = [entry(ALICE, "alice"), entry(BOB, "bob")]
+    async with keyed_rig(prompts, tmp_path, entries) as rig, AsyncExitStack() as stack:
+        for _ in range(MOST_FEEDS):
+            response = await stack.enter_async_context(feed(rig, ALICE))
+            assert response.status_code == 200
+        async with feed(rig, ALICE) as refused:
+            error = json.loads(await refused.aread())["error"]
+            assert (refused.status_code, error["code"]) == (429, "rate_limit_exceeded")
+            assert error["message"].startswith(f"{MOST_FEEDS} streams of /events are open")
+        async with feed(rig, BOB) as response:
+            assert response.status_code == 200
+        await stack.aclose()
+        async with asyncio.timeout(20):
+            while True:
+                async with feed(rig, ALICE) as response:
+                    if response.status_code == 200:
+                        break
+
+
+async def test_without_keys_another_token_gives_no_more_streams_of_events(rig: Rig) -> None:
+    async with AsyncExitStack() as stack:
+        streams = [stack.enter_async_context(feed(rig, f"t{i}")) for i in range(2 * MOST_FEEDS)]
+        codes = [(await each).status_code for each in streams]
+    assert codes.count(200) <= MOST_FEEDS
+    assert codes.count(429) >= MOST_FEEDS
+
+
+async def test_streams_of_equal_rights_share_an_encoded_state(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    def counted(*given: Any) -> dict[str, Any]:
+        made.append(given)
+        return page_state(*given)
+
+    page_state = page._state
+    monkeypatch.setattr(page, "_state", counted)
+    monkeypatch.setattr(page, "_SHARED_S", 1000.0)
+    found = await asyncio.gather(*[events(rig, 4) for _ in range(8)])
+    assert [len(each) for each in found] == [4] * 8
+    # The first state of each is new.
+    assert len(made) == 8
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,5 +1,6 @@
 """Drafters join, leave, break the protocol and are chosen by requests."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,9 @@ from fake_model import GREEDY, Client, ScriptedDrafter, exposition, make_engine
 from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError, Reason
-from outrider.protocol.draft_messages import Proposal
+from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.messages import SpeculationOptions, TokenRequest
+from verifier_svc.drafts.roster import MOST_LOST
 
 
 def request(prompt: list[int], max_tokens: int, **changes: object) -> TokenRequest:
@@ -102,8 +104,19 @@ def test_the_record_of_lost_drafters_is_bounded() -> None:
     for i in range(300):
         engine.drafting.leave(ScriptedDrafter(engine, f"d{i}").handle)
     infos = engine.drafting.roster.infos()
-    assert len(infos) == 256
+    assert len(infos) == MOST_LOST
     assert infos[-1].drafter_id == "d299"
+
+
+def test_the_metrics_of_lost_drafters_are_bounded() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    sequence = engine.submit(request([1, 2], 40), Client())
+    for i in range(2 * MOST_LOST):
+        drafter = ScriptedDrafter(engine, f"d{i}")
+        engine.drafting.on_drafts(drafter.handle, DraftBatch([Proposal(sequence.id, 2, [1])]))
+        engine.drafting.leave(drafter.handle)
+    names = set(re.findall(r'drafter="(d\d+)"', exposition(engine)))
+    assert names == {f"d{i}" for i in range(MOST_LOST, 2 * MOST_LOST)}
 
 
 def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
@@ -121,10 +134,13 @@ def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
         assert set(sequence.assignments) == expected
     assert len(drafters) == 2
     for options, message in (
-        (SpeculationOptions(drafter_id="x"), "speculation.drafter_id must be one of b, y, not x"),
+        (
+            SpeculationOptions(drafter_id="x"),
+            "speculation.drafter_id: no drafter with the id x is connected",
+        ),
         (
             SpeculationOptions(drafter_family="b"),
-            "speculation.drafter_family must be one of x, y, not b",
+            "speculation.drafter_family: no drafter of the family b is connected",
         ),
     ):
         with pytest.raises(OutriderError, match=message):

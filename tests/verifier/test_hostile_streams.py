@@ -1,8 +1,9 @@
-"""Draft streams over real gRPC: bad messages, and too many drafters."""
+"""Draft streams over real gRPC: bad messages, too many drafters, and drafters that are awaited."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -12,12 +13,14 @@ from raw_drafter import RawDrafter
 from served_engine import verifier
 
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process import rpc, rpc_errors
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.protocol.wire import model as wire_model
+from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
 from verifier_svc.engine.config import EngineConfig
+from verifier_svc.streams import servicer
 
 
 async def test_a_message_that_cannot_be_parsed_counts_against_the_drafter() -> None:
@@ -104,3 +107,45 @@ async def test_get_models_answer_fits_a_message_with_any_number_of_drafters() ->
     listed = wire_model.model_from_proto(proto)
     assert 500 < len(listed.drafters) < 5000
     assert listed.drafters == drafters[: len(listed.drafters)]
+
+
+def naming(family: str) -> verifier_pb2.GenerateTokensRequest:
+    """A request for a single token that names a family of drafters."""
+    options = common_pb2.SpeculationOptions(drafter_family=family)
+    return verifier_pb2.GenerateTokensRequest(
+        prompt_token_ids=[1, 2], max_tokens=1, speculation=options
+    )
+
+
+async def test_soon_after_the_start_a_request_waits_for_the_drafter_that_it_names() -> None:
+    async with (
+        verifier() as served,
+        rpc.dial(served.address) as channel,
+        asyncio.timeout(30),
+    ):
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        call = stub.GenerateTokens(naming("raw"))
+        asked = asyncio.ensure_future(call.read())
+        await asyncio.sleep(0.3)
+        assert not asked.done()
+        drafter = RawDrafter(channel, "late")
+        await drafter.welcomed()
+        part: Any = await asked
+        assert len(part.token_ids) == 1
+
+
+async def test_later_it_is_told_that_no_such_drafter_is_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servicer, "JOIN_S", -1.0)
+    async with (
+        verifier() as served,
+        rpc.dial(served.address) as channel,
+        asyncio.timeout(5),
+    ):
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GenerateTokens(naming("absent")).read()
+        error = rpc_errors.error_of(caught.value)
+        assert error.reason is Reason.DRAFTER_NOT_FOUND
+        assert "no drafter of the family absent is connected (yet)" in error.message

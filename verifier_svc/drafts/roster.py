@@ -17,14 +17,15 @@ _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
 # After this time a drafter that found no room should try again.
 _FULL_S = 5.0
+# Names of which faults are remembered.
 _REMEMBERED = 256
+MOST_LOST = 32
+"""Most drafters that left of which anything is kept: pages, metrics and /readyz name them."""
 _MAX_DRAFTERS = 64
 # The part of all places that drafters of one source may take, so that nobody takes them all.
 _SOURCE_SHARE = 0.25
 # Most drafters of a sequence. They bound what drafters cost a step, however many are connected.
 PLACES = 4
-# Names in an error's message, which travels in the call's metadata.
-_NAMED = 20
 
 
 class Roster:
@@ -87,12 +88,12 @@ class Roster:
     def forget(self) -> list[str]:
         """Forget drafters that left long ago; returns their ids.
 
-        Since drafters choose their ids, only the last `_REMEMBERED` are kept.
+        Since drafters choose their ids, only the last MOST_LOST are kept.
         """
         forgotten: list[str] = []
         since = self._clock() - _MISSED_S
         for drafter_id, (left_at, _) in self._gone.items():
-            if left_at > since and len(self._gone) - len(forgotten) <= _REMEMBERED:
+            if left_at > since and len(self._gone) - len(forgotten) <= MOST_LOST:
                 break
             forgotten.append(drafter_id)
         for drafter_id in forgotten:
@@ -165,13 +166,18 @@ class Roster:
     def check_known(self, options: SpeculationOptions) -> None:
         """Raises OutriderError(DRAFTER_NOT_FOUND) if the options name no drafter's id or family.
 
-        Drafters that were lost a short while ago count. Options without a name pass.
+        Drafters that were lost a short while ago count. Options without a name pass. The error
+        names no drafter of others: any tenant may see it.
         """
         known = [*self.connected.values(), *self._missed()]
-        ids = {drafter.id for drafter in known}
-        _check_listed("speculation.drafter_id", options.drafter_id, ids)
-        families = {drafter.hello.family for drafter in known}
-        _check_listed("speculation.drafter_family", options.drafter_family, families)
+        field = "speculation.drafter_id"
+        if options.drafter_id not in ("", *[each.id for each in known]):
+            message = f"no drafter with the id {options.drafter_id} is connected (yet)"
+            raise OutriderError(Reason.DRAFTER_NOT_FOUND, f"{field}: {message}", field)
+        field = "speculation.drafter_family"
+        if options.drafter_family not in ("", *[each.hello.family for each in known]):
+            message = f"no drafter of the family {options.drafter_family} is connected (yet)"
+            raise OutriderError(Reason.DRAFTER_NOT_FOUND, f"{field}: {message}", field)
 
     def infos(self) -> tuple[DrafterInfo, ...]:
         """The API's record of each drafter, connected or lost a short while ago."""
@@ -214,14 +220,3 @@ def _drop_oldest(names: dict[str, Any]) -> None:
     """Keep the last `_REMEMBERED` entries, since drafters choose their ids."""
     while len(names) > _REMEMBERED:
         del names[next(iter(names))]
-
-
-def _check_listed(field: str, name: str, names: set[str]) -> None:
-    """Raise DRAFTER_NOT_FOUND if the name is neither empty nor in `names`."""
-    if not name or name in names:
-        return
-    listed = ", ".join(sorted(names)[:_NAMED]) or "(no drafter is connected)"
-    if len(names) > _NAMED:
-        listed += ", ..."
-    message = f"{field} must be one of {listed}, not {name}"
-    raise OutriderError(Reason.DRAFTER_NOT_FOUND, message, field)

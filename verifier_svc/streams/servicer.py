@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
@@ -49,6 +49,10 @@ _HEALTH_POLL_S = 5.0
 # setting for its own clients.
 MOST_UNREAD_S = 60.0
 _NEVER_S = 1e9
+JOIN_S = 10.0
+"""How long after its start a verifier holds requests that name a drafter which has not joined:
+drafters that start with it find it ready a moment after clients do."""
+_JOIN_POLL_S = 0.1
 _Chunks = ReadAhead[TokenChunk | OutriderError]
 """The chunks of one sequence; an error ends them."""
 
@@ -63,6 +67,7 @@ class VerifierServicer(
         self.info = ModelInfo(model_id, Stage.LOADING, "starting", aliases=aliases)
         self._engine: EngineThread | None = None
         self._grammars: GrammarCompiler | None = None
+        self._join_until = 0.0
         self._streams: set[DrafterStream] = set()
         self._caller_streams: set[GatewayStream] = set()
         # A query that the engine has not answered yet, and the last answer.
@@ -87,6 +92,7 @@ class VerifierServicer(
         self._engine = engine
         self.info = info
         self._grammars = grammars
+        self._join_until = self._clock() + JOIN_S
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and let running ones end within `grace_s`.
@@ -249,7 +255,7 @@ class VerifierServicer(
         matcher = await self._matcher(parsed)
         self._enter()
         try:
-            await engine.call(submit)
+            await self._submitted(engine, submit)
             while True:
                 yield await _next(chunks)
         finally:
@@ -257,6 +263,16 @@ class VerifierServicer(
             # `cancel` runs after `submit`, so it also frees a sequence submitted later.
             engine.post(cancel)
             self._leave()
+
+    async def _submitted(self, engine: EngineThread, submit: Callable[[], None]) -> None:
+        """Submit a request. Soon after the start, wait for the drafter that it names to join."""
+        while True:
+            try:
+                return await engine.call(submit)
+            except OutriderError as error:
+                if error.reason is not Reason.DRAFTER_NOT_FOUND or self._clock() > self._join_until:
+                    raise
+            await asyncio.sleep(_JOIN_POLL_S)
 
     async def _matcher(self, request: TokenRequest) -> Matcher | None:
         """The request's grammar after its committed tokens; None without a grammar."""
