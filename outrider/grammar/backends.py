@@ -11,6 +11,7 @@ from outrider.errors import OutriderError, invalid
 from outrider.gguf import pretrained
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.lark import JSON_OPTIONS, SpecialTokens, any_of, literal
+from outrider.tokenizer import check_model_folder
 
 Mask = npt.NDArray[np.int32]
 # LLGuidance does not report a grammar's size. Measured with malloc, hardly any grammar of up to
@@ -97,9 +98,8 @@ class Libraries:
         """Load the tokenizer, a directory or a hub id."""
         import llguidance.hf
         import llguidance.numpy
-        from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(pretrained(tokenizer_path))
+        tokenizer = _tokenizer(tokenizer_path)
         self._library = llguidance
         self._stops = stop_token_ids
         self._tokenizer = llguidance.hf.from_tokenizer(
@@ -129,15 +129,30 @@ class Libraries:
         return _LLCompiled(self._library, self._tokenizer, text, self._stops)
 
 
+def _tokenizer(model: str) -> Any:
+    """The fast tokenizer of a directory or hub id, without code that comes with it.
+
+    Raises OutriderError(INVALID_VALUE).
+    """
+    from transformers import AutoTokenizer
+
+    check_model_folder(model)
+    try:
+        # Without an answer here, transformers would ask on the terminal whether to run such code.
+        return AutoTokenizer.from_pretrained(pretrained(model), trust_remote_code=False)
+    except ValueError as cause:
+        why = str(cause).partition(".")[0]
+        raise invalid("model", f"{model} has no tokenizer that can be loaded: {why}") from cause
+
+
 def token_bytes(model: str) -> list[bytes]:
     """The bytes that each token of a model's tokenizer stands for, by id; a special token's name.
 
     `model` is a directory or a hub id. An id without a token has no bytes.
     """
     import llguidance.hf
-    from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(pretrained(model))
+    tokenizer = _tokenizer(model)
     return _token_bytes(llguidance.hf.from_tokenizer(tokenizer), tokenizer, len(tokenizer))
 
 

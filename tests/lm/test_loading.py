@@ -1,6 +1,7 @@
 """The runner loads real models unchanged, and refuses others with the reason."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from outrider.errors import OutriderError, Reason
+from outrider.grammar.backends import token_bytes
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.tokenizer import load_tokenizer
 
@@ -171,6 +173,21 @@ def test_code_that_comes_with_a_model_does_not_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     with pytest.raises(OutriderError, match="trust_remote_code"):
         ModelRunner.load(path, device="cpu")
+
+
+def test_no_code_of_a_tokenizer_runs_and_nobody_is_asked_to_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(Path(__file__).parents[2] / "models/target", model)
+    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "evil.py").write_text("raise SystemExit('ran')")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    with pytest.raises(OutriderError, match=r"no tokenizer that can be loaded: .* custom code"):
+        token_bytes(str(model))
+    assert asked == []
 
 
 def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
