@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _CONTEXT_TOKENS = 4
 _PROMPT_TOKENS = 1000
 # How many bytes of forced text a guess looks for: these for each token of the window, and some
-# more, since the last token may be cut.
+# more, since the last word may be cut. If it is, a guess has no token of these bytes.
 _BYTES_PER_TOKEN = 6
 _MORE_BYTES = 24
 # Classes of guesses: within a forced text; at its end, where a token may become a longer one; and
@@ -266,8 +266,11 @@ class GrammarFamily(Family):
         grammars = self._grammars
         context = grammars.bytes_of(sequence.tokens[-_CONTEXT_TOKENS:])
         tokens = grammars.speller.spelled(context, path.text)
-        # Where the text was cut, it may be within a token.
-        tokens = tokens[:-1] if path.is_cut else tokens
+        if path.is_cut:
+            # The last word may be cut, and then has other tokens than the whole word.
+            ends = itertools.accumulate(len(grammars.token_bytes[token]) for token in tokens)
+            most = len(path.text) - _MORE_BYTES
+            tokens = tokens[: sum(end <= most for end in ends)]
         if path.ends:
             tokens.append(grammars.end_of(sequence.opened.token_ids))
         guesses: list[_Guess] = []

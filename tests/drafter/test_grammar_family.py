@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from drafter_svc.families.grammar import GrammarFamily, Grammars, GrammarSetting
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.errors import OutriderError
+from outrider.grammar import compiler
+from outrider.grammar.backends import Compiled, Libraries
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol.draft_messages import Skip, Window
 
@@ -346,3 +349,95 @@ async def _check(matcher: Any, tokens: list[int], parents: list[int]) -> int:
         assert state.accept(token)
         states.append(state)
     return len(tokens)
+
+
+async def test_of_a_text_longer_than_a_guess_every_guessed_token_is_the_whole_texts(
+    grammars: Grammars,
+) -> None:
+    """A guess is cut at a number of bytes, which may lie within a token."""
+    lengths = [len(text) for text in grammars.token_bytes]
+    words = [grammars.token_bytes[i] for i, n in enumerate(lengths) if n > 8]
+    words = sorted({word for word in words if word.isascii() and word.strip().isalpha()})
+    assert len(words) > 30
+    for seed in range(20):
+        chosen = random.Random(seed).sample(words, 30)
+        text = b" ".join(word.strip() for word in chosen).decode()
+        writer = Writer(grammars)
+        await writer.open(Grammar(GrammarKind.CHOICE, choices=(text,)))
+        await writer.chain()
+        guesses = writer.rig.guesses(1)
+        assert len(guesses) > 10
+        assert guesses == writer.encoded(text)[: len(guesses)]
+
+
+async def test_guesses_that_outlive_a_commit_are_not_joined_to_another_text(
+    grammars: Grammars,
+) -> None:
+    """The verifier holds them as the drafter's first choice, and the rest of another misleads."""
+    writer = Writer(grammars)
+    choices = ("yes, of course", "no, never at all")
+    await writer.open(Grammar(GrammarKind.CHOICE, choices=choices))
+    likeliest = await writer.chain()
+    assert likeliest[0] in "yn"
+    for text in choices:
+        other = Writer(grammars)
+        await other.open(Grammar(GrammarKind.CHOICE, choices=choices))
+        sequence = other.rig.session.sequences[1]
+        sequence.extend(other.encoded(text)[:2], confidences=[0.9, 0.9])
+        found = await other.chain()
+        assert any(each.startswith(found.removesuffix("<|end|>")) for each in choices), found
+
+
+async def test_one_tenants_grammars_that_compile_for_long_delay_no_others(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    compile_only = compiler.compile_only
+
+    def slowly(libraries: Libraries, grammar: Grammar) -> Compiled:
+        if "slow" in grammar.text:
+            release.wait(60)
+        return compile_only(libraries, grammar)
+
+    monkeypatch.setattr(compiler, "compile_only", slowly)
+    writer = Writer(grammars)
+    prompt = writer.encoded(PROMPT)
+
+    def open_for(tenant: str, sequence_id: int, pattern: str) -> asyncio.Task[Any]:
+        more = {"prompt_length": len(prompt), "tenant": tenant}
+        grammar = Grammar(GrammarKind.REGEX, pattern)
+        opened = opened_sequence(sequence_id, prompt, Window(64, 24), 24, grammar=grammar, **more)
+        writer.rig.open(opened)
+        return writer.family._texts[sequence_id].compiling
+
+    slow = [open_for("a", i, f"slow{i}") for i in range(1, 5)]
+    try:
+        quick = open_for("b", 9, "quick[0-9]")
+        done, _ = await asyncio.wait([quick], timeout=4.0)
+        assert done == {quick}
+        assert not any(task.done() for task in slow)
+        assert [each.sequence_id for each in (await writer.rig.draft()).proposals] == [9]
+    finally:
+        release.set()
+    await asyncio.wait(slow)
+
+
+@pytest.mark.parametrize("tree_tokens", [0, 64], ids=["chain", "tree"])
+async def test_what_is_mostly_wrong_is_not_offered_until_it_is_right_again(
+    grammars: Grammars, tree_tokens: int
+) -> None:
+    """The model writes the forced word in tokens of one byte, as no tokenizer would, and then not.
+
+    A word at the end of a forced text is right in 70 % of all cases, before its text tells more.
+    """
+    writer = Writer(grammars)
+    word = writer.encoded("return")
+    letters = [token for letter in "return" for token in writer.encoded(letter)]
+    assert (len(word), len(letters)) == (1, 6)
+    pattern = Grammar(GrammarKind.REGEX, "(?:return[0-9]){30}")
+    await writer.open(pattern, "return1", tree_tokens=tree_tokens)
+    offered = []
+    for written in [letters] * 5 + [word] * 3:
+        offered.append(await writer.chain() != "")
+        writer.rig.commit(1, *written, *writer.encoded("1"), tree_tokens=tree_tokens)
+    assert offered == [True] * 2 + [False] * 5 + [True]

@@ -18,6 +18,7 @@ from other_vocabularies import MODEL, order_of, save_llama_like, save_model
 from transformers import AutoModelForCausalLM
 
 from drafter_svc.families.draft_model import DraftModel
+from drafter_svc.families.forwards import Columns
 from drafter_svc.families.model import ModelFamily
 from drafter_svc.families.vocabulary import OwnText, Vocabulary, load_vocabulary
 from outrider.grammar.backends import token_bytes
@@ -74,6 +75,19 @@ def make_other(folder: Folder, thread: ThreadPoolExecutor) -> Make:
         runner, vocabulary = runners[name]
         model = DraftModel(runner, thread, grammars=grammars, vocabulary=vocabulary)
         return Rig(ModelFamily(model, 4096, branch_count=branch_count))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make_for(folder: Folder, runner: ModelRunner, thread: ThreadPoolExecutor) -> Make:
+    """Makes a rig of the bundled draft model for a target with the vocabulary of this name."""
+
+    def make(name: str) -> Rig:
+        of_target = folder(name)
+        vocabulary = load_vocabulary(str(MODEL), runner.vocab_size, runner.eos_token_ids, of_target)
+        model = DraftModel(runner, thread, vocabulary=vocabulary)
+        return Rig(ModelFamily(model, vocabulary.vocab_size, branch_count=0))
 
     return make
 
@@ -146,41 +160,64 @@ def paths(batch: DraftBatch) -> list[tuple[int, list[int], list[int]]]:
     return [(each.sequence_id, each.token_ids, each.parents) for each in batch.proposals]
 
 
+@pytest.mark.parametrize("lacking", ["draft model", "target"])
 async def test_guesses_are_the_likeliest_that_both_vocabularies_have(
-    make_other: Make, folder: Folder
+    make_other: Make, make_for: Make, folder: Folder, lacking: str
 ) -> None:
-    """Behind hits, misses and parts of characters; the draft model reads its own encoding."""
-    name = "smaller"
-    model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
-    own = load_tokenizer(folder(name))
-    own_of = {old: new for new, old in enumerate(ORDERS[name])}
-    columns = torch.tensor(sorted(own_of))
+    """Behind hits, misses and parts of characters; the draft model reads its own encoding.
+
+    Where it would go on with a token that the target lacks, it goes on with the guess.
+    """
+    draft, other = folder("smaller"), str(MODEL)
+    if lacking == "target":
+        draft, other = other, draft
+    model = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
+    own, target, bytes_of = load_tokenizer(draft), load_tokenizer(other), token_bytes(other)
+    vocabulary = load_vocabulary(draft, model.config.vocab_size, (), other)
+    own_of = vocabulary.own_of
+    columns = torch.from_numpy((own_of >= 0).nonzero()[0])
 
     @torch.inference_mode()
-    def likeliest(ids: list[int]) -> int:
-        logits = model(torch.tensor([ids])).logits[0, -1]
-        return int(columns[logits[[own_of[int(i)] for i in columns]].argmax()])
+    def logits(ids: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(torch.tensor([ids])).logits[0, -1]
+        return found
 
-    target = load_tokenizer(str(MODEL))
     tokens = target.encode(
         "The list — naïve, 🙂🙂 — is sorted in place.\n\n  for line in lines:"
     ).ids
-    rig = make_other(name)
+    rig = make_other("smaller") if lacking == "draft model" else make_for("smaller")
     rig.open(opened(tokens[:2], window=4))
-    compared = 0
+    compared = strayed = 0
     for count in range(2, len(tokens)):
         await rig.drafts()
         guesses = rig.guesses(1)
-        written = own_bytes(tokens[:count])
+        assert all(own_of[guess] >= 0 for guess in guesses)
+        written = b"".join(bytes_of[token] for token in tokens[:count])
         if written.decode(errors="ignore").encode() == written:
             ids = own.encode(written.decode()).ids
             for guess in guesses:
-                assert guess == likeliest(ids)
-                ids.append(own_of[guess])
+                row = logits(ids)
+                assert guess == columns[row[own_of[columns]].argmax()]
+                ids.append(int(own_of[guess]))
+                strayed += int(row.argmax()) != ids[-1]
             compared += len(guesses)
         rig.commit(1, tokens[count])
     assert compared > 60
+    assert strayed > 10 or lacking == "draft model"
     rig.close(1)
+
+
+def test_a_token_that_the_draft_model_lacks_is_never_its_likeliest(folder: Folder) -> None:
+    vocabulary = load_vocabulary(folder("smaller"), len(ORDERS["smaller"]), (), str(MODEL))
+    columns = Columns(vocabulary, torch.device("cpu"))
+    lacking = torch.from_numpy(vocabulary.own_of < 0)
+    assert lacking.sum() > 100
+    for likeliest in (0, 7, len(ORDERS["smaller"]) - 1):
+        logits = torch.zeros(1, len(ORDERS["smaller"]))
+        logits[0, likeliest] = 5.0
+        picked = columns.pick(logits)[0]
+        assert picked[lacking].max() == -torch.inf
+        assert picked[~lacking].isfinite().all()
 
 
 def own_bytes(tokens: list[int]) -> bytes:

@@ -7,6 +7,10 @@ import torch
 from draft_model_rig import Greedy, Make, guesses_of, opened
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from drafter_svc.families.cached_draft import CachedDraft
+from drafter_svc.families.forwards import Forwards
+from drafter_svc.families.shared_pages import SharedPagePool
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.messages import DraftDistribution, SamplingParams
@@ -111,6 +115,69 @@ async def test_a_text_that_nothing_may_follow_leaves_the_others_guesses_as_they_
     await rig.draft()
     assert rig.guesses(0) == logits(own, prompts[0], 4).argmax(-1).tolist()[:1]
     assert rig.guesses(1) == logits(own, prompts[1], 4).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["pard", "plain"])
+def test_a_round_after_one_without_any_guess_guesses_as_usual(
+    prompts: list[list[int]],
+    runner: ModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    parallel: bool,
+) -> None:
+    """As after a forward that overflowed. The text may have grown by no token of the model's."""
+    monkeypatch.setattr(runner, "parallel_token_id", UNKNOWN if parallel else None)
+    monkeypatch.setattr(runner, "decoder", None)
+    forward = runner.forward
+    fails = False
+
+    def failing(slices: list[SequenceSlice]) -> torch.Tensor:
+        found = forward(slices)
+        return torch.full_like(found, -torch.inf) if fails else found
+
+    monkeypatch.setattr(runner, "forward", failing)
+    pool = SharedPagePool(runner.page_count, runner.page_size)
+    forwards = Forwards(runner, pool, 512, 32, None)
+    found: list[list[int]] = []
+    for rounds in ([False], [True, False]):
+        draft = CachedDraft(DraftSequence(opened(prompts[3], window=4)), 1, runner.vocab_size)
+        for fails in rounds:
+            forwards.begin([draft])
+            while wanting := forwards.wanting([draft]):
+                forwards.grow(wanting)
+            assert draft.stuck is fails
+        found.append(draft.guessed)
+        pool.free(draft.kv)
+    assert len(set(found[0])) > 1
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4, 5])
+async def test_no_forward_goes_beyond_the_models_context(
+    make: Make,
+    prompts: list[list[int]],
+    own: PreTrainedModel,
+    runner: ModelRunner,
+    forwards: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+) -> None:
+    """It drafts until the context ends, though the tokens for unknown ones have no room there."""
+    forward = runner.forward
+    ends: list[int] = []
+
+    def watched(slices: list[SequenceSlice]) -> torch.Tensor:
+        ends.extend(part.end for part in slices)
+        return forward(slices)
+
+    text = prompts[1]
+    monkeypatch.setattr(runner, "context_length", len(text) + room)
+    monkeypatch.setattr(runner, "forward", watched)
+    rig = make(branch_count=0)
+    rig.open(opened(text, window=4))
+    guesses = (await guesses_of(rig))[1]
+    assert len(guesses) == min(room, 4)
+    assert guesses[0] == logits(own, text, 1).argmax()
+    assert max(ends) < len(text) + room
 
 
 def test_a_wrong_token_for_unknown_ones_is_refused() -> None:

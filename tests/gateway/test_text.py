@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models
 from gateway.text.prompts import Prompts
 from gateway.text.text_stream import Detokenizer, StopScanner, TextStream, TokenOffsets
 from gateway.text.token_table import TokenTable
-from gateway.tools.reader import Content, Part
+from gateway.tools.formats import FORMATS
+from gateway.tools.reader import CallBegin, Content, Part, Reading
 
 VOCAB_SIZE = 4096
 TEXTS = st.text(max_size=40) | st.sampled_from(
@@ -277,3 +278,23 @@ def test_the_first_min_tokens_complete_no_stop_string(
     out += "" if stream.stopped else content(stream.finish())
     assert out == (text[: min(found)[1]] if found else text)
     assert stream.token_count > min_tokens or not stream.stopped
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_what_might_begin_a_stop_string_comes_before_the_call_that_follows(
+    prompts: Prompts, table: TokenTable, chunk: int
+) -> None:
+    """No stop string reaches across a call, so what was held back is content, and comes first."""
+    form = FORMATS["hermes"]
+    call = '<tool_call>\n{"name": "weather", "arguments": {"days": 3}}\n</tool_call>'
+    ids = prompts.tokenizer.encode(f"Wait STO{call}P now", add_special_tokens=False).ids
+    stream = TextStream(table, ["STOP"], reading=Reading(form, {"weather": {}}))
+    parts: list[Part] = []
+    for at in range(0, len(ids), chunk):
+        parts += stream.push(ids[at : at + chunk])
+    parts += stream.finish()
+    assert not stream.stopped
+    kinds = [type(part) for part in parts]
+    first = kinds.index(CallBegin)
+    assert content(parts[:first]) == "Wait STO"
+    assert content(parts[first:]) == "P now"

@@ -13,7 +13,15 @@ from gateway_rig import TARGET
 from gateway.tools.definitions import Tool, ToolUse
 from gateway.tools.formats import FORMATS, JSON_FORMAT, ToolFormat, answer_format
 from gateway.tools.grammar import calls_grammar
-from gateway.tools.reader import AnswerReader, CallArguments, CallBegin, Content, Part, Reading
+from gateway.tools.reader import (
+    AnswerReader,
+    CallArguments,
+    CallBegin,
+    Content,
+    Part,
+    Reading,
+    Reasoning,
+)
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Compiled, Libraries, Matcher
 from outrider.grammar.trial import Trial, compile_only
@@ -285,3 +293,19 @@ def test_a_named_format_counts_more_than_the_template() -> None:
     assert answer_format("<tool_call>", "none").calls is None
     with pytest.raises(OutriderError, match="tool-format must be none or one of"):
         answer_format("", "lama")
+
+
+THINKING = [form for form in FORMATS.values() if form.thought is not None]
+
+
+@pytest.mark.parametrize("form", THINKING, ids=lambda form: form.name)
+@pytest.mark.parametrize("step", [1, 4, 1000])
+def test_an_answer_has_one_thought_at_most(form: ToolFormat, step: int) -> None:
+    """Its marks in the content are text: the model may write about them, and hide nothing so."""
+    assert form.thought is not None
+    begin, end = form.thought.begin, form.thought.end
+    again = f"{begin}again{end}"
+    reader_parts = parts_of(form, f"{begin}why{end}{again} It is.", forced=False, step=step)
+    thought = "".join(part.text for part in reader_parts if isinstance(part, Reasoning))
+    content = "".join(part.text for part in reader_parts if isinstance(part, Content))
+    assert (thought, content) == ("why", f"{again} It is.")

@@ -387,6 +387,42 @@ async def test_all_guesses_obey_the_requests_grammar(
     site.thread.shutdown()
 
 
+class OneToken:
+    """A grammar that allows one token alone after `count` tokens, and any token elsewhere."""
+
+    only = 5
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def mask(self, output: Sequence[int]) -> np.ndarray[Any, Any]:
+        mask = np.full((1, -(-VOCAB // 32)), -1, np.int32)
+        if len(output) == self.count:
+            mask[:] = 0
+            mask[0, 0] = 1 << self.only
+        return mask
+
+
+@pytest.mark.parametrize("allowed", range(WANTED + 1))
+async def test_a_draft_ends_where_grammar_and_bans_leave_no_token(
+    eagle: Site, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    """A guess after that would follow none, and a confidence of 0 breaks the protocol."""
+    monkeypatch.setattr(head_worker.GrammarState, "of", lambda *_: OneToken(1 + allowed))
+    session, text = eagle.join(), eagle.text(12)
+    banned = SamplingParams(0.0, banned_token_ids=(OneToken.only,))
+    session.apply(opening(1, text[:11], prompt_length=11, sampling=banned))
+    commit = replace(verdict(1, 12, text[11:]), tree_tokens=12)
+    news = eagle.features(1, text, 0, 11)
+    session.apply(StepBatch(features=[news], verdicts=[commit]))
+    depths = [0]
+    for proposal in (await session.round(never)).proposals:
+        assert min(proposal.confidences, default=1.0) > 0.0
+        for parent in proposal.parents or range(len(proposal.token_ids)):
+            depths.append(depths[parent] + 1)
+    assert max(depths) == allowed
+
+
 async def test_beside_a_coupled_guess_are_those_that_the_noise_would_draw_next(eagle: Site) -> None:
     text = eagle.text(14)
     sampling = SamplingParams(0.7, seed=5)

@@ -10,6 +10,7 @@ DRAFT_TREES = "verifier_svc/policy/draft_trees.py"
 EXCHANGE = "verifier_svc/drafts/exchange.py"
 FORWARDS = "drafter_svc/families/forwards.py"
 FINGERPRINT = "outrider/lm/weights_fingerprint.py"
+GRAMMARS = "drafter_svc/families/grammar.py"
 GUESS_TREE = "outrider/drafter/guess_tree.py"
 LIMITS = "gateway/access/limits.py"
 LOOP = "verifier_svc/engine/loop.py"
@@ -29,6 +30,9 @@ IN_ANY_BATCH = (
     "tests/losslessness/test_reference.py::test_a_sequence_is_verified_alike_alone_and_in_any_batch",
 )
 LATE_MASKS = "tests/verifier/test_late_masks.py"
+GRAMMAR_FAMILY = "tests/drafter/test_grammar_family.py"
+OTHER_VOCABULARIES = "tests/drafter/test_other_vocabulary.py"
+PARALLEL = "tests/drafter/test_parallel_drafts.py"
 POOLS = ("tests/lm/test_pages.py",)
 RULES = ("tests/verifier/test_rules.py",)
 SAMPLED_LENGTHS = "tests/verifier/test_sampled_lengths.py"
@@ -320,6 +324,77 @@ MUTANTS = (
         "self.unsent = []",
         ("tests/drafter/test_guess_trees.py",),
     ),
+    # --- drafter families ---
+    Mutant(
+        "D1",
+        "a draft model with another vocabulary guesses tokens that it lacks",
+        FORWARDS,
+        'picked.masked_fill_(self._missing, float("-inf"))',
+        "picked",
+        (f"{OTHER_VOCABULARIES}::test_a_token_that_the_draft_model_lacks_is_never_its_likeliest",),
+    ),
+    Mutant(
+        "D2",
+        "guesses go on after a token that the draft model did not go on with",
+        FORWARDS,
+        "guesses[: goes_on.index(False) + 1]",
+        "guesses",
+        (f"{OTHER_VOCABULARIES}::test_guesses_are_the_likeliest_that_both_vocabularies_have",),
+    ),
+    Mutant(
+        "D3",
+        "a PARD model's text after which nothing may follow is not read again",
+        FORWARDS,
+        "                draft.kv.num_computed_tokens -= not found\n",
+        "",
+        (f"{PARALLEL}::test_a_round_after_one_without_any_guess_guesses_as_usual",),
+    ),
+    Mutant(
+        "D4",
+        "a PARD model computes beyond its context",
+        FORWARDS,
+        "if end >= self._runner.context_length or",
+        "if",
+        (f"{PARALLEL}::test_no_forward_goes_beyond_the_models_context",),
+    ),
+    Mutant(
+        "D5",
+        "a forced text that is cut within a word is guessed in the cut word's tokens",
+        GRAMMARS,
+        "tokens[: sum(end <= most for end in ends)]",
+        "tokens[:-1]",
+        (
+            f"{GRAMMAR_FAMILY}::"
+            "test_of_a_text_longer_than_a_guess_every_guessed_token_is_the_whole_texts",
+        ),
+    ),
+    Mutant(
+        "D6",
+        "a forced text goes on after another text's guesses",
+        GRAMMARS,
+        "if [each.token for each in main[:held]] != sequence.guesses:",
+        "if False:",
+        (f"{GRAMMAR_FAMILY}::test_guesses_that_outlive_a_commit_are_not_joined_to_another_text",),
+    ),
+    Mutant(
+        "D7",
+        "a class of forced tokens that are mostly wrong is offered",
+        GRAMMARS,
+        "self.rates[each.of] < _LEAST), None)",
+        "False), None)",
+        (f"{GRAMMAR_FAMILY}::test_what_is_mostly_wrong_is_not_offered_until_it_is_right_again",),
+    ),
+    Mutant(
+        "D8",
+        "a head's draft goes on after a place where every token is forbidden",
+        "drafter_svc/families/head_worker.py",
+        "takewhile(lambda pair",
+        "filter(lambda pair",
+        (
+            "tests/heads/test_head_family.py::"
+            "test_a_draft_ends_where_grammar_and_bans_leave_no_token",
+        ),
+    ),
     # --- tenants ---
     Mutant(
         "Q2",
@@ -353,5 +428,25 @@ MUTANTS = (
         "self._pool.match_prefix(sequence, token_ids, salt)",
         'self._pool.match_prefix(sequence, token_ids, "")',
         TENANTS_PAGES,
+    ),
+    Mutant(
+        "Q11",
+        "all tenants' grammars are compiled in one turn",
+        GRAMMARS,
+        "matcher_async(grammar, output, sequence.opened.tenant)",
+        'matcher_async(grammar, output, "")',
+        (f"{GRAMMAR_FAMILY}::test_one_tenants_grammars_that_compile_for_long_delay_no_others",),
+    ),
+    # --- answers ---
+    Mutant(
+        "Y1",
+        "text that might begin a stop string is lost before a call",
+        "gateway/text/text_stream.py",
+        "                text = self._scanner.finish()\n",
+        '                text = ""\n',
+        (
+            "tests/gateway/test_text.py::"
+            "test_what_might_begin_a_stop_string_comes_before_the_call_that_follows",
+        ),
     ),
 )
