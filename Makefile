@@ -99,7 +99,7 @@ audit: $(SUPPLY)/installed
 	$(SUPPLY)/bin/python compose/audit.py $(SUPPLY)/bin/pip-audit $(PINNED)/heavy.txt \
 	  $(PINNED)/gpu.txt $(PINNED)/build.txt constraints.txt
 
-.PHONY: tools suffix agents vllm test-vllm
+.PHONY: tools suffix agents speculators vllm test-vllm
 tools:
 	@tests/install-tools.sh
 
@@ -110,6 +110,11 @@ suffix: $(VENV)/installed
 # Released clients of agents. Their tests, which are slow, are skipped where these are missing.
 agents:
 	@PYTHON=$(PYTHON) tests/agents/install.sh
+
+# speculators, which trains heads, in an environment of its own. The tests that compare its heads'
+# scores with ours, which are slow, are skipped without it.
+speculators: $(VENV)/installed-dev
+	@PYTHON=$(PYTHON) tests/heads/by_speculators/install.sh
 
 # vLLM in an environment of its own, and the tests with vLLM as the engine.
 vllm: $(VENV)/installed-dev

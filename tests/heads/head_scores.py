@@ -10,13 +10,28 @@ from outrider.heads.model import Extension, HeadModel, Place, Proposal
 
 
 def scores_of(
-    model: HeadModel, text: list[int], features: torch.Tensor, lengths: Sequence[int], steps: int
+    model: HeadModel,
+    text: list[int],
+    features: torch.Tensor,
+    lengths: Sequence[int],
+    steps: int,
+    *,
+    piece: int | None = None,
 ) -> tuple[torch.Tensor, Proposal]:
-    """Scores [length, step, token] behind the first n tokens, all n in one batch."""
+    """Scores [length, step, token] behind the first n tokens, all n in one batch.
+
+    With `piece`, the features of a text come that many rows at a time.
+    """
     sequences = [model.open(text[:n]) for n in lengths]
-    model.extend(
-        [Extension(s, [], features[: n - 1], 0) for s, n in zip(sequences, lengths, strict=True)]
-    )
+    for first in range(0, max(lengths), piece or max(lengths)):
+        end = first + (piece or max(lengths))
+        news = [
+            Extension(sequence, [], features[first : min(end, n - 1)], first)
+            for sequence, n in zip(sequences, lengths, strict=True)
+            if first < n - 1
+        ]
+        if news:
+            model.extend(news)
     seen = []
 
     def rank(

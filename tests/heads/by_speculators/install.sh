@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Makes build/speculators, an environment for code of others that trains heads: it needs an older
+# transformers than Outrider's tests. All else comes from the environment that `make` has installed,
+# torch among it. What is there already is left alone.
+set -euo pipefail
+cd "$(dirname "$(realpath "$0")")/../../.."
+into=build/speculators
+list=tests/heads/by_speculators/requirements.txt
+cmp -s "$list" "$into/installed" && exit
+"${PYTHON:-python3}" -m venv --clear "$into"
+quietly() { "$into/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
+packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+echo "import site; site.addsitedir('$(packages "$PWD/.venv")')" >"$(packages "$into")/zz_tests.pth"
+quietly install -c constraints.txt -r "$list"
+# Heads neither see nor hear.
+quietly uninstall --yes torchvision torchaudio
+cp "$list" "$into/installed"
