@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -109,13 +110,20 @@ class Arguments(NamedTuple):
     text: str
 
 
+# How an object begins: with its first key, its end, or nothing yet.
+_OBJECT = re.compile(r'\s*\{\s*("|\}|$)')
+
+
 def read_arguments(text: str) -> Arguments | None:
     """The arguments of a call, whose end `max_tokens` may have cut off.
 
-    Then they are the values that are complete, as in Anthropic's clients. None if the text does
-    not even begin an object, and if `checked_json` refuses the object.
+    Then they are the values that are complete, as in Anthropic's clients. They are empty if no
+    prompt can hold what the model wrote, such as endless digits or brackets. None if the text does
+    not even begin an object.
     """
     text = text or "{}"
+    if not _OBJECT.match(text):
+        return None
     try:
         try:
             given = json.loads(text)
@@ -124,9 +132,9 @@ def read_arguments(text: str) -> Arguments | None:
                 return None
             given = from_json(text, allow_partial=True)
             text = json.dumps(given, ensure_ascii=False)
-        return Arguments(checked_json(given), text) if isinstance(given, dict) else None
+        return Arguments(checked_json(given), text)
     except (ValueError, RecursionError):
-        return None
+        return Arguments({}, "{}")
 
 
 def whole_arguments(text: str) -> str:

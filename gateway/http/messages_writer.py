@@ -139,7 +139,7 @@ def _joined(events: Iterable[Json]) -> list[Json]:
     """The blocks that the events of a stream write.
 
     The input of a call that `max_tokens` cut off has the values that are complete. It is empty if
-    a JSON document cannot hold it, or a verifier left its grammar.
+    a verifier left its grammar.
     """
     content: list[Json] = []
     arguments = ""

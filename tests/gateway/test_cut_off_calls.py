@@ -151,26 +151,40 @@ async def test_arguments_have_the_values_that_are_complete() -> None:
     assert complete.text == ' {"a":1}'
 
 
+async def answer_to(rig: Rig, arguments: str) -> Any:
+    """The answer to a chat whose history has a call with these arguments."""
+    call = {"id": "a", "function": {"name": "weather", "arguments": arguments}}
+    messages = [ASK, {"role": "assistant", "tool_calls": [call]}, ASK]
+    return await rig.http.post("/v1/chat/completions", json={"messages": messages})
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "[",
-        "[1",
-        "1",
-        '"a',
-        "x",
-        "{'a': 1",
-        '{"a": 1} x',
+        '{"a": "\\ud800"}',
+        '{"a": "\\ud800 b", "c',
+        '{"a": 1e999}',
+        '{"a": 1e999, "b": [1',
         '{"a": NaN',
-        '{"a": 1e999',
-        '{"a": "\\ud800", "b',
+        '{"a": ' + "1" * 5000,
+        '{"a": ' + "1" * 5000 + "}",
         '{"a": ' + "[" * (MAX_DEPTH + 1),
-        '{"a": ' + "[" * 100_000,
+        '{"a": ' + "[" * 20_000,
+        '{"a": ' + "[" * 20_000 + "]" * 20_000 + "}",
     ],
+    ids=lambda text: text[:20],
 )
-async def test_what_begins_no_object_is_no_argument(rig: Rig, text: str) -> None:
-    call = {"id": "a", "function": {"name": "weather", "arguments": text}}
-    messages = [ASK, {"role": "assistant", "tool_calls": [call]}]
-    answer = await rig.http.post("/v1/chat/completions", json={"messages": messages})
+async def test_what_no_prompt_can_hold_is_left_out(rig: Rig, text: str) -> None:
+    """A model writes it now and then, and the conversation must go on."""
+    answer = await answer_to(rig, text)
+    assert answer.status_code == 200, answer.text
+    assert '{"name": "weather", "arguments": {}}' in prompt_of(rig)
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "[1", "[1]", "1", '"a', "x", "{'a': 1", "{1", "{,", '{"a": 1} x', "{} {"]
+)
+async def test_what_begins_no_object_is_refused(rig: Rig, text: str) -> None:
+    answer = await answer_to(rig, text)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"

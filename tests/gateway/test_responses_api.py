@@ -320,6 +320,9 @@ async def test_a_stream_that_fails_ends_with_the_error_and_a_failed_response(rig
         assert failed["response"]["error"] == {"code": code, "message": "it broke"}
         known = await rig.http.get(f"/v1/responses/{failed['response']['id']}")
         assert known.status_code == 404
+        with pytest.raises(openai.APIError, match="it broke"):
+            async with rig.client.responses.stream(model="models/target", input="hi") as stream:
+                await stream.until_done()
 
 
 HISTORY: list[Json] = [
