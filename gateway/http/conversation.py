@@ -156,8 +156,8 @@ class CalledFunction(Body):
     arguments: Annotated[Text, AfterValidator(whole_arguments)] = "{}"
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it, with the arguments as an object."""
-        return {"name": self.name, "arguments": json.loads(self.arguments)}
+        """The call for chat templates; `CallForm` gives the arguments the form that they want."""
+        return {"name": self.name, "arguments": self.arguments}
 
 
 class ToolCall(Body):

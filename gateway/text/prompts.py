@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Encoding
 
-from gateway.text.templates import ChatTemplate
+from gateway.text.templates import DEFAULT, TOOL_USE, ChatTemplate
 from gateway.tools.formats import AnswerFormat, answer_format
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.tokenizer import fingerprint, load_tokenizer, model_file
@@ -49,11 +49,15 @@ class Prompts:
         self.fingerprint = fingerprint(self.tokenizer)
         config = _tokenizer_config(model)
         self._special_tokens = _special_tokens(config)
-        self._template = _template(model, config)
-        source = "" if self._template is None else self._template.source
-        self.tokenizer_info = _tokenizer_info(config, self._special_tokens, source)
+        sources = _templates(model, config)
+        self._template = ChatTemplate(model, sources, self._special_tokens) if sources else None
+        default = sources.get(DEFAULT, "")
+        self.tokenizer_info = _tokenizer_info(config, self._special_tokens, default)
         """The tokenizer's settings, special tokens and chat template, in vLLM's shape."""
-        self.answers: AnswerFormat = answer_format(source, tool_format)
+        # A template for tools shows the format of calls.
+        self.answers: AnswerFormat = answer_format(
+            f"{sources.get(TOOL_USE, '')}\n{default}", tool_format
+        )
         # The name of a byte token is longer than its text, so names bound texts from above.
         names = self.tokenizer.get_vocab(with_added_tokens=True)
         self._longest_token = max(map(len, names), default=1)
@@ -257,15 +261,26 @@ def _tokenizer_info(
     }
 
 
-def _template(model: str, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """The model's chat template: from its own file, else from tokenizer_config.json.
+def _templates(model: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """The model's chat templates by name: from files of their own, else from tokenizer_config.json.
 
-    Of several templates, the template named "default". None if the model has no template.
+    As in `transformers`, only "default" and "tool_use" are ever taken. Raises
+    OutriderError(INVALID_VALUE) for something else in their place.
     """
+    given = config.get("chat_template")
+    if not isinstance(given, list):
+        given = [] if given is None else [{"name": DEFAULT, "template": given}]
+    try:
+        named = {entry["name"]: entry["template"] for entry in given}
+    except (TypeError, KeyError):
+        named = {"": None}
+    if not all(isinstance(text, str) for pair in named.items() for text in pair):
+        message = f"{model}: its chat_template must be a text, or a list with name and template"
+        raise invalid("tokenizer", message)
     path = model_file(model, "chat_template.jinja")
-    source = config.get("chat_template")
     if path is not None:
-        source = path.read_text(encoding="utf-8")
-    if isinstance(source, list):
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    return None if source is None else ChatTemplate(model, source)
+        named = {DEFAULT: path.read_text(encoding="utf-8")}
+    path = model_file(model, f"additional_chat_templates/{TOOL_USE}.jinja")
+    if path is not None:
+        named[TOOL_USE] = path.read_text(encoding="utf-8")
+    return {name: text for name, text in named.items() if name in (DEFAULT, TOOL_USE)}

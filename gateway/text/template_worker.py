@@ -19,21 +19,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 HANDLER = f"{__name__}:renderer"
 
 
-def renderer(source: str) -> Callable[[bytes], bytes]:
-    """A handler that renders the template with a request's variables, as JSON.
+def renderer(sources: dict[str, str]) -> Callable[[bytes], bytes]:
+    """A handler that renders one of some templates with variables: [name, variables] in JSON.
 
-    It answers with JSON: {"text": …}, or {"error": …} with the template's own message. The request
-    null only compiles the template.
+    It answers with JSON: {"text": …}, or {"error": …} with the template's own message. Variables
+    of null only compile the template.
     """
-    compiled: list[jinja2.Template] = []
+    compiled: dict[str, jinja2.Template] = {}
 
     def handle(request: bytes) -> bytes:
-        variables = json.loads(request)
+        name, variables = json.loads(request)
         try:
             # Here and not before: jinja2 computes constants when it compiles.
-            if not compiled:
-                compiled.append(_environment().from_string(source))
-            text = "" if variables is None else compiled[0].render(variables)
+            if name not in compiled:
+                compiled[name] = _environment().from_string(sources[name])
+            text = "" if variables is None else compiled[name].render(variables)
         except MemoryError:
             raise
         # A template is a program and may raise anything.

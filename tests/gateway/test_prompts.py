@@ -95,19 +95,6 @@ def test_a_demanding_template_renders_as_in_transformers(tmp_path: Path) -> None
     assert Prompts(model).render_blocking(CHAT) == expected
 
 
-def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
-    templates = [
-        {"name": "tool_use", "template": "tools"},
-        {"name": "default", "template": "{{ messages[0].content }}"},
-    ]
-    assert (
-        Prompts(model_with_template(tmp_path, templates)).render_blocking(
-            [{"role": "user", "content": "hi"}]
-        )
-        == "hi"
-    )
-
-
 @pytest.mark.parametrize(
     ("template", "words"),
     [
