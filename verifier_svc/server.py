@@ -174,6 +174,7 @@ class Loader:
         context_length = min(runner.context_length, pool.page_count * pool.page_size)
         known = ModelInfo(
             model_id=self.info.model_id,
+            aliases=self.info.aliases,
             stage=Stage.READY,
             stage_detail="serving",
             tokenizer_fingerprint=identity,

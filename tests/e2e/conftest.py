@@ -14,7 +14,7 @@ from stack import TARGET, Stack, running
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
     """A stack with default settings. Whether drafts pay on this machine, it finds out itself."""
-    stack = Stack()
+    stack = Stack("--model-name", TARGET, "--model-name", "a further name")
     stack.add_drafter("ngram-1", "ngram")
     stack.add_drafter("model-1", "model")
     stack.add_drafter("grammar-1", "grammar", "--target", TARGET)

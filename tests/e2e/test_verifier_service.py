@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from stack import Client, Stack, running
+from stack import TARGET, Client, Stack, running
 
 from outrider.errors import Reason
 from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceStub
@@ -37,6 +37,11 @@ async def test_invalid_requests_are_refused_with_the_field_and_the_limit(stack: 
                 await client.generate(replace(GOOD, **changes))
             assert rpc_errors.error_of(caught.value).field == field
         assert len(await client.tokens(GOOD)) >= 1
+
+
+async def test_a_loaded_verifier_tells_all_its_names(stack: Stack) -> None:
+    async with Client(stack.address) as client:
+        assert (await client.model()).names == (TARGET, "a further name")
 
 
 async def test_a_cancelled_request_frees_its_sequence_within_a_second(stack: Stack) -> None:

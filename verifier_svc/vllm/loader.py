@@ -152,6 +152,7 @@ class VllmLoader:
         return with_fingerprint(
             ModelInfo(
                 model_id=self.info.model_id,
+                aliases=self.info.aliases,
                 stage=Stage.READY,
                 stage_detail="serving",
                 tokenizer_fingerprint=fingerprint(load_tokenizer(self._settings.target)),
