@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from outrider.errors import OutriderError, Reason
 from outrider.heads.loading import target_weights
 from outrider.heads.reading import read_target_config
+from outrider.launch.check_head import run
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models/target"
@@ -135,10 +136,13 @@ def test_a_broken_target_is_refused_with_the_reason(name: str, tmp_path: Path) -
 
 
 CODE = """
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 class OwnConfig(LlamaConfig):
     model_type = "of-its-own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
 """
 
 
@@ -146,15 +150,20 @@ def with_own_code(folder: Path) -> Path:
     """The bundled target under a type that only the code in its folder knows."""
     shutil.copytree(TARGET, folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "of-its-own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config |= {"model_type": "of-its-own", "auto_map": classes}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(CODE)
     return folder
 
 
-def test_a_targets_own_code_runs_only_where_the_operator_trusts_it(tmp_path: Path) -> None:
+def test_a_targets_own_code_runs_only_where_the_operator_trusts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = with_own_code(tmp_path / "target")
     with pytest.raises(OutriderError, match=r"brings its own code, .* --trust-remote-code"):
         read_target_config(str(folder))
     config = read_target_config(str(folder), trust_remote_code=True)
     assert config.model_type == "of-its-own"
+    assert run(HEAD, str(folder), "auto", "cpu", trust_remote_code=True) == 0
+    assert "right guesses after" in capsys.readouterr().out

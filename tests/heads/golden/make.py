@@ -255,8 +255,8 @@ def blocks_by_specforge(seed: int) -> None:
     record("dflash-specforge", settings, tensors, embeddings=embeddings, lm_head=lm_head, **values)
 
 
-def eagle3_by_specforge(seed: int) -> None:
-    """The first guess of an EAGLE-3.1 head as SpecForge has it."""
+def eagle3_by_specforge(name: str, seed: int, **flags: Any) -> None:
+    """An EAGLE-3 head as SpecForge trains it: each step is a pass over the whole text."""
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
     from transformers import LlamaConfig
 
@@ -265,23 +265,41 @@ def eagle3_by_specforge(seed: int) -> None:
         **SIZES | {"pad_token_id": 0},
         num_hidden_layers=1,
         draft_vocab_size=DRAFT_VOCAB,
-        fc_norm=True,
         architectures=["LlamaForCausalLMEagle3"],
         eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]},
+        **flags,
     )
-    model = LlamaForCausalLMEagle3(config)
+    model = LlamaForCausalLMEagle3(config, attention_backend="sdpa")
     randomise(model)
     members, offsets = vocabulary_map()
     model.t2d.copy_(members)
     model.d2t.copy_(offsets)
-    tokens, features = text(), noise(LENGTH, 3 * HIDDEN)
+    tokens, features, rows = text(), noise(LENGTH, 3 * HIDDEN), LENGTH - 1
+    cache: list[list[torch.Tensor]] = [[], []]
+    logits = []
     with torch.no_grad():
-        embedded = model.embed_input_ids(tokens[None, 1:])
-        out = model(features[None, :-1], embedded)[0]
-        scores = torch.stack([model.lm_head(out[n - 2])[None] for n in LENGTHS])
+        states = model.project_hidden_states(features[None, :-1])
+        mask = model.prepare_decoder_attention_mask(
+            attention_mask=torch.ones(1, rows, dtype=torch.bool),
+            hidden_states=states,
+            batch_size=1,
+            seq_length=rows,
+            past_key_values_length=0,
+        )
+        for step in range(3):
+            ids = torch.cat((tokens[1 + step :], tokens.new_zeros(step)))
+            states = model.backbone(
+                input_embeds=model.embed_input_ids(ids[None]),
+                hidden_states=states,
+                cache_hidden=cache,
+                attention_mask=mask,
+                position_ids=torch.arange(rows)[None],
+            )
+            logits.append(model.compute_logits(states)[0])
+    scores = torch.stack([torch.stack([row[n - 2] for row in logits]) for n in LENGTHS])
     settings = json.loads(config.to_json_string(use_diff=False))
     values = {"tokens": tokens, "features": features, "scores": scores}
-    record("eagle3-specforge", settings, dict(model.state_dict()), **values)
+    record(name, settings, dict(model.state_dict()), **values)
 
 
 def mtp(seed: int) -> None:
@@ -423,7 +441,26 @@ def main() -> None:
             enable_confidence_head=False,
         ),
         "dflash-specforge": lambda: blocks_by_specforge(13),
-        "eagle3-specforge": lambda: eagle3_by_specforge(14),
+        "eagle3-specforge": lambda: eagle3_by_specforge("eagle3-specforge", 14, fc_norm=True),
+        "eagle3-1-specforge": lambda: eagle3_by_specforge(
+            "eagle3-1-specforge", 16, fc_norm=True, norm_output=True
+        ),
+        "eagle3-no-norm-specforge": lambda: eagle3_by_specforge(
+            "eagle3-no-norm-specforge", 17, norm_output=False
+        ),
+        "eagle3-yarn-specforge": lambda: eagle3_by_specforge(
+            "eagle3-yarn-specforge",
+            18,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 16.0,
+                "original_max_position_embeddings": 4,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.0,
+            },
+        ),
         "eagle3-window": lambda: eagle3(
             "eagle3-window", "qwen3", 1, 15, {"sliding_window": 6, "use_sliding_window": True}
         ),
