@@ -5,6 +5,7 @@ Errors that handlers raise become the statuses of their calls.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable
@@ -32,7 +33,8 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     an OutriderError where it reads: REQUEST_TOO_LARGE or MALFORMED_REQUEST.
 
     An OutriderError that a handler raises becomes the call's status. Any other exception is logged
-    and becomes INTERNAL, without its text, which may contain a user's data.
+    and becomes INTERNAL, without its text, which may contain a user's data. A peer that leaves
+    while the handler writes is no error.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -64,6 +66,9 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             await abort(context, error)
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError:
+            # A write failed, because the peer has left. gRPC itself cancels most such calls.
+            raise asyncio.CancelledError from None
         except Exception:  # noqa: BLE001  # `unexpected` logs it
             # The generated code of a method that is not implemented has set this, and raises.
             if context.code() is grpc.StatusCode.UNIMPLEMENTED:

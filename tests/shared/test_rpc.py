@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,8 +15,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from hastened import hastened
+from waiting import until
 
 from outrider.errors import OutriderError, Reason, Retry
+from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.process import rpc, rpc_errors
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
@@ -320,3 +323,50 @@ async def test_an_unknown_method_is_refused_for_good() -> None:
             error = rpc_errors.error_of(caught.value)
             assert (error.reason, error.retry) == (Reason.ROUTE_NOT_FOUND, Retry.NEVER)
             assert method in error.message
+
+
+class Talkative(token_streams_pb2_grpc.TokenStreamServiceServicer):
+    """Writes large messages for as long as the caller stays."""
+
+    def __init__(self) -> None:
+        self.ends: list[type[BaseException]] = []
+
+    # The stubs do not know that a handler may write through its context.
+    async def StreamTokens(  # type: ignore[override]
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        part = token_streams_pb2.TokensPart(call_id=1, status=bytes(3_000_000))
+        message = token_streams_pb2.StreamTokensResponse(parts=[part])
+        try:
+            while True:
+                await context.write(message)
+                # While the loop is busy, the caller leaves and the write that waits for it fails.
+                await asyncio.sleep(0.0)
+        except BaseException as end:
+            self.ends.append(type(end))
+            raise
+
+
+def read_once_and_leave(port: int) -> None:
+    """A caller that reads one message, lets others wait, and hangs up."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}", rpc.CHANNEL_OPTIONS) as channel:
+        stub: Any = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
+        call = stub.StreamTokens(iter([token_streams_pb2.StreamTokensRequest()]))
+        next(call)
+        time.sleep(0.05)
+        call.cancel()
+
+
+async def test_a_caller_that_leaves_during_a_write_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = rpc.Server()
+    servicer = Talkative()
+    token_streams_pb2_grpc.add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
+    [port] = await server.start("127.0.0.1:0")
+    for number in range(1, 6):
+        await asyncio.to_thread(read_once_and_leave, port)
+        await until(lambda count=number: len(servicer.ends) == count)
+    await server.stop(0)
+    assert set(servicer.ends) != {asyncio.CancelledError}, "no write failed"
+    assert "Traceback" not in caplog.text
