@@ -244,8 +244,13 @@ def _wrong_tag(path: str, context: Mapping[str, Any]) -> str:
     """What is wrong with an object whose type, or the like, is none of the known ones."""
     name = context["discriminator"].strip("'")
     tag = context["tag"]
-    why = ": the model takes text only" if name == "type" and tag in _MEDIA else ""
+    why = text_only(tag) if name == "type" else ""
     return f"{path}.{name} must be one of {context['expected_tags']}, not '{_cut(tag)}'{why}"
+
+
+def text_only(kind: object) -> str:
+    """Why an image or the like is refused, to add to a sentence; "" for all other types."""
+    return ": the model takes text only" if isinstance(kind, str) and kind in _MEDIA else ""
 
 
 def _shown(value: object) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from gateway.api_errors import validation_error
+from gateway.api_errors import text_only, validation_error
 from gateway.http.conversation import whole_arguments
 from gateway.http.fields import Body, Text
 from outrider.errors import OutriderError, invalid
@@ -27,7 +27,9 @@ def parsed(value: object, kinds: Mapping[str, type[_Kind]], path: str) -> _Kind:
         # Messages and references come without a type too.
         kind = "message" if "role" in value else "item_reference"
     if not isinstance(kind, str) or kind not in kinds:
-        raise invalid(f"{path}.type", f"must be {' or '.join(kinds)}, not {str(kind)[:60]!r}")
+        raise invalid(
+            f"{path}.type", f"must be {' or '.join(kinds)}, not {str(kind)[:60]!r}{text_only(kind)}"
+        )
     try:
         return kinds[kind].model_validate(value)
     except ValidationError as cause:

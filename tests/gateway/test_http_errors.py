@@ -197,6 +197,24 @@ async def test_the_error_for_a_malformed_body_says_why(
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "part"),
+    [
+        ("/v1/chat/completions", {}, {"type": "input_audio", "input_audio": {}}),
+        ("/v1/messages", {"max_tokens": 4}, {"type": "image", "source": {}}),
+        ("/v1/responses", {}, {"type": "input_image", "image_url": "data:"}),
+    ],
+)
+async def test_every_api_says_of_an_image_that_the_model_takes_text_only(
+    rig: Rig, path: str, body: dict[str, Any], part: dict[str, Any]
+) -> None:
+    name = "input" if path == "/v1/responses" else "messages"
+    message = {"role": "user", "content": [part]}
+    response = await rig.http.post(path, json=body | {"model": "m", name: [message]})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].endswith(": the model takes text only")
+
+
+@pytest.mark.parametrize(
     ("kind", "why"), [("image_url", ": the model takes text only"), ("tex", "")]
 )
 async def test_a_part_of_another_type_is_refused_with_the_types_that_are_taken(
