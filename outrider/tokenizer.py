@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from tokenizers import Tokenizer
 from outrider.errors import OutriderError, Reason
 from outrider.gguf import pretrained
 from outrider.process.files import check_folder
+
+log = logging.getLogger(__name__)
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -106,20 +109,45 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a text, by the configuration of a model directory or hub id.
+    """The tokens that end a text, by the files of a model directory or hub id; the log says which.
 
-    The generation config comes first, as for a model that is loaded. Ids of `vocab_size` or above
-    are left out. Raises OutriderError(MODEL_NOT_FOUND) when there is no such model, and
-    OutriderError(INVALID_VALUE) when the configuration has something else in their place.
+    The generation config comes first, then the configuration, then the tokenizer's eos_token. The
+    default of the model's type never counts: it may be any token of the model. Ids of `vocab_size`
+    or above are left out. Raises OutriderError(MODEL_NOT_FOUND) when there is no such model, and
+    OutriderError(INVALID_VALUE) when a file has something else in their place.
     """
+    ids, place = _stated_ends(model)
+    ids = tuple(i for i in ids if i < vocab_size)
+    if ids:
+        log.info("%s: the ids %s end a text, by its %s", model, ", ".join(map(str, ids)), place)
+    else:
+        log.warning("%s: no token ends a text, by its %s", model, place)
+    return ids
+
+
+def _stated_ends(model: str) -> tuple[tuple[int, ...], str]:
+    """The ids of the first file that states any, and the file's name."""
     for name in ("generation_config.json", "config.json"):
-        if (path := model_file(model, name)) is not None:
-            config = _object(_json_of(path, f"{model}: {name}"), f"{model}: {name}")
-            text = _object(config.get("text_config"), f"{model}: {name}: text_config")
-            found = [keys.get("eos_token_id") for keys in (config, text)]
-            if (ids := token_ids(f"{model}: {name}: eos_token_id", *found)) is not None:
-                return tuple(i for i in ids if i < vocab_size)
-    return ()
+        config = _object_of(model, name)
+        text = _object(config.get("text_config"), f"{model}: {name}: text_config")
+        found = [keys.get("eos_token_id") for keys in (config, text)]
+        if (ids := token_ids(f"{model}: {name}: eos_token_id", *found)) is not None:
+            return ids, name
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _object_of(model, name).get("eos_token")
+        text_of = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text_of, str) and model_file(model, "tokenizer.json") is not None:
+            index = load_tokenizer(model).token_to_id(text_of)
+            return () if index is None else (index,), f"{name}'s eos_token {text_of!r:.100}"
+    return (), "files, which state none"
+
+
+def _object_of(model: str, name: str) -> dict[str, object]:
+    """The JSON object in a model's file; an empty one if there is no such file."""
+    path = model_file(model, name)
+    if path is None:
+        return {}
+    return _object(_json_of(path, f"{model}: {name}"), f"{model}: {name}")
 
 
 def token_ids(place: str, *found: object) -> tuple[int, ...] | None:

@@ -205,7 +205,8 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
         else:
             ids = content if isinstance(content, list) else []
             if isinstance(content, str):
-                ids = await prompts.encode(content, name, most)
+                special = given.adds_special_tokens
+                ids = await prompts.encode(content, name, most, add_special_tokens=special)
             echo = generation.echo(content, info) if given.echoes else None
         encoded.append(Prompt(ids, name, echo, prediction, end))
     return encoded

@@ -114,7 +114,11 @@ class CompletionCall(HttpCall[CompletionBody]):
     def prompts(self) -> list[PromptInput]:
         """The body's texts and lists of ids."""
         echoes = bool(self.body.echo)
-        return [PromptInput(given, echoes=echoes) for given in self.body.prompt]
+        special = self.body.add_special_tokens is not False
+        return [
+            PromptInput(given, echoes=echoes, adds_special_tokens=special)
+            for given in self.body.prompt
+        ]
 
 
 class ChatCall(HttpCall[ChatBody]):

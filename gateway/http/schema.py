@@ -251,6 +251,11 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Any, BeforeValidator(_prompts, json_schema_input_type=_PromptForms)]
     echo: bool | None = None
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="vLLM's extension. Whether the tokenizer adds special tokens to texts, such as "
+        "the one that begins them. Default: true.",
+    )
     logprobs: int | None = limited(
         "How many of the likeliest tokens to list with each token.",
         minimum=0,

@@ -38,12 +38,14 @@ class Conversation:
 class PromptInput:
     """A prompt as the caller gives it: a text, token ids or a conversation.
 
-    `field_name` is what the caller calls it. The answer repeats its text if it `echoes`.
+    `field_name` is what the caller calls it. The answer repeats its text if it `echoes`. The
+    tokenizer adds its special tokens to a text if it `adds_special_tokens`.
     """
 
     content: str | list[int] | Conversation
     field_name: str = "prompt"
     echoes: bool = False
+    adds_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)

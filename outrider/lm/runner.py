@@ -24,7 +24,7 @@ from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.sampling.tensors import triton_works
-from outrider.tokenizer import token_ids
+from outrider.tokenizer import end_token_ids, token_ids
 
 if TYPE_CHECKING:
     from outrider.lm.gpu.move_tokens import TokenMover
@@ -179,7 +179,7 @@ class ModelRunner:
         else:
             # CUDA streams and graphs belong to the current device, which is a thread's own setting.
             torch.cuda.set_device(target_device)
-        return cls(
+        runner = cls(
             cast(Any, loaded).to(target_device),
             model,
             page_size=page_size,
@@ -187,6 +187,9 @@ class ModelRunner:
             bounds=bounds,
             memory_share=memory_share,
         )
+        # The loaded configuration has the default of the model's type where the files state none.
+        runner.eos_token_ids = end_token_ids(model, runner.vocab_size)
+        return runner
 
     def warm_up(self) -> None:
         """Run forwards of several sizes, so that the first request does not wait for kernel choice.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import Rig
+from gateway_rig import Rig, model_with_template, own_rig
 from scripted_verifier import Step, last, plain
+from tokenizers import Tokenizer, processors
 
 from gateway.http.schema import GenerationBody
+from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol.messages import (
@@ -265,3 +268,24 @@ async def test_every_sampling_parameter_is_in_the_body_under_its_own_name() -> N
     """Then a new parameter needs no code between the body and the verifier."""
     names = {field.name for field in fields(SamplingParams) if field.init}
     assert names <= GenerationBody.model_fields.keys()
+
+
+async def test_special_tokens_are_added_to_a_completions_text_unless_it_says_not(
+    tmp_path: Path,
+) -> None:
+    """As in vLLM; a chat's template writes its own."""
+    model = model_with_template(tmp_path, None)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing("Q $A", special_tokens=[("Q", 7)])
+    tokenizer.save(str(path))
+    async with own_rig(Prompts(model), tokenizer=model) as rig:
+        rig.says("x")
+        plain = tokenizer.encode("one two", add_special_tokens=False).ids
+        for given, ids in ((None, [7, *plain]), (True, [7, *plain]), (False, plain)):
+            body = {"model": "models/target", "prompt": "one two", "add_special_tokens": given}
+            answer = await rig.http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert rig.script.requests[-1].prompt == ids
+            told = await rig.http.post("/tokenize", json=body)
+            assert told.json()["tokens"] == ids

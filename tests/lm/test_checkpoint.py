@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, VOCAB_SIZE, build
+from tokenizers import Tokenizer, models
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from outrider.errors import OutriderError
 from outrider.lm.checkpoint import read_checkpoint
+from outrider.lm.runner import ModelRunner
 
 Tensors = dict[str, torch.Tensor]
 _SIZES: dict[str, Any] = {
@@ -176,3 +178,17 @@ def test_a_tied_matrix_may_be_stored_twice(tmp_path: Path) -> None:
     tensors = save("tied", tmp_path)
     write(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     assert refusal(tmp_path) == ""
+
+
+def test_the_default_end_of_a_models_type_is_no_end(tmp_path: Path) -> None:
+    """LlamaConfig has 2 where config.json has none."""
+    save("llama", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("eos_token_id", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    Tokenizer(models.WordLevel({"a": 0, "end": 5}, "a")).save(str(tmp_path / "tokenizer.json"))
+    named = json.dumps({"eos_token": "end"})
+    (tmp_path / "tokenizer_config.json").write_text(named)
+    runner = ModelRunner.load(str(tmp_path), dtype="float32", device="cpu", page_count=8)
+    assert runner.eos_token_ids == (5,)

@@ -1,9 +1,11 @@
 """The tokens that end a text, read from a model's files, which anybody may have written."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from outrider.errors import OutriderError, Reason
 from outrider.tokenizer import end_token_ids
@@ -78,3 +80,23 @@ def test_a_file_that_is_not_json_is_refused(tmp_path: Path, text: bytes) -> None
 
 def test_an_id_beyond_the_vocabulary_is_left_out(tmp_path: Path) -> None:
     assert ids_of(tmp_path, config={"eos_token_id": [7, 100, 10**13]}) == (7,)
+
+
+@pytest.mark.parametrize("token", ["</s>", {"content": "</s>", "lstrip": False}])
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
+def test_the_tokenizers_end_counts_where_the_configurations_state_none(
+    name: str, token: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "</s>": 3}, "a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    files = {"config": {"model_type": "llama"}, name: {"eos_token": token}}
+    with caplog.at_level(logging.INFO):
+        assert ids_of(tmp_path, **files) == (3,)
+        assert ids_of(tmp_path, config={"eos_token_id": [1, 0]}) == (1, 0)
+    assert f"the ids 3 end a text, by its {name}.json's eos_token '</s>'" in caplog.text
+    assert "the ids 1, 0 end a text, by its config.json" in caplog.text
+
+
+def test_a_model_without_any_end_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert ids_of(tmp_path, config={}, tokenizer_config={"eos_token": None}) == ()
+    assert "no token ends a text, by its files, which state none" in caplog.text

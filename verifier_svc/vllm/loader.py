@@ -17,7 +17,7 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.weights_fingerprint import weights_fingerprint
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
-from outrider.tokenizer import fingerprint, load_tokenizer, token_ids
+from outrider.tokenizer import end_token_ids, fingerprint, load_tokenizer
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
@@ -95,7 +95,7 @@ class VllmLoader:
         with plugin.own_hub(make_hub):
             llm = self._load(policy)
         model = llm.vllm_config.model_config
-        eos = _eos_token_ids(model)
+        eos = end_token_ids(settings.target, model.get_vocab_size())
         self.info = self._info(llm, policy, eos)
         engine = VllmEngine(llm, made[0], eos)
         self.grammars = GrammarCompiler(settings.target, self.info.vocab_size, eos)
@@ -195,10 +195,3 @@ def _read(texts: list[str]) -> dict[str, Any]:
         except ValueError:
             arguments[name] = value
     return arguments
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    """The ids that end a sequence, by the generation config, else by the model's own."""
-    generation = model.try_get_generation_config().get("eos_token_id")
-    own = getattr(model.hf_text_config, "eos_token_id", None)
-    return token_ids("the model's eos_token_id", generation, own) or ()
