@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any
@@ -23,6 +24,14 @@ from outrider.process.rpc_errors import abort, unexpected
 # An error travels in a call's metadata, of which gRPC allows 8 KiB.
 _SHOWN_CHARACTERS = 200
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def _is_no_leaving(record: logging.LogRecord) -> bool:
+    """False where gRPC fails to write what a handler yields, because the peer has left."""
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_leaving)
 
 
 class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs

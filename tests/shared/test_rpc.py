@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -347,6 +347,20 @@ class Talkative(token_streams_pb2_grpc.TokenStreamServiceServicer):
             raise
 
 
+class Yielding(Talkative):
+    """Yields them to gRPC, which writes them."""
+
+    async def StreamTokens(  # type: ignore[override]
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[Any]:
+        part = token_streams_pb2.TokensPart(call_id=1, status=bytes(3_000_000))
+        try:
+            while True:
+                yield token_streams_pb2.StreamTokensResponse(parts=[part])
+        finally:
+            self.ends.append(GeneratorExit)
+
+
 def read_once_and_leave(port: int) -> None:
     """A caller that reads one message, lets others wait, and hangs up."""
     with grpc.insecure_channel(f"127.0.0.1:{port}", rpc.CHANNEL_OPTIONS) as channel:
@@ -357,16 +371,17 @@ def read_once_and_leave(port: int) -> None:
         call.cancel()
 
 
+@pytest.mark.parametrize("make", [Talkative, Yielding])
 async def test_a_caller_that_leaves_during_a_write_leaves_no_traceback(
-    caplog: pytest.LogCaptureFixture,
+    make: Callable[[], Talkative], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = rpc.Server()
-    servicer = Talkative()
+    servicer = make()
     token_streams_pb2_grpc.add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
     [port] = await server.start("127.0.0.1:0")
-    for number in range(1, 6):
+    for _ in range(5):
         await asyncio.to_thread(read_once_and_leave, port)
-        await until(lambda count=number: len(servicer.ends) == count)
+    await until(lambda: len(servicer.ends) == 5)
     await server.stop(0)
     assert set(servicer.ends) != {asyncio.CancelledError}, "no write failed"
     assert "Traceback" not in caplog.text
