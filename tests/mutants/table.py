@@ -449,4 +449,32 @@ MUTANTS = (
             "test_what_might_begin_a_stop_string_comes_before_the_call_that_follows",
         ),
     ),
+    # --- vLLM ---
+    Mutant(
+        "V1",
+        "the ids of a padded row count as a draft",
+        "verifier_svc/vllm/hub.py",
+        "if drafted and drafted[0] < 0:",
+        "if drafted and drafted[0] < -1:",
+        ("tests/verifier/test_vllm_hub.py::test_the_ids_of_a_padded_row_count_in_no_measure",),
+    ),
+    Mutant(
+        "V2",
+        "vLLM's tokens are drawn with the noise of the next position",
+        "verifier_svc/vllm/noise.py",
+        "else range(length)",
+        "else range(length + 1)",
+        ("tests/verifier/test_vllm_noise.py",),
+    ),
+    Mutant(
+        "V3",
+        "a draft takes pages that vLLM's plain steps need",
+        "verifier_svc/vllm/scheduler.py",
+        "            if wanted > spare:",
+        "            if False:",
+        (
+            "tests/verifier/test_vllm_scheduler.py::"
+            "test_drafts_get_only_pages_that_nobody_else_needs",
+        ),
+    ),
 )

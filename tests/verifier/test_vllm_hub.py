@@ -205,6 +205,21 @@ def test_a_padded_row_is_no_draft(hub: TestHub) -> None:
     assert sequence.tokens[-1] == 10
 
 
+def test_the_ids_of_a_padded_row_count_in_no_measure(
+    begun: TestHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as draft tokens nor as tokens of a prompt."""
+    seen: list[tuple[int, int, int]] = []
+
+    def observe(decoding: int, tokens: int, seconds: float, prompt_tokens: int) -> None:
+        seen.append((decoding, tokens, prompt_tokens))
+
+    monkeypatch.setattr(begun.cost, "observe", observe)
+    compute(begun, 1 + 4, 11, draft=[-1] * 4)
+    compute(begun, 1, 12)
+    assert seen == [(1, 1, 0)] * 2
+
+
 def test_a_preempted_request_keeps_its_text_and_gets_drafts_again(begun: TestHub) -> None:
     begun.preempted("a")
     assert (len(begun.running), len(begun.waiting), begun.preemption_count) == (0, 1, 1)

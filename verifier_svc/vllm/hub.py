@@ -141,6 +141,9 @@ class DraftHub:
         self._last_id = 0
         self.preemption_count = 0
         """How often vLLM has preempted a request."""
+        self.bad_draft_count = 0
+        """Drafts with ids that the vocabulary lacks. The exchange refuses them before, so each is a
+        fault of ours."""
         self._kv_cache_usage = 0.0  # at the last step
 
     # --- requests ---
@@ -250,6 +253,13 @@ class DraftHub:
             return []
         self._chosen[request_id] = assignment
         return list(draft.token_ids)
+
+    def drop(self, request_id: str, draft: list[int]) -> None:
+        """Count a draft that `choose` gave and that cannot be verified; the request has none."""
+        self._chosen.pop(request_id, None)
+        self.bad_draft_count += 1
+        if self.bad_draft_count == 1:
+            log.error("a draft has ids that are none, and is dropped: %s; logged once", draft)
 
     def begin(self, scheduled: Mapping[str, int], drafts: Mapping[str, list[int]]) -> None:
         """Begin the forward of `scheduled`: the tokens of each request, its draft included.

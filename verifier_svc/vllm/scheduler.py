@@ -123,7 +123,8 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
                 continue
             # vLLM checks no ids, and a wrong one would end its engine.
             if not all(type(each) is int and 0 <= each < hub.limits.vocab_size for each in tokens):
-                raise ValueError(f"a draft has ids that are none: {tokens}")
+                hub.drop(request.request_id, tokens)
+                continue
             tokens = self.structured_output_manager.validate_tokens(request, tokens)
             held = -(-request.num_tokens // size)
             wanted = -(-(request.num_tokens + len(tokens)) // size) - held
