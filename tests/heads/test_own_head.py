@@ -26,6 +26,9 @@ from waiting import until
 
 from drafter_svc.families.head import HeadFamily
 from drafter_svc.families.head_worker import HeadWorker
+from drafter_svc.families.settings import HeadSettings
+from drafter_svc.metrics import Metrics as DrafterMetrics
+from drafter_svc.placement import PlacementPlan
 from outrider.drafter.dialled import Dialled
 from outrider.drafter.line import Verifier
 from outrider.drafter.strategy import Strategy
@@ -346,6 +349,15 @@ async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_se
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as engine:
         assert engine.submit(own.meet, bundled_runner).result() == read
     assert ("it reads states [1, 3, 5]" in caplog.text) == (not set_by_user)
+
+
+async def test_a_head_in_its_own_process_takes_the_reading_that_is_set(tmp_path: Path) -> None:
+    head = head_of_other_layers(tmp_path / "head")
+    settings = HeadSettings(head=head, target=TARGET, device="cpu", page_count=4, head_reading=2)
+    place = PlacementPlan("local", (), None, threads=1)
+    loaded = await HeadFamily.load(settings, place, DrafterMetrics("head-1", "head"))
+    family = loaded.make(ModelInfo("target", Stage.READY, ""))
+    assert list(family.feature_request.states) == [1, 3, 5]
 
 
 async def test_a_heads_pages_are_free_behind_its_choice_of_layers(

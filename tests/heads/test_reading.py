@@ -346,6 +346,13 @@ def test_a_broken_folder_is_refused_with_the_reason(name: str, tmp_path: Path) -
     assert_refused(tmp_path, words)
 
 
+def larger_map(size: int) -> dict[str, torch.Tensor]:
+    """Both maps to the last ids of a vocabulary of `size`."""
+    members = torch.arange(size) >= size - head_files.DRAFT_VOCAB
+    ids = members.nonzero().flatten()
+    return {"t2d": members, "d2t": ids - torch.arange(len(ids))}
+
+
 # A good head, what is done to its config and tensors, and words of the sentence that refuses it.
 BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = {
     "quantised by its config": (
@@ -437,6 +444,14 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
             ),
         ],
         "vocab_size is 44, but the target has 40 tokens; name the target that the head was made",
+    ),
+    "a map of a larger vocabulary": (
+        head_files.eagle3_speculators,
+        lambda c, t: [
+            c.update(transformer_layer_config=c["transformer_layer_config"] | {"vocab_size": 50}),
+            t.update({"embed_tokens.weight": torch.ones(50, 16), **larger_map(50)}),
+        ],
+        "d2t leads to the ids .*, outside the target's 0 to 39; name the target that the head was",
     ),
     "a Medusa of another vocabulary": (
         head_files.medusa_official,

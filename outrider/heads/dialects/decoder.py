@@ -200,7 +200,7 @@ def take_vocabulary(
     if not own and hidden != target.hidden_size:
         why = "the weights embed_tokens.weight are missing, and the target's have another shape"
         raise refusal(weights.path, why)
-    ids = _target_ids(weights, size, target.vocab_size)
+    ids = _target_ids(weights, size, whole, target.vocab_size)
     if ids is None and size == whole != target.vocab_size:
         raise other_vocabulary(keys, whole, target)
     if ids is None and size != target.vocab_size:
@@ -224,12 +224,15 @@ def other_vocabulary(keys: Keys, size: int, target: TargetShape) -> Exception:
     return keys.wrong("vocab_size", why)
 
 
-def _target_ids(weights: Weights, size: int, vocab_size: int) -> torch.Tensor | None:
-    """Bring a vocabulary map to target ids; in the file it has offsets, id = i + d2t[i]."""
+def _target_ids(weights: Weights, size: int, whole: int, vocab_size: int) -> torch.Tensor | None:
+    """Bring a vocabulary map to target ids; in the file it has offsets, id = i + d2t[i].
+
+    `whole` is the vocabulary of the head's embeddings, which may be larger than the target's.
+    """
     offsets = weights.ids("d2t", size)
-    members = weights.ids("t2d", vocab_size)
+    members = weights.ids("t2d", whole)
     if offsets is None:
-        if members is not None and int(members.sum()) != vocab_size:
+        if members is not None and int(members.sum()) != whole:
             raise refusal(weights.path, "it has t2d, but d2t is missing")
         return None
     if offsets.dtype is torch.bool:
@@ -237,7 +240,10 @@ def _target_ids(weights: Weights, size: int, vocab_size: int) -> torch.Tensor | 
     ids = offsets.long() + torch.arange(size)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
-        why = f"d2t leads to the ids {low} to {high}, outside the target's 0 to {vocab_size - 1}"
+        why = (
+            f"d2t leads to the ids {low} to {high}, outside the target's 0 to {vocab_size - 1};"
+            f" name the target that the head was made for"
+        )
         raise refusal(weights.path, why)
     distinct = len(set(ids.tolist()))
     if distinct != size:
