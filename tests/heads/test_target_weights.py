@@ -76,6 +76,7 @@ def test_a_target_by_its_hub_id_has_the_weights_of_its_folder(
     assert torch.equal(found.lm_head, expected.lm_head)
 
 
+@pytest.mark.slow
 def test_check_head_takes_a_target_by_its_hub_id(tmp_path: Path) -> None:
     in_hub_cache(tmp_path / "hub")
     command = [sys.executable, "-m", "outrider.launch.cli", "check-head", str(HEAD), ID]
