@@ -63,3 +63,7 @@ _WHOLE = {
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
 }
 PATTERNS = {name: f"^(?:{pattern})$" for name, pattern in _WHOLE.items()}
+UNENFORCED = frozenset(
+    ["idn-email", "idn-hostname", "iri", "iri-reference", "uri-template", "regex"]
+)
+"""Formats of JSON Schema that cannot be enforced. All others, such as int32, only describe."""

@@ -14,7 +14,7 @@ from typing import Any
 from outrider.errors import OutriderError, invalid
 from outrider.grammar.drafts import Draft, check_form, check_references, draft_of
 from outrider.grammar.endless import is_endless
-from outrider.grammar.formats import PATTERNS
+from outrider.grammar.formats import PATTERNS, UNENFORCED
 from outrider.grammar.regex import literal, schema_pattern, schema_text
 from outrider.grammar.repetition import check_pattern
 
@@ -178,8 +178,8 @@ class _Translator:
         """Translate patterns, and formats to patterns."""
         if isinstance(schema.get("pattern"), str):
             found["pattern"] = self._pattern(schema["pattern"])
-        if "format" in schema:
-            pattern = self._pattern(PATTERNS[schema["format"]])
+        if (form := _enforced_format(schema)) is not None:
+            pattern = self._pattern(form)
             if "pattern" in found:
                 _add(found, "allOf", [{"pattern": pattern}])
             else:
@@ -211,7 +211,9 @@ class _Translator:
             texts = [text for text in values_of(names) if isinstance(text, str)]
             pattern = f"^(?:{'|'.join(map(literal, texts))})$"
         else:
-            pattern = value if key == "pattern" else PATTERNS[value]
+            pattern = value if key == "pattern" else _enforced_format(names)
+            if pattern is None:
+                raise unenforceable(self._field, f"has propertyNames of the format {value!r}")
         rest = found.get("additionalProperties", True)
         found["patternProperties"] = {self._pattern(pattern): rest}
         found["additionalProperties"] = False
@@ -235,9 +237,9 @@ class _Translator:
             self._references.append(schema["$ref"])
         if isinstance(schema.get("$anchor"), str):
             self._anchors.append((schema["$anchor"], schema))
-        form = schema.get("format", "date")
-        if not isinstance(form, str) or form not in PATTERNS:
-            raise unenforceable(self._field, f"uses the format {str(form)[:40]!r}")
+        form = schema.get("format")
+        if isinstance(form, str) and form in UNENFORCED and _may_be_text(schema):
+            raise unenforceable(self._field, f"uses the format {form!r}")
         self._check_counts(schema)
         self._check_numbers(schema)
         for keyword in ("const", "enum", "properties", "required"):
@@ -301,6 +303,17 @@ class _Translator:
                 self._check_value(inner, keyword)
         else:
             self._check_number(value, keyword)
+
+
+def _may_be_text(schema: Mapping[str, Any]) -> bool:
+    types = types_of(schema) if isinstance(schema.get("type", ""), str | list) else set()
+    return not types or "string" in types
+
+
+def _enforced_format(schema: Mapping[str, Any]) -> str | None:
+    """The pattern of the schema's format; None for a format that only describes the value."""
+    form = schema.get("format")
+    return PATTERNS.get(form) if isinstance(form, str) and _may_be_text(schema) else None
 
 
 def _translate_bounds(schema: dict[str, Any]) -> None:

@@ -118,7 +118,7 @@ BAD: list[Grammar] = [
     schema({"type": "array", "uniqueItems": True}),
     schema({"if": {}, "then": {}}),
     schema({"$ref": "https://example.org/schema"}),
-    schema({"properties": {"a": {"type": "string", "format": "color"}}}),
+    schema({"properties": {"a": {"type": "string", "format": "iri"}}}),
     schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
     schema({"items": [{}]}),
     schema({"properties": 3}),

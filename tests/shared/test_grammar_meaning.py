@@ -69,6 +69,19 @@ ACCEPTED: list[tuple[Any, str, bool]] = [
     ({"type": "string", "format": "json-pointer"}, '"/a\\ "', False),
     ({"type": "string", "format": "date"}, '"2023-02-29"', False),
     ({"type": "string", "format": "date"}, '"2024-02-29"', True),
+    *[
+        ({"type": kind, "format": form}, text, True)
+        for kind, form, text in (
+            ("integer", "int32", "7"),
+            ("integer", "uint64", "7"),
+            ("number", "double", "1.5"),
+            ("boolean", "checkbox", "true"),
+            ("integer", "date-time", "7"),
+            ("array", "iri", "[]"),
+            ("string", "password", '"x"'),
+            (["integer", "null"], "unix-time", "null"),
+        )
+    ],
     ({"properties": {"a": {"type": "integer"}}, "type": "object"}, '{"\\u0061": "x"}', False),
     ({"type": "object", "properties": {"a": {}}}, '{"b": 1}', True),
 ]
