@@ -197,16 +197,18 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
         content, name = given.content, given.field_name
         echo = None
         end = ""
+        calls = 0
         if isinstance(content, Conversation):
             tenant = call.identity.tenant
             text = await prompts.render(content.messages, name, most, tenant, **content.rendering)
             ids = await prompts.encode(text, name, most, add_special_tokens=False)
             end = text[-_END_CHARACTERS:]
+            calls = sum(len(message.get("tool_calls") or ()) for message in content.messages)
         else:
             ids = content if isinstance(content, list) else []
             if isinstance(content, str):
                 special = given.adds_special_tokens
                 ids = await prompts.encode(content, name, most, add_special_tokens=special)
             echo = generation.echo(content, info) if given.echoes else None
-        encoded.append(Prompt(ids, name, echo, prediction, end))
+        encoded.append(Prompt(ids, name, echo, prediction, end, calls))
     return encoded

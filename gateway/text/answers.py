@@ -55,6 +55,7 @@ def with_calls_and_thought(
         is_either=use is not None and not use.is_forced and grammar is not None,
         is_forced=use is not None and use.is_forced,
         held=frozenset(tool.name for tool in options.tools if tool.strict),
+        first_call=prompt.call_count,
     )
     if form is None or use is None:
         return replace(request, reading=reading)

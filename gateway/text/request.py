@@ -53,7 +53,7 @@ class Prompt:
     """A tokenised prompt. `field_name` is what the caller calls it, for errors.
 
     `echo` is its text if the answer repeats it; `prediction` has the tokens the caller expects.
-    `end` is the end of a conversation's text.
+    `end` is the end of a conversation's text, and `call_count` counts the calls in it.
     """
 
     token_ids: list[int]
@@ -61,6 +61,7 @@ class Prompt:
     echo: str | None = None
     prediction: list[int] = field(default_factory=list)
     end: str = ""
+    call_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

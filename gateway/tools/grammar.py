@@ -20,6 +20,8 @@ Json = dict[str, Any]
 ThoughtState = Literal["open", "possible", "over"]
 """Whether the answer begins within a thought, may begin with one, or has none."""
 _ANY_OBJECT: Json = {"type": "object"}
+# To these, references within the whole schema lead.
+_DEFINITIONS = ("$defs", "definitions")
 
 
 def calls_grammar(
@@ -41,8 +43,10 @@ def calls_grammar(
     calls = _Calls(form, use)
     if use.is_forced:
         body = calls.alone()
+    elif answer is not None and form.begins_as_text:
+        body = {"type": "json_schemas", "schemas": [_schema(answer), *calls.as_json()]}
     elif answer is not None:
-        body = _or([calls.alone(), _json_schema(answer)])
+        body = _or([calls.alone(), {"type": "json_schema", "json_schema": _schema(answer)}])
     else:
         body = calls.within_text()
     if thought is not None and state != "over":
@@ -99,6 +103,14 @@ class _Calls:
         more = _sequence([_const(self._form.separator), _or(self._tags())])
         return [{"type": "star", "content": more}]
 
+    def as_json(self) -> list[Json]:
+        """A schema for one call of each tool, where a call is a JSON object."""
+        return [
+            _call_schema(self._form.begin(marks, tool.name), _held(tool, self._use))
+            for tool in self._use.tools
+            for marks in self._form.calls
+        ]
+
     def _section(self, begin: str, end: str) -> Json:
         return {"type": "tag", "begin": begin, "content": self._listed(), "end": end}
 
@@ -152,17 +164,33 @@ def _after_thought(
 
 
 def _arguments(form: ToolFormat, tool: Tool, use: ToolUse) -> Json:
-    held = tool.strict or use.is_forced
-    schema = _ANY_OBJECT
-    if held and tool.parameters:
-        # The reader of calls expects an object, whatever the schema says.
-        schema = {**tool.parameters, "type": "object"}
-    return {"type": "json_schema", "json_schema": schema, "style": form.style}
+    return {"type": "json_schema", "json_schema": _held(tool, use), "style": form.style}
 
 
-def _json_schema(answer: Grammar) -> Json:
-    schema = json.loads(answer.text) if answer.kind is GrammarKind.JSON_SCHEMA else _ANY_OBJECT
-    return {"type": "json_schema", "json_schema": schema}
+def _held(tool: Tool, use: ToolUse) -> Json:
+    """The schema to which the grammar holds a tool's arguments."""
+    if not tool.parameters or not (tool.strict or use.is_forced):
+        return _ANY_OBJECT
+    # The reader of calls expects an object, whatever the schema says.
+    return {**tool.parameters, "type": "object"}
+
+
+def _call_schema(begin: str, parameters: Json) -> Json:
+    """The schema of a call that begins so, up to the parameters."""
+    *fixed, last = json.loads(f"{begin}0}}").items()
+    inner = {key: value for key, value in parameters.items() if key not in _DEFINITIONS}
+    properties = {key: {"const": value} for key, value in fixed} | {last[0]: inner}
+    own = {key: parameters[key] for key in _DEFINITIONS if key in parameters}
+    names = {"properties": properties, "required": list(properties)}
+    return {"type": "object", **names, "additionalProperties": False, **own}
+
+
+def _schema(answer: Grammar) -> Json:
+    """The schema of an answer in JSON."""
+    found: Json = _ANY_OBJECT
+    if answer.kind is GrammarKind.JSON_SCHEMA:
+        found = json.loads(answer.text)
+    return found
 
 
 def _const(text: str) -> Json:

@@ -139,9 +139,12 @@ def _anchored(root: Any, name: str) -> Any:
     return True
 
 
-def alone(schema: Any, root: Any) -> dict[str, Any]:
-    """The schema with all that it refers to in its own $defs, so that it needs no root."""
-    moved = _Moved(root)
+def alone(schema: Any, root: Any, prefix: str = "") -> dict[str, Any]:
+    """The schema with all that it refers to in its own $defs, so that it needs no root.
+
+    The names in $defs begin with `prefix`.
+    """
+    moved = _Moved(root, prefix)
     found = moved.schema(schema if isinstance(schema, Mapping) else {})
     if moved.definitions:
         found["$defs"] = moved.definitions
@@ -153,8 +156,8 @@ def alone(schema: Any, root: Any) -> dict[str, Any]:
 class _Moved:
     """Copies schemas. `definitions` gathers what they refer to within the root."""
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
+    def __init__(self, root: Any, prefix: str) -> None:
+        self._root, self._prefix = root, prefix
         self._names: dict[str, str] = {}
         self.definitions: dict[str, Any] = {}
 
@@ -176,7 +179,7 @@ class _Moved:
 
     def _name(self, reference: str) -> str:
         if reference not in self._names:
-            name = self._names[reference] = str(len(self._names))
+            name = self._names[reference] = f"{self._prefix}{len(self._names)}"
             self.definitions[name] = self._any(resolved(self._root, reference))
         return self._names[reference]
 

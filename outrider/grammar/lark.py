@@ -16,6 +16,12 @@ JSON_OPTIONS: Any = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 """How JSON is written, as LLGuidance's options."""
+_PLAIN = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 TEXT = "TEXT"
 """The terminal of any text."""
 BLANKS = "BLANKS?"
@@ -35,11 +41,6 @@ def literal(text: str) -> str:
 def any_of(options: Iterable[str]) -> str:
     """What matches one of these."""
     return f"({' | '.join(option.strip() or EMPTY for option in options)})"
-
-
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """The right side of a rule that matches a translated JSON schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
 class SpecialTokens:
@@ -92,9 +93,13 @@ class LarkRules:
         self._rules.setdefault(name, definition)
         return name
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule for a translated JSON schema without references to other places."""
-        return self.rule(json_rule(schema))
+    def json(self, schema: Mapping[str, Any], *, is_plain: bool = False) -> str:
+        """The name of a rule for a translated JSON schema without references to other places.
+
+        `is_plain` JSON has the blanks that Python writes, and no others.
+        """
+        options = JSON_OPTIONS | (_PLAIN if is_plain else {})
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
     def mark(self, text: str) -> str:
         """This text alone. A special token in it may be that token, or be spelled."""
