@@ -136,7 +136,7 @@ class _Value:
         self._in_string = False
         self._mark = re.compile(f"{_JSON_MARK}|{re.escape(tags.end)}", re.DOTALL)
         self._is_json: bool | None = None
-        if not held or types == {"string"}:
+        if not held or types == {"string"} or types >= ALL_TYPES:
             self._is_json = False
 
     def take(self, text: str) -> str | None:
@@ -190,9 +190,10 @@ class _Value:
         return json.dumps(text, ensure_ascii=False)
 
     def _takes(self, kind: str) -> bool:
-        # A quoted text is a text where only JSON is expected.
-        is_text = kind == "string" and "string" not in self._types
-        return is_text or kind in self._types or (kind == "integer" and "number" in self._types)
+        if kind == "string":
+            # A quoted text is itself where texts may be written, and else the text in it.
+            return "string" not in self._types
+        return kind in self._types or (kind == "integer" and "number" in self._types)
 
     def _repaired(self, text: str) -> str:
         """JSON for a value that Python writes otherwise; "" for other texts."""

@@ -39,7 +39,10 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """The texts around a call's arguments. `begin` holds {name}, and {number} for digits."""
+    """The texts around a call's arguments. `begin` holds {name}, and {number} for digits.
+
+    Blanks around arguments in tags belong to the arguments.
+    """
 
     begin: str
     end: str
@@ -118,7 +121,7 @@ _ROWS = (
     ),
     ToolFormat(
         "qwen_3_coder",
-        (CallMarks("<tool_call>\n<function={name}>\n", "\n</function>\n</tool_call>"),),
+        (CallMarks("<tool_call>\n<function={name}>", "</function>\n</tool_call>"),),
         "qwen_xml",
         thought=_THINK_APART,
         template_marks=("<tool_call>", "<function="),
@@ -191,7 +194,7 @@ _ROWS = (
     ),
     ToolFormat(
         "deepseek_v4_1",
-        (CallMarks(f'<{_DSML} invoke name="{{name}}">\n', f"</{_DSML} invoke>\n"),),
+        (CallMarks(f'<{_DSML} invoke name="{{name}}">', f"</{_DSML} invoke>\n"),),
         "deepseek_v4_1_xml",
         sections=((f"<{_DSML} calls>\n", f"</{_DSML} calls>"),),
         separator="",
@@ -200,7 +203,7 @@ _ROWS = (
     ),
     ToolFormat(
         "deepseek_v3_2",
-        (CallMarks(f'<{_DSML}invoke name="{{name}}">\n', f"</{_DSML}invoke>\n"),),
+        (CallMarks(f'<{_DSML}invoke name="{{name}}">', f"</{_DSML}invoke>\n"),),
         "deepseek_xml",
         sections=((f"<{_DSML}function_calls>\n", f"</{_DSML}function_calls>"),),
         separator="",
@@ -209,7 +212,7 @@ _ROWS = (
     ),
     ToolFormat(
         "deepseek_v4",
-        (CallMarks(f'<{_DSML}invoke name="{{name}}">\n', f"</{_DSML}invoke>\n"),),
+        (CallMarks(f'<{_DSML}invoke name="{{name}}">', f"</{_DSML}invoke>\n"),),
         "deepseek_xml",
         sections=((f"<{_DSML}tool_calls>\n", f"</{_DSML}tool_calls>"),),
         separator="",
@@ -232,7 +235,7 @@ _ROWS = (
     ),
     ToolFormat(
         "minimax",
-        (CallMarks('<invoke name="{name}">\n', "</invoke>\n"),),
+        (CallMarks('<invoke name="{name}">', "</invoke>\n"),),
         "minimax_xml",
         sections=(("<minimax:tool_call>\n", "</minimax:tool_call>"),),
         separator="",

@@ -129,18 +129,14 @@ class _Calls:
 
     def _tag(self, marks: CallMarks, index: int, tool: Tool) -> Json:
         begin, *rest = re.split(r"\{number\}", marks.begin.replace("{name}", tool.name))
-        end = marks.end
         content: Json = {"type": "part", "name": f"{self._form.style} {index}"}
-        if self._form.style != "json":
-            # The rules of other arguments have the blanks around them.
-            begin, end = begin.rstrip(), end.lstrip()
         if rest:
             parts: list[Json] = []
             for text in rest:
                 # In a pattern, \d would be the digits of all scripts, as in Python.
                 parts += [{"type": "regex", "pattern": "[0-9]+"}, _const(text)]
             content = _sequence([*parts, content])
-        return {"type": "tag", "begin": begin, "content": content, "end": end}
+        return {"type": "tag", "begin": begin, "content": content, "end": marks.end}
 
 
 def _after_thought(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import OutriderError, invalid
-from outrider.grammar.branches import Json, TooComplex, Types, alone, branches, json_type
+from outrider.grammar.branches import ALL_TYPES, Json, TooComplex, Types, alone, branches, json_type
 from outrider.grammar.gemma import GemmaRules
 from outrider.grammar.lark import BLANKS, EMPTY, TEXT, LarkRules, any_of, literal
 from outrider.grammar.values import (
@@ -138,7 +138,7 @@ class ArgumentRules:
             return f"{self._begin(name, tags)} {self._value(schema, types, read, tags)}"
         options = []
         if "string" in types:
-            text = self._rules.until(self._text(schema, tags), tags.end)
+            text = self._rules.until(self._named(self._text(schema), tags), tags.end)
             options.append(f"{self._begin(name, tags, 'true')} {text}")
         if others := types - {"string"}:
             begin = self._begin(name, tags, "false")
@@ -166,33 +166,37 @@ class ArgumentRules:
             return f"{BLANKS} {self._json(schema, types)} {self._closed(tags)}"
         if any(each.keys() <= _NOTES for each in branches(schema, self._root)):
             return self._rules.until(TEXT, tags.end)
-        text = self._text(schema, tags) if "string" in types else ""
+        text = self._text(schema) if "string" in types else ""
         others = read - {"string"}
         if text and others:
             text = f"({text}) & ~({' | '.join(_readable(others))})"
         words = self._words(schema, types - {"string"})
         found = " | ".join([*([text] if text else []), *words])
         options = [self._laid_out(found, tags)] if found else []
-        if containers := types & {*_CONTAINERS}:
+        # A value of any type is read up to the first closing tag, even within JSON.
+        if (containers := types & {*_CONTAINERS}) and not read >= ALL_TYPES:
             inner = self._json(schema, containers)
             options.append(self._either_laid_out(inner, tags))
         if not options:
-            raise self._refused("has numbers with bounds beside texts")
+            raise self._refused("has a value of any type that is only JSON")
         return f"({' | '.join(options)})"
 
     def _laid_out(self, terminal: str, tags: Tags) -> str:
         if not tags.trims or terminal == TEXT:
-            return self._rules.until(self._named(terminal), tags.end)
-        apart = self._rules.until(self._named(terminal), f"\n{tags.end}")
-        close = self._named(rf"({terminal}) & ~/\n(?s:.*)|(?s:.*)\n/")
+            return self._rules.until(self._named(terminal, tags), tags.end)
+        apart = self._rules.until(self._named(terminal, tags), f"\n{tags.end}")
+        close = self._named(rf"({terminal}) & ~/\n(?s:.*)|(?s:.*)\n/", tags)
         return f'"\\n" {apart} | {self._rules.until(close, tags.end)}'
 
     def _either_laid_out(self, inner: str, tags: Tags) -> str:
         end = self._rules.mark(tags.end)
         return f'"\\n"? {inner} "\\n"? {end}' if tags.trims else f"{inner} {end}"
 
-    def _named(self, terminal: str) -> str:
-        return terminal if terminal == TEXT else self._rules.terminal(terminal)
+    def _named(self, terminal: str, tags: Tags) -> str:
+        """The name of a terminal without the closing tag, which ends any text by itself."""
+        if terminal == TEXT:
+            return TEXT
+        return self._rules.terminal(f"({terminal}) & ~(TEXT {literal(tags.end)} TEXT)")
 
     def _json(self, schema: Any, types: frozenset[str]) -> str:
         """The schema's values of these types, as JSON."""
@@ -201,13 +205,11 @@ class ArgumentRules:
             found = alone({"allOf": [schema], "type": sorted(types)}, self._root)
         return self._rules.json(found)
 
-    def _text(self, schema: Any, tags: Tags) -> str:
+    def _text(self, schema: Any) -> str:
         """A terminal of the schema's texts."""
         found = [text_terminal(each) for each in branches(schema, self._root)]
         options = list(dict.fromkeys(each for each in found if each))
-        if TEXT in options:
-            return TEXT
-        return f"({' | '.join(options)}) & ~(TEXT {literal(tags.end)} TEXT)"
+        return TEXT if TEXT in options else " | ".join(options)
 
     def _words(self, schema: Any, types: frozenset[str]) -> list[str]:
         """Terminals of the schema's null, booleans and numbers, beside which there are texts."""

@@ -77,7 +77,7 @@ class Types:
         found = ALL_TYPES
         if isinstance(properties, Mapping) and name in properties:
             found = self.of(properties[name])
-        elif isinstance(schema.get("additionalProperties"), Mapping):
+        elif "additionalProperties" in schema:
             found = self.of(schema["additionalProperties"])
         parts = _list(schema.get("allOf"))
         reference = schema.get("$ref")
