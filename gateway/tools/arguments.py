@@ -145,7 +145,9 @@ class _Value:
         if self._is_json is None:
             start = text.lstrip()
             if not start:
-                self._tail = text
+                # No tag begins with a blank.
+                self._parts.append(text)
+                self._tail = ""
                 return None
             self._is_json = start[0] in "[{" or "string" not in self._types
         # What may begin the tag, or an escape, is looked at again.

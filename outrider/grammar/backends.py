@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from outrider.errors import OutriderError, invalid
 from outrider.gguf import pretrained
-from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.grammar.lark import JSON_OPTIONS, SpecialTokens, any_of, literal
+from outrider.grammar.kinds import Grammar
+from outrider.grammar.lark import SpecialTokens
 from outrider.tokenizer import check_model_folder
 
 Mask = npt.NDArray[np.int32]
@@ -62,6 +62,10 @@ class Matcher(Protocol):
 class TextMatcher(Matcher, Protocol):
     """A matcher that also tells which text must follow."""
 
+    @property
+    def lark(self) -> str:
+        """The grammar as LLGuidance reads it."""
+
     def jump_forward(self) -> bytes:
         """The bytes that must follow, as far as there is no choice; none once the text has ended.
 
@@ -112,21 +116,7 @@ class Libraries:
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile a translated grammar; raises ValueError if the library refuses it."""
-        matcher = self._library.LLMatcher
-        match grammar.kind:
-            case GrammarKind.JSON_SCHEMA:
-                text = matcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
-            case GrammarKind.JSON_OBJECT:
-                text = matcher.grammar_from_json_schema(
-                    '{"type": "object"}', overrides=JSON_OPTIONS
-                )
-            case GrammarKind.REGEX:
-                text = matcher.grammar_from_regex(grammar.text)
-            case GrammarKind.CHOICE:
-                text = matcher.grammar_from_lark("start: " + any_of(map(literal, grammar.choices)))
-            case _:
-                text = matcher.grammar_from_lark(grammar.text)
-        return _LLCompiled(self._library, self._tokenizer, text, self._stops)
+        return _LLCompiled(self._library, self._tokenizer, grammar.text, self._stops)
 
 
 def _tokenizer(model: str) -> Any:
@@ -170,14 +160,16 @@ class _LLCompiled:
         self._stops = stop_token_ids
         limits = library.LLParserLimits(**_LL_LIMITS)
         self._tokenizer = tokenizer
-        self._first = library.LLMatcher(tokenizer, text, limits=limits)
+        self._lark = text
+        grammar = library.LLMatcher.grammar_from_lark(text)
+        self._first = library.LLMatcher(tokenizer, grammar, limits=limits)
         if self._first.is_error():
             raise ValueError(self._first.get_error())
         self.size_bytes = _LL_BYTES + _LL_BYTES_PER_CHARACTER * len(text)
 
     def matcher(self) -> TextMatcher:
         copy = self._first.deep_copy()
-        return _LLMatcher(self._library, self._tokenizer, copy, self._stops)
+        return _LLMatcher(self._library, self._tokenizer, copy, self._stops, self._lark)
 
 
 class _LLMatcher:
@@ -187,12 +179,13 @@ class _LLMatcher:
     """
 
     def __init__(
-        self, library: Any, tokenizer: Any, matcher: Any, stop_token_ids: tuple[int, ...]
+        self, library: Any, tokenizer: Any, matcher: Any, stop_token_ids: tuple[int, ...], lark: str
     ) -> None:
         self._library = library
         self._tokenizer = tokenizer
         self._matcher = matcher
         self._stops = stop_token_ids
+        self.lark = lark
         self.ended = False
 
     @property
@@ -226,7 +219,8 @@ class _LLMatcher:
         return bytes(self._matcher.compute_ff_bytes())
 
     def fork(self) -> TextMatcher:
-        copy = _LLMatcher(self._library, self._tokenizer, self._matcher.deep_copy(), self._stops)
+        matcher = self._matcher.deep_copy()
+        copy = _LLMatcher(self._library, self._tokenizer, matcher, self._stops, self.lark)
         copy.ended = self.ended
         return copy
 

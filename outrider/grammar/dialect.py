@@ -13,7 +13,7 @@ from typing import Any
 from outrider.errors import invalid
 from outrider.grammar.gbnf import translate_gbnf
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.grammar.lark import SpecialTokens
+from outrider.grammar.lark import SpecialTokens, any_of, json_rule, literal, regex_rule
 from outrider.grammar.regex import full_match
 from outrider.grammar.repetition import check_ebnf, check_pattern
 from outrider.grammar.schema import translate_schema
@@ -21,25 +21,29 @@ from outrider.grammar.tags import translate_tag
 
 
 def translate(grammar: Grammar, specials: SpecialTokens) -> Grammar:
-    """The grammar that LLGuidance must compile, so that it means what the given one means.
+    """The grammar with the Lark that LLGuidance must compile, so that it means what it says.
 
     Raises OutriderError(INVALID_VALUE) that names the grammar's field and the keyword or construct
     that cannot be enforced.
     """
+    return replace(grammar, text=_lark(grammar, specials), choices=())
+
+
+def _lark(grammar: Grammar, specials: SpecialTokens) -> str:
     field = grammar.field
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = translate_schema(_json(grammar.text, field), field)
-            return replace(grammar, text=json.dumps(schema))
+            return f"start: {json_rule(translate_schema(_json(grammar.text, field), field))}"
+        case GrammarKind.JSON_OBJECT:
+            return f"start: {json_rule({'type': 'object'})}"
         case GrammarKind.REGEX:
-            return replace(grammar, text=_regex(grammar.text, field))
+            return f"start: {regex_rule(_regex(grammar.text, field))}"
         case GrammarKind.EBNF:
-            return replace(grammar, text=_gbnf(grammar.text, field))
+            return _gbnf(grammar.text, field)
+        case GrammarKind.CHOICE:
+            return f"start: {any_of(map(literal, grammar.choices))}"
         case GrammarKind.STRUCTURAL_TAG:
-            tag = translate_tag(_json(grammar.text, field), field, specials)
-            return replace(grammar, text=tag)
-        case _:
-            return grammar
+            return translate_tag(_json(grammar.text, field), field, specials)
 
 
 def _regex(pattern: str, field: str) -> str:

@@ -9,13 +9,12 @@ from typing import Any
 
 # Most whitespace characters between two JSON tokens. Without a bound a model can indent for ever.
 _MAX_WHITESPACE = 16
-JSON_OPTIONS: Any = {
+_OPTIONS: Any = {
     # A space, or one line break with an indentation: a model that likes line breaks goes on.
     "whitespace_pattern": rf"\x20|\x0D?\x0A[\x20\x09]{{0,{_MAX_WHITESPACE}}}",
     # Without \u: {"\u0061": 1} would pass as a property other than "a".
     "json_allowed_escapes": 'nrbtf\\"',
 }
-"""How JSON is written, as LLGuidance's options."""
 _PLAIN = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
@@ -41,6 +40,20 @@ def literal(text: str) -> str:
 def any_of(options: Iterable[str]) -> str:
     """What matches one of these."""
     return f"({' | '.join(option.strip() or EMPTY for option in options)})"
+
+
+def json_rule(schema: Mapping[str, Any], *, is_plain: bool = False) -> str:
+    """The right side of a rule that matches a translated JSON schema.
+
+    `is_plain` JSON has the blanks that Python writes, and no others.
+    """
+    options = _OPTIONS | (_PLAIN if is_plain else {})
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def regex_rule(pattern: str) -> str:
+    """The right side of a rule that matches a translated regular expression."""
+    return f"/{pattern}/" if pattern else EMPTY
 
 
 class SpecialTokens:
@@ -94,12 +107,8 @@ class LarkRules:
         return name
 
     def json(self, schema: Mapping[str, Any], *, is_plain: bool = False) -> str:
-        """The name of a rule for a translated JSON schema without references to other places.
-
-        `is_plain` JSON has the blanks that Python writes, and no others.
-        """
-        options = JSON_OPTIONS | (_PLAIN if is_plain else {})
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+        """The name of a rule for a translated JSON schema without references to other places."""
+        return self.rule(json_rule(schema, is_plain=is_plain))
 
     def mark(self, text: str) -> str:
         """This text alone. A special token in it may be that token, or be spelled."""

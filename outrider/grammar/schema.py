@@ -211,9 +211,10 @@ class _Translator:
             texts = [text for text in values_of(names) if isinstance(text, str)]
             pattern = f"^(?:{'|'.join(map(literal, texts))})$"
         else:
-            pattern = value if key == "pattern" else _enforced_format(names)
-            if pattern is None:
+            found_pattern = value if key == "pattern" else _enforced_format(names)
+            if found_pattern is None:
                 raise unenforceable(self._field, f"has propertyNames of the format {value!r}")
+            pattern = found_pattern
         rest = found.get("additionalProperties", True)
         found["patternProperties"] = {self._pattern(pattern): rest}
         found["additionalProperties"] = False

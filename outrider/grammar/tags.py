@@ -12,7 +12,7 @@ from typing import Any
 from outrider.errors import OutriderError, invalid
 from outrider.grammar.arguments import TAGS, ArgumentRules
 from outrider.grammar.branches import alone
-from outrider.grammar.lark import TEXT, LarkRules, SpecialTokens, any_of
+from outrider.grammar.lark import TEXT, LarkRules, SpecialTokens, any_of, regex_rule
 from outrider.grammar.regex import full_match
 from outrider.grammar.repetition import check_pattern, check_times
 from outrider.grammar.schema import translate_schema
@@ -84,8 +84,8 @@ class _Tag:
     def _regex(self, part: Mapping[str, Any], after: str) -> str:
         pattern = self._text(part, "pattern")
         check_pattern(pattern, self._field)
-        translated = full_match(pattern, self._field)
-        return self._rules.until(self._rules.terminal(f"/{translated}/"), after)
+        translated = regex_rule(full_match(pattern, self._field))
+        return self._rules.until(self._rules.terminal(translated), after)
 
     def _schema(self, part: Mapping[str, Any], after: str) -> str:
         schema = translate_schema(part.get("json_schema"), self._field)

@@ -202,6 +202,50 @@ async def test_a_schema_holds_with_any_drafter(
     assert len(answers[0]) > 5
 
 
+GRAMMARS = [
+    Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    Grammar(GrammarKind.JSON_OBJECT),
+    Grammar(GrammarKind.REGEX, "[a-z ]{3,9}(, [a-z ]{3,9}){2}"),
+    Grammar(GrammarKind.CHOICE, choices=("yes, of course", "no", "not today")),
+    Grammar(GrammarKind.EBNF, 'root ::= "(" root ")" | [a-z]+'),
+    Grammar(
+        GrammarKind.STRUCTURAL_TAG,
+        json.dumps(
+            {
+                "type": "structural_tag",
+                "format": {
+                    "type": "tag",
+                    "begin": "<f>",
+                    "content": {"type": "json_schema", "json_schema": SCHEMA, "style": "qwen_xml"},
+                    "end": "</f>",
+                },
+            }
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind.value)
+async def test_a_seed_gives_the_native_engines_text_of_a_grammar(
+    stack: Stack, native: Stack, reference: Reference, grammar: Grammar
+) -> None:
+    requests = [
+        asked(
+            reference.prompts[index],
+            CONFIGURATIONS["all at once"],
+            grammar=grammar,
+            sampling=SamplingParams(temperature=1.0, seed=index),
+        )
+        for index in range(8)
+    ]
+    found = []
+    for each in (stack, native):
+        async with Client(each.address) as client:
+            found.append(await texts(client, requests))
+    assert found[0] == found[1]
+    assert len({tuple(text) for text in found[0]}) > 1
+
+
 async def test_log_probabilities_are_those_of_the_native_engine(
     stack: Stack, native: Stack, reference: Reference
 ) -> None:

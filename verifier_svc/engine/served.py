@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from outrider.errors import OutriderError
-from outrider.grammar.backends import Matcher
+from outrider.grammar.backends import TextMatcher
 from outrider.process.clock import Clock
 from outrider.process.telemetry import Span
 from outrider.protocol.messages import TokenChunk, TokenRequest
@@ -46,7 +46,7 @@ class ServedEngine(Protocol):
         request: TokenRequest,
         sink: Callable[[TokenChunk | OutriderError], None],
         span: Span,
-        matcher: Matcher | None,
+        matcher: TextMatcher | None,
     ) -> Sequence:
         """Queue a request; raises OutriderError if it is refused."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Matcher
+from outrider.grammar.backends import TextMatcher
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.process.clock import Clock, monotonic
@@ -274,7 +274,7 @@ class VerifierServicer(
                     raise
             await asyncio.sleep(_JOIN_POLL_S)
 
-    async def _matcher(self, request: TokenRequest) -> Matcher | None:
+    async def _matcher(self, request: TokenRequest) -> TextMatcher | None:
         """The request's grammar after its committed tokens; None without a grammar."""
         grammar = request.grammar
         if grammar is None:

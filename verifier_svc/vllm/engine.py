@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Matcher
+from outrider.grammar.backends import TextMatcher
 from outrider.process.clock import Clock
 from outrider.process.telemetry import NO_SPAN, Span
 from outrider.protocol.messages import (
@@ -93,9 +93,9 @@ class VllmEngine:
         request: TokenRequest,
         sink: Callable[[TokenChunk | OutriderError], None],
         span: Span = NO_SPAN,
-        matcher: Matcher | None = None,
+        matcher: TextMatcher | None = None,
     ) -> Sequence:
-        """Queue a request; its chunks, or an error, go to `sink`. vLLM compiles its own grammars.
+        """Queue a request; its chunks, or an error, go to `sink`. vLLM compiles the grammar anew.
 
         Raises OutriderError: UNSUPPORTED_PARAMETER for what vLLM cannot do, OVERLOADED if the queue
         is full, DRAFTER_NOT_FOUND if it names an unknown drafter, INVALID_VALUE if vLLM refuses it.
@@ -112,14 +112,14 @@ class VllmEngine:
         sequence = hub.new_sequence(request, sink, span, self._eos_token_ids)
         try:
             check_committed(sequence)
-            self._add(sequence)
+            self._add(sequence, None if matcher is None else matcher.lark)
         except BaseException:
             self._drop(sequence)
             hub.forget(sequence)
             raise
         return sequence
 
-    def _add(self, sequence: Sequence) -> None:
+    def _add(self, sequence: Sequence, lark: str | None = None) -> None:
         """Give a sequence to vLLM; raises OutriderError(INVALID_VALUE) if vLLM refuses it."""
         from vllm.exceptions import VLLMClientError
 
@@ -132,7 +132,7 @@ class VllmEngine:
         self._sequences[name] = sequence
         self._names[sequence.id] = name
         try:
-            self._llm.add_request(name, prompt, parameters.vllm_parameters(sequence))
+            self._llm.add_request(name, prompt, parameters.vllm_parameters(sequence, lark))
         except (ValueError, VLLMClientError) as error:
             message = f"vLLM refuses the request: {error}"
             raise OutriderError(Reason.INVALID_VALUE, message) from error

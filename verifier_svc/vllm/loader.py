@@ -126,6 +126,8 @@ class VllmLoader:
             "trust_remote_code": settings.trust_remote_code,
             "tensor_parallel_size": settings.tensor_parallel,
             "disable_log_stats": True,
+            # The library of our own grammars. "auto" would take XGrammar.
+            "structured_outputs_config": {"backend": "guidance"},
         }
         if "max_batch_tokens" in settings.model_fields_set:
             arguments["max_num_batched_tokens"] = settings.max_batch_tokens

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol.lacks import Lack, check_lacks
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.state.sequence import Sequence
@@ -27,13 +26,6 @@ _KEY = "outrider"
 _PLAIN = SamplingParams()
 # The seed stands beside the sampling, since every sequence has one.
 _FIELDS = tuple(each.name for each in fields(SamplingParams) if each.init and each.name != "seed")
-# vLLM's names of the languages; a JSON object and a choice have values of other types.
-_GRAMMARS = {
-    GrammarKind.JSON_SCHEMA: "json",
-    GrammarKind.REGEX: "regex",
-    GrammarKind.EBNF: "grammar",
-    GrammarKind.STRUCTURAL_TAG: "structural_tag",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +46,10 @@ def check(request: TokenRequest) -> None:
     check_lacks(request, LACKS, "" if grammar is None else grammar.field)
 
 
-def vllm_parameters(sequence: Sequence) -> vllm.SamplingParams:
+def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.SamplingParams:
     """The parameters of vLLM's request for a sequence. Its prompt is all of `sequence.tokens`.
 
+    `lark` is its grammar as our compiler has translated it, for vLLM's backend "guidance".
     Outputs have the tokens since the last one. Log probabilities are vLLM's "raw_logprobs".
     """
     import vllm
@@ -64,8 +57,8 @@ def vllm_parameters(sequence: Sequence) -> vllm.SamplingParams:
 
     request = sequence.request
     structured = None
-    if request.grammar is not None:
-        structured = StructuredOutputsParams(**_constraint(request.grammar))
+    if lark is not None:
+        structured = StructuredOutputsParams(grammar=lark)
     return vllm.SamplingParams(
         temperature=0.0,
         max_tokens=request.max_tokens - (len(sequence.tokens) - len(request.prompt)),
@@ -80,14 +73,6 @@ def vllm_parameters(sequence: Sequence) -> vllm.SamplingParams:
         output_kind=RequestOutputKind.DELTA,
         extra_args={_KEY: _plain(sequence)},
     )
-
-
-def _constraint(grammar: Grammar) -> dict[str, Any]:
-    if grammar.kind is GrammarKind.JSON_OBJECT:
-        return {"json_object": True}
-    if grammar.kind is GrammarKind.CHOICE:
-        return {"choice": list(grammar.choices)}
-    return {_GRAMMARS[grammar.kind]: grammar.text}
 
 
 def _plain(sequence: Sequence) -> dict[str, Any]:

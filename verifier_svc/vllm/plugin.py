@@ -20,7 +20,7 @@ import vllm
 
 from outrider import __version__
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import Matcher
+from outrider.grammar.backends import TextMatcher
 from outrider.process import rpc, telemetry
 from outrider.process.clock import Clock
 from outrider.process.config import load
@@ -225,7 +225,7 @@ class PortEngine:
         request: TokenRequest,
         sink: Callable[[TokenChunk | OutriderError], None],
         span: Span,
-        matcher: Matcher | None,
+        matcher: TextMatcher | None,
     ) -> Sequence:
         """Refuse a request: raises OutriderError(UNSUPPORTED_PARAMETER)."""
         message = "this port is for drafters; vLLM's own server takes the requests"
