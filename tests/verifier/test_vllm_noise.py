@@ -187,7 +187,7 @@ def test_the_second_runners_processor_gets_the_committed_tokens(step: int) -> No
     states: Any = SimpleNamespace(
         all_token_ids=SimpleNamespace(gpu=ids), prefill_len=SimpleNamespace(np=prefill)
     )
-    processor: Any = CoupledNoise(None, states)  # type: ignore[arg-type]
+    processor: Any = CoupledNoise(None, states)
     for i, row in enumerate(rows):
         assert processor.add_request(2 * i, row.parameters) is (
             drawing_of(row.parameters) is not None
@@ -216,7 +216,7 @@ def test_a_place_that_another_request_takes_over_has_its_own_settings() -> None:
     from verifier_svc.vllm.noise import CoupledNoise
 
     states: Any = SimpleNamespace()
-    processor: Any = CoupledNoise(None, states)  # type: ignore[arg-type]
+    processor: Any = CoupledNoise(None, states)
     seeded = Row("seeded", SAMPLINGS["seeded"], 1, [])
     assert processor.add_request(0, seeded.parameters)
     others: Any = VllmParameters(extra_args=None)
