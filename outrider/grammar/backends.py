@@ -152,41 +152,72 @@ def _token_bytes(loaded: Any, tokenizer: Any, count: int) -> list[bytes]:
     return [loaded.decode_bytes([i]) or b"\xff" if i in known else b"" for i in range(count)]
 
 
+class _Lexer:
+    """What the library's copies of a matcher share.
+
+    Once the work for a mask of one text exceeds a limit, it allows nothing to any text, for good.
+    """
+
+    has_failed = False
+
+
 class _LLCompiled:
+    """A compiled grammar, whose matchers share a lexer until it fails."""
+
     def __init__(
         self, library: Any, tokenizer: Any, text: str, stop_token_ids: tuple[int, ...]
     ) -> None:
-        self._library = library
-        self._stops = stop_token_ids
-        limits = library.LLParserLimits(**_LL_LIMITS)
-        self._tokenizer = tokenizer
-        self._lark = text
-        grammar = library.LLMatcher.grammar_from_lark(text)
-        self._first = library.LLMatcher(tokenizer, grammar, limits=limits)
-        if self._first.is_error():
-            raise ValueError(self._first.get_error())
+        self.library = library
+        self.tokenizer = tokenizer
+        self.stops = stop_token_ids
+        self.lark = text
+        self._grammar = library.LLMatcher.grammar_from_lark(text)
+        self._limits = library.LLParserLimits(**_LL_LIMITS)
+        self._first = self.alone()
+        first, _ = self._first
+        if first.is_error():
+            raise ValueError(first.get_error())
         self.size_bytes = _LL_BYTES + _LL_BYTES_PER_CHARACTER * len(text)
 
+    def alone(self) -> tuple[Any, _Lexer]:
+        """The library's matcher at the start of a text, with a lexer of its own."""
+        matcher = self.library.LLMatcher(self.tokenizer, self._grammar, limits=self._limits)
+        return matcher, _Lexer()
+
+    def begin(self) -> tuple[Any, _Lexer]:
+        """The library's matcher at the start of a text, and its lexer."""
+        first, lexer = self._first
+        if lexer.has_failed:
+            first, lexer = self._first = self.alone()
+        return first.deep_copy(), lexer
+
     def matcher(self) -> TextMatcher:
-        copy = self._first.deep_copy()
-        return _LLMatcher(self._library, self._tokenizer, copy, self._stops, self._lark)
+        return _LLMatcher(self)
 
 
 class _LLMatcher:
     """Requires an end token after every text.
 
-    The library stops by itself where nothing can follow.
+    The library stops by itself where nothing can follow. The tokens are kept, so that a failure at
+    another text, or at a draft that is rolled back, does not end this text.
     """
 
-    def __init__(
-        self, library: Any, tokenizer: Any, matcher: Any, stop_token_ids: tuple[int, ...], lark: str
-    ) -> None:
-        self._library = library
-        self._tokenizer = tokenizer
-        self._matcher = matcher
-        self._stops = stop_token_ids
-        self.lark = lark
+    def __init__(self, compiled: _LLCompiled) -> None:
+        self._compiled = compiled
+        self.lark = compiled.lark
+        self._matcher, self._lexer = compiled.begin()
+        self._accepted: list[int] = []
         self.ended = False
+
+    def _restore(self) -> bool:
+        """If the lexer has failed, come to the same place with another; returns whether it had."""
+        if self._matcher.is_error():
+            self._lexer.has_failed = True
+        if not self._lexer.has_failed:
+            return False
+        self._matcher, self._lexer = self._compiled.alone()
+        self._matcher.consume_tokens(self._accepted)
+        return True
 
     @property
     def _complete(self) -> bool:
@@ -198,52 +229,72 @@ class _LLMatcher:
     def accept(self, token_id: int) -> bool:
         if self.ended:
             return False
-        if token_id in self._stops:
+        if token_id in self._compiled.stops:
+            self._restore()
             self.ended = self._complete
             return self.ended
-        # `consume_token` of a forbidden token would leave the matcher in an error state.
-        if self._matcher.is_stopped() or self._matcher.validate_tokens([token_id]) != 1:
+        return self._accept([token_id])
+
+    def _accept(self, token_ids: list[int]) -> bool:
+        """Advance by all tokens or none."""
+        if not self._advance(token_ids) and not (self._restore() and self._advance(token_ids)):
             return False
-        return bool(self._matcher.consume_token(token_id))
+        self._accepted += token_ids
+        return True
+
+    def _advance(self, token_ids: list[int]) -> bool:
+        # `consume_tokens` of a forbidden token would leave the matcher in an error state.
+        if self._matcher.is_stopped():
+            return False
+        if self._matcher.validate_tokens(token_ids) < len(token_ids):
+            return False
+        return bool(self._matcher.consume_tokens(token_ids))
 
     def rollback(self, count: int) -> None:
         if self.ended and count:
             self.ended = False
             count -= 1
         if count:
+            del self._accepted[-count:]
+        if not self._restore() and count:
             self._matcher.rollback(count)
 
     def jump_forward(self) -> bytes:
+        self._restore()
         if self.ended or self._matcher.is_stopped():
             return b""
         return bytes(self._matcher.compute_ff_bytes())
 
     def fork(self) -> TextMatcher:
-        matcher = self._matcher.deep_copy()
-        copy = _LLMatcher(self._library, self._tokenizer, matcher, self._stops, self.lark)
+        self._restore()
+        copy = _LLMatcher(self._compiled)
+        copy._matcher, copy._lexer = self._matcher.deep_copy(), self._lexer
+        copy._accepted = self._accepted.copy()
         copy.ended = self.ended
         return copy
 
     def accept_bytes(self, text: bytes) -> bool:
-        if self.ended or self._matcher.is_stopped():
-            return False
-        tokens = self._tokenizer.tokenize_bytes(text)
-        if self._matcher.validate_tokens(tokens) < len(tokens):
-            return False
-        return bool(self._matcher.consume_tokens(tokens))
+        return not self.ended and self._accept(self._compiled.tokenizer.tokenize_bytes(text))
 
     def fill(self, mask_RW: Mask, row: int) -> None:
         mask_RW[row] = 0
         if self.ended:
             return
-        if not self._matcher.is_stopped():
-            self._library.numpy.fill_next_token_bitmask(self._matcher, mask_RW, row)
+        self._fill(mask_RW, row)
+        if self._restore():
+            self._fill(mask_RW, row)
         if self._matcher.is_error():
             raise MaskLimit
         words = mask_RW[row].view(np.uint32)
-        for token in self._stops:
+        is_complete = self._complete
+        for token in self._compiled.stops:
             bit = np.uint32(1 << token % 32)
-            if self._complete:
+            if is_complete:
                 words[token // 32] |= bit
             else:
                 words[token // 32] &= ~bit
+
+    def _fill(self, mask_RW: Mask, row: int) -> None:
+        if not self._matcher.is_stopped():
+            fill = self._compiled.library.numpy.fill_next_token_bitmask
+            fill(self._matcher, mask_RW, row)

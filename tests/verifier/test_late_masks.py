@@ -299,6 +299,53 @@ def test_a_failing_matcher_ends_its_sequence_alone(
     assert good.finish_reason is FinishReason.LENGTH
 
 
+class CostlyAfter(Alternating):
+    """Gives up on masks after one token, which belongs to no text of the tests."""
+
+    def __init__(self, costly: int) -> None:
+        super().__init__()
+        self._costly = costly
+
+    def fill(self, mask: Mask, row: int) -> None:
+        if self.text[-1:] == [self._costly]:
+            raise MaskLimit
+        super().fill(mask, row)
+
+
+@pytest.mark.parametrize("are_late", [False, True], ids=["in time", "late"])
+@pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "truncated"])
+def test_a_draft_whose_mask_is_too_expensive_changes_no_text(
+    are_late: bool, sampling: SamplingParams
+) -> None:
+    plain = engine_with(None)
+    client = Client()
+    plain.submit(request(sampling, 8), client, matcher=Alternating())
+    finish(plain)
+    truth = client.tokens
+    # The grammar allows it in place of each second token.
+    costly = next(token for token in range(0, VOCAB, 2) if token not in truth)
+
+    held = Held() if are_late else None
+    engine = engine_with(held)
+    drafter = ScriptedDrafter(engine)
+    other = Client()
+    engine.submit(request(sampling, 8), other, matcher=CostlyAfter(costly))
+    for _ in range(10 * len(truth)):
+        engine.drain_inbox()
+        guess = truth[len(other.tokens) :][:2]
+        guess[len(other.tokens) % 2 :] = [costly]
+        for sequence_id in list(engine.scheduler.running):
+            drafter.propose(sequence_id, guess, anew=True)
+        engine.step()
+        if held is not None:
+            held.let_go()
+        engine.outbox.send_to_clients()
+        if not engine.sequences:
+            break
+    assert other.error is None
+    assert other.tokens == truth
+
+
 def test_one_tenants_masks_in_progress_delay_neither_another_tenants_nor_slow_ones() -> None:
     lanes = Threads()
     release = threading.Event()

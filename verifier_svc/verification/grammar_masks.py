@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -130,12 +131,15 @@ class GrammarMasks:
             sequence = scheduled.sequence
             work = sequence.mask_work
             if work is not None and scheduled.samples:
-                if work.done and work.mask is not None:
+                rows = len(scheduled.draft.token_ids) + 1
+                if work.done and work.mask is not None and len(work.mask) >= rows:
                     self._budget.charge(sequence, work)
                     sequence.mask_work = None
-                    rows = len(scheduled.draft.token_ids) + 1
                     scheduled = replace(scheduled, mask=work.mask[:rows])
                 else:
+                    if work.mask is not None:
+                        # A mask of the draft is too expensive. A later step has no draft.
+                        work.draft, work.drafter_id = NO_DRAFT, ""
                     scheduled.is_late = True
                     work.wake_when_done(self._wake)
             found.append(scheduled)
@@ -163,7 +167,7 @@ def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
     return sequence.assignments[work.drafter_id], draft
 
 
-def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
+def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
     """For each draft token in order, whether the grammar allows it after its ancestors.
 
     Meanwhile the matcher stands after the token, if it is allowed; afterwards where it was.
@@ -172,19 +176,21 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Iterator[bool]:
     # parent are done with.
     path = [0]
     parents = draft.parents or range(len(draft.token_ids))
-    for row, (token, parent) in enumerate(zip(draft.token_ids, parents, strict=True), 1):
-        left = 0
-        while path[-1] > parent:
-            path.pop()
-            left += 1
-        if left:
-            matcher.rollback(left)
-        # A parent that is not on the path was forbidden itself.
-        allowed = path[-1] == parent and matcher.accept(token)
-        if allowed:
-            path.append(row)
-        yield allowed
-    matcher.rollback(len(path) - 1)
+    try:
+        for row, (token, parent) in enumerate(zip(draft.token_ids, parents, strict=True), 1):
+            left = 0
+            while path[-1] > parent:
+                path.pop()
+                left += 1
+            if left:
+                matcher.rollback(left)
+            # A parent that is not on the path was forbidden itself.
+            allowed = path[-1] == parent and matcher.accept(token)
+            if allowed:
+                path.append(row)
+            yield allowed
+    finally:
+        matcher.rollback(len(path) - 1)
 
 
 def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
@@ -208,16 +214,27 @@ def has_slow_masks(sequence: SequenceState) -> bool:
 
 
 def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -> Mask:
-    """The masks of a draft, after the grammar has been given the tokens of `late`."""
+    """The masks of a draft, after the grammar has been given the tokens of `late`.
+
+    Only the first row if a later one is too expensive: without the draft, the text may never come
+    there. A sampled draft cannot be dropped for its tokens, which would bias the text. Raises
+    MaskLimit for it, and for the first row.
+    """
     for token in late:
         if not matcher.accept(token):
             raise ValueError(f"the token {token} was sampled, which the grammar's mask forbids")
     mask: Mask = np.zeros((len(draft.token_ids) + 1, width), np.int32)
     matcher.fill(mask, 0)
-    for row, allowed in enumerate(_walk(matcher, draft), 1):
-        if not allowed or matcher.ended:
-            # Rows after a forbidden token are never verified; those after an end are never sent.
-            mask[row] = -1
-        else:
-            matcher.fill(mask, row)
+    with closing(_walk(matcher, draft)) as walk:
+        for row, allowed in enumerate(walk, 1):
+            if not allowed or matcher.ended:
+                # Rows after a forbidden token are never verified; rows after an end, never sent.
+                mask[row] = -1
+                continue
+            try:
+                matcher.fill(mask, row)
+            except MaskLimit:
+                if draft.distributions:
+                    raise
+                return mask[:1]
     return mask
