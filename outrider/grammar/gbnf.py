@@ -24,6 +24,7 @@ _ESCAPE = re.compile(
     r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))|(.)", re.DOTALL
 )
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]", "-": "-"}
+_SHORT = {character: f"\\{letter}" for letter, character in _LETTERS.items() if letter in 'nrt"\\'}
 _ROOT = "root-of-all"
 
 
@@ -59,7 +60,7 @@ def _part(part: re.Match[str], field: str) -> str:
 
 def _characters(text: str, field: str) -> str:
     """The characters that a text stands for, as the translation takes them."""
-    return "".join(_written(_character(each, field)) for each in _ESCAPE.finditer(text))
+    return "".join(_quoted(_character(each, field)) for each in _ESCAPE.finditer(text))
 
 
 def _members(text: str, field: str) -> str:
@@ -86,7 +87,14 @@ def _character(part: re.Match[str], field: str) -> str:
     return chr(number)
 
 
+def _quoted(character: str) -> str:
+    """A character as the translation takes it within a text."""
+    if character in _SHORT:
+        return _SHORT[character]
+    return character if character >= " " and character != "\x7f" else _written(character)
+
+
 def _written(character: str) -> str:
-    """A character as the translation takes it within a text or a class."""
+    """A character as the translation takes it within a class."""
     is_plain = character.isalnum() or ord(character) > 0x7F or character in " _"
     return character if is_plain else rf"\x{ord(character):02x}"

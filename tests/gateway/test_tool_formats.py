@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from gateway.tools.reader import (
 )
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Compiled, Libraries, Matcher
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.trial import Trial, compile_only
 
 SCHEMA = {
@@ -309,3 +312,167 @@ def test_an_answer_has_one_thought_at_most(form: ToolFormat, step: int) -> None:
     thought = "".join(part.text for part in reader_parts if isinstance(part, Reasoning))
     content = "".join(part.text for part in reader_parts if isinstance(part, Content))
     assert (thought, content) == ("why", f"{again} It is.")
+
+
+THINKING = [form for form in FORMATS.values() if form.thought is not None]
+
+
+@pytest.mark.parametrize("form", THINKING, ids=lambda form: form.name)
+def test_a_call_within_a_thought_ends_the_thought(libraries: Libraries, form: ToolFormat) -> None:
+    assert form.thought is not None
+    [arguments] = written(form, "plain")
+    call = answer_text(form, [call_text(form, "f", arguments)])
+    for forced in (True, False):
+        grammar = calls_grammar(form, use_of(form, forced=forced), form.thought, "open")
+        trial = Trial(libraries, 4096, (EOS,))
+        compiled = compile_only(libraries, trial.translated(grammar))
+        for between in ("", f"{form.thought.end}{form.thought.after}"):
+            matcher = compiled.matcher()
+            assert matcher.accept_bytes(f"I look.\n{between}{call}".encode())
+            assert matcher.accept(EOS)
+            reading = Reading(form, TOOLS, form.thought, begins_in_thought=True, is_forced=forced)
+            reader = AnswerReader(reading)
+            parts = [part for each in f"I look.\n{between}{call}" for part in reader.push(each)]
+            parts += reader.finish()
+            thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
+            assert thought == "I look."
+            assert [name for name, _ in calls_of(parts)] == ["f"]
+        if forced:
+            # Without a call, there is no end.
+            matcher = compiled.matcher()
+            assert matcher.accept_bytes(b"I look.")
+            assert not matcher.accept(EOS)
+
+
+# A section's mark has no other use.
+SPOKEN = [form for form in THINKING if not form.sections]
+
+
+@pytest.mark.parametrize("form", SPOKEN, ids=lambda form: form.name)
+def test_a_thought_may_speak_of_a_call(libraries: Libraries, form: ToolFormat) -> None:
+    assert form.thought is not None
+    text = f"A call begins with {form.trigger}, and I need none."
+    grammar = calls_grammar(form, use_of(form, forced=False), form.thought, "open")
+    trial = Trial(libraries, 4096, (EOS,))
+    matcher = compile_only(libraries, trial.translated(grammar)).matcher()
+    assert matcher.accept_bytes(f"{text}{form.thought.end}\n\nNo.".encode())
+    reader = AnswerReader(Reading(form, TOOLS, form.thought, begins_in_thought=True))
+    whole = f"{text}{form.thought.end}\n\nNo."
+    parts = [part for each in whole for part in reader.push(each)] + reader.finish()
+    assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == text
+    assert "".join(part.text for part in parts if isinstance(part, Content)) == "No."
+
+
+PLAIN = [
+    '{"name": "Ada", "age": 36}',
+    '```json\n[{"name": "f"}, {"name": "f_"}]\n```',
+    '{"name": "f", "arguments": {}}',
+    '{"name": "f_2x", "parameters": {}}',
+    '{"name": "f", "par',
+]
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_json_that_begins_as_a_call_of_llama_does_is_text(libraries: Libraries, text: str) -> None:
+    form = FORMATS["llama"]
+    matcher = compiled_for(libraries, form, forced=False).matcher()
+    assert matcher.accept_bytes(text.encode())
+    assert matcher.accept(EOS)
+    for step in (1, 3, 1000):
+        parts = parts_of(form, text, forced=False, step=step)
+        assert "".join(part.text for part in parts if isinstance(part, Content)) == text
+        assert not calls_of(parts)
+
+
+def test_an_answer_of_llama_may_be_any_json_beside_calls(libraries: Libraries) -> None:
+    schema = {"type": ["object", "array"], "items": {"$ref": "#/$defs/n"}, "$defs": {"n": {}}}
+    answer = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    form = FORMATS["llama"]
+    [arguments] = written(form, "plain")
+    grammar = calls_grammar(form, use_of(form, forced=False), None, "over", answer)
+    compiled = compile_only(libraries, Trial(libraries, 4096, (EOS,)).translated(grammar))
+    for text in ('{"name": "Ada"}', '{"a": 1}', "{}", "[1]", call_text(form, "f", arguments)):
+        matcher = compiled.matcher()
+        assert matcher.accept_bytes(text.encode()), text
+        assert matcher.accept(EOS), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["boolean", "null"]}, "None", None),
+        ({"type": "integer"}, "5.0", 5),
+        ({"type": "number"}, " 5.0 ", 5.0),
+        ({"type": "string"}, "None", "None"),
+        ({"type": ["string", "null"]}, "None", "None"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "array"}, '["</parameter>"]', ["</parameter>"]),
+        ({"type": "integer"}, "1" * 5000, int("1" * 4000)),
+        ({"type": "integer"}, "many", "many"),
+    ],
+    ids=str,
+)
+def test_a_value_as_python_writes_it_becomes_json(schema: Any, text: str, value: Any) -> None:
+    form = FORMATS["qwen_3_coder"]
+    parameters = {"type": "object", "properties": {"p": schema}}
+    reader = AnswerReader(Reading(form, {"f": parameters}, held=frozenset("f")))
+    parts = reader.push(call_text(form, "f", f"<parameter=p>\n{text}\n</parameter>\n"))
+    [(_, arguments)] = calls_of([*parts, *reader.finish()])
+    if len(text) > 4000:
+        assert arguments == f'{{"p": {text}}}'
+    else:
+        assert json.loads(arguments) == {"p": value}
+
+
+def test_a_mark_may_be_a_special_token_or_be_spelled(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    form = FORMATS["glm_4_7"]
+    tokenizer: Any = AutoTokenizer.from_pretrained(TARGET)
+    names = ["<tool_call>", "</tool_call>", "<arg_value>", "</arg_value>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.save_pretrained(tmp_path)
+    libraries = Libraries(str(tmp_path), len(tokenizer), (EOS,))
+    trial = Trial(libraries, len(tokenizer), (EOS,))
+    [arguments] = written(form, "plain")
+    text = call_text(form, "f", arguments)
+    for forced in (True, False):
+        grammar = calls_grammar(form, use_of(form, forced=forced), None, "over")
+        compiled = compile_only(libraries, trial.translated(grammar))
+        whole = text if forced else f"So: {text}"
+        spelled = compiled.matcher()
+        assert spelled.accept_bytes(whole.encode())
+        assert spelled.accept(EOS)
+        matcher = compiled.matcher()
+        ids = tokenizer.encode(whole, add_special_tokens=False)
+        assert len(set(ids) & set(tokenizer.convert_tokens_to_ids(names))) == len(names)
+        assert all(map(matcher.accept, ids))
+        assert matcher.accept(EOS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        ("<parameter=a>x</parameter><parameter=b>1</parameter>", True),
+        ("<parameter=a>x</parameter>", True),
+        ("<parameter=b>1</parameter>", False),
+        ("<parameter=b>1</parameter><parameter=a>x</parameter>", False),
+        ("<parameter=a>x</parameter><parameter=c>1</parameter>", False),
+        ("<parameter=a>x</parameter><parameter=b>x</parameter>", False),
+        ("", False),
+    ],
+)
+def test_forced_parameters_follow_the_schema(
+    libraries: Libraries, arguments: str, right: bool
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = FORMATS["mimo"]
+    grammar = calls_grammar(form, ToolUse([Tool("f", schema)], is_forced=True), None, "over")
+    compiled = compile_only(libraries, Trial(libraries, 4096, (EOS,)).translated(grammar))
+    assert compiled.matcher().accept_bytes(call_text(form, "f", arguments).encode()) == right

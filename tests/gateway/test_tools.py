@@ -446,6 +446,35 @@ LLAMA = (
 MISTRAL = '{% for m in messages %}{{ m["content"] }}{% endfor %}{# [TOOL_CALLS] [ARGS] #}'
 
 
+KIMI = '{% for m in messages %}{{ m["content"] }}{% endfor %}{# <|tool_calls_section_begin|> #}'
+KIMI_CALLS = "".join(
+    f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    for number, name in enumerate(("clock", "weather"))
+)
+
+
+async def test_the_ids_of_kimi_count_the_calls_of_the_conversation(tmp_path: Path) -> None:
+    made: list[dict[str, Any]] = [
+        {"id": f"functions.clock:{i}", "type": "function", "function": {"name": "clock"}}
+        for i in range(3)
+    ]
+    for call in made:
+        call["function"] |= {"arguments": "{}"}
+    past = [
+        *CHAT,
+        {"role": "assistant", "content": "", "tool_calls": made[:2]},
+        *({"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in made[:2]),
+        {"role": "assistant", "content": "", "tool_calls": made[2:]},
+        {"role": "tool", "tool_call_id": made[2]["id"], "content": "2"},
+    ]
+    async with rig_with_template(tmp_path, KIMI) as rig:
+        for messages, first in ((CHAT, 0), (past, 3)):
+            rig.says(f"<|tool_calls_section_begin|>{KIMI_CALLS}<|tool_calls_section_end|>")
+            choice = await answer_of(rig, messages=messages)
+            ids = [call["id"] for call in choice["message"]["tool_calls"]]
+            assert ids == [f"functions.clock:{first}", f"functions.weather:{first + 1}"]
+
+
 @pytest.mark.parametrize(
     ("template", "text", "body"),
     [

@@ -161,9 +161,38 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword(value: Any, name
         compiler().compile(schema(value))
 
 
-def test_gbnf_reads_two_hexadecimal_digits() -> None:
-    compiled = compiler().compile(Grammar(GrammarKind.EBNF, r'root ::= "\x43d" [\x41b]'))
-    assert takes(compiled, "CdA")
+@pytest.mark.parametrize(
+    ("text", "right", "wrong"),
+    [
+        (r'root ::= "\x43d" [\x41b]', "CdA", "Cdc"),
+        (r'root ::= "\u00e9" [\U0001F600-\U0001F602]', "é😁", "e😁"),
+        ('root ::= [a-z]* "b"', "aab", "aa"),
+        ('root ::= . "x"', "\nx", "x"),
+        (r'root ::= [^\]"\\]+', "a[&~", 'a"'),
+        (r'root ::= "\\" "[" "/" "\t"', "\\[/\t", "\\[/t"),
+        ("root ::= [a&&b~~d/[-]+", "&-~/[", "e"),
+        ('root ::= "(" root ")" | [a-z]+', "((ab))", "((ab)"),
+        ('root ::= a{2,3} # "x"\na ::= b "," |\n  b ";"\nb ::= [0-9]', "1,2;", "1,"),
+    ],
+)
+def test_gbnf_means_what_llama_cpp_says(text: str, right: str, wrong: str) -> None:
+    compiled = compiler().compile(Grammar(GrammarKind.EBNF, text))
+    assert takes(compiled, right)
+    assert not takes(compiled, wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (r'root ::= "\q"', r"escape \\q"),
+        (r'root ::= "\ud800"', "no text can hold"),
+        ('root ::= "a"\nroot ::= "b"', "defines a rule twice"),
+        ('root ::= b-c b_c\nb-c ::= "x"\nb_c ::= "y"', "no GBNF"),
+    ],
+)
+def test_gbnf_that_would_be_misread_is_refused(text: str, named: str) -> None:
+    with pytest.raises(OutriderError, match=named):
+        compiler().compile(Grammar(GrammarKind.EBNF, text))
 
 
 def test_classes_are_those_of_python_for_every_character() -> None:

@@ -202,6 +202,7 @@ async def test_a_schema_holds_with_any_drafter(
     assert len(answers[0]) > 5
 
 
+OTHER_END = 3
 GRAMMARS = [
     Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
     Grammar(GrammarKind.JSON_OBJECT),
@@ -242,7 +243,11 @@ async def test_a_seed_gives_the_native_engines_text_of_a_grammar(
     for each in (stack, native):
         async with Client(each.address) as client:
             found.append(await texts(client, requests))
-    assert found[0] == found[1]
+    for theirs, ours in zip(*found, strict=True):
+        # vLLM ends a grammar's text with the tokenizer's own end token alone. The bundled target
+        # has another one too, and where our own engine draws that, vLLM may go on.
+        assert theirs[: len(ours) - 1] == ours[:-1]
+        assert len(theirs) == len(ours) or ours[-1] == OTHER_END
     assert len({tuple(text) for text in found[0]}) > 1
 
 
