@@ -1,4 +1,4 @@
-"""The heads that `by_speculators/make.py` builds, by name: kind, layers and settings of the config.
+"""The heads that `by_speculators/make_heads.py` builds: kind, layers and settings of the config.
 
 This module loads nothing, so that tests can name the cases without the package.
 """
@@ -17,7 +17,7 @@ STATES = [2, 6, 9]
 
 
 class Case(NamedTuple):
-    """A head: the type of its layers and what differs from the defaults of `make.py`."""
+    """A head: the type of its layers and what differs from the defaults of `make_heads.py`."""
 
     kind: str
     layers: Mapping[str, Any] = MappingProxyType({})

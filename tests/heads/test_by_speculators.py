@@ -18,7 +18,7 @@ from outrider.heads.reading import read
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build/speculators/bin/python"
-MAKE = Path(__file__).parent / "by_speculators/make.py"
+MAKE = Path(__file__).parent / "by_speculators/make_heads.py"
 TARGET = Target(
     hidden_size=HIDDEN, num_hidden_layers=LAYERS, vocab_size=VOCAB, max_position_embeddings=512
 )

@@ -184,7 +184,12 @@ def test_no_code_of_a_tokenizer_runs_and_nobody_is_asked_to_run_it(
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     (model / "evil.py").write_text("raise SystemExit('ran')")
     asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+
+    def agree(text: str) -> str:
+        asked.append(text)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", agree)
     with pytest.raises(OutriderError, match=r"no tokenizer that can be loaded: .* custom code"):
         token_bytes(str(model))
     assert asked == []

@@ -1,6 +1,6 @@
 """Builds random heads with speculators' own classes, and the scores that these give.
 
-    build/speculators/bin/python tests/heads/by_speculators/make.py FOLDER
+    build/speculators/bin/python tests/heads/by_speculators/make_heads.py FOLDER
 
 writes a folder for each case: the head as its own `save_pretrained` writes it, and
 reference.safetensors with a text, its features, the target's matrices, and the scores of a few
