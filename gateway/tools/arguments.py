@@ -138,18 +138,19 @@ class _Value:
         self._is_json: bool | None = None
         if not held or types == {"string"} or types >= ALL_TYPES:
             self._is_json = False
+        elif "string" not in types:
+            self._is_json = True
 
     def take(self, text: str) -> str | None:
         """Add text. Returns what follows the closing tag; None while that is not there."""
         text = self._tail + text
         if self._is_json is None:
-            start = text.lstrip()
+            # Beside texts, JSON has no blanks before it but a line break of the layout.
+            start = text.removeprefix("\n") if self._tags.trims else text
             if not start:
-                # No tag begins with a blank.
-                self._parts.append(text)
-                self._tail = ""
+                self._tail = text
                 return None
-            self._is_json = start[0] in "[{" or "string" not in self._types
+            self._is_json = start[0] in "[{" and bool(self._types & {"array", "object"})
         # What may begin the tag, or an escape, is looked at again.
         certain = len(text) - len(self._tags.end) + 1
         at = 0

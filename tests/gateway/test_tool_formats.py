@@ -410,6 +410,8 @@ def test_an_answer_of_llama_may_be_any_json_beside_calls(libraries: Libraries) -
         ({"type": "array"}, '["</parameter>"]', ["</parameter>"]),
         ({"type": "integer"}, "1" * 5000, int("1" * 4000)),
         ({"type": "integer"}, "many", "many"),
+        ({"type": ["string", "null"]}, '{"', '{"'),
+        ({"type": ["string", "array"]}, ' ["', ' ["'),
     ],
     ids=str,
 )
