@@ -12,7 +12,7 @@ from gateway_rig import Rig, own_rig
 from gateway.text.prompts import Prompts
 from outrider.process.key_file import KeyEntry, key_digest, make_entry, new_key, write_keys
 
-ALICE, BOB, OPERATOR, EXPIRED = (new_key() for _ in range(4))
+ALICE, BOB, CAROL, OPERATOR, EXPIRED = (new_key() for _ in range(5))
 
 
 def entry(key: str, tenant: str, **given: Any) -> KeyEntry:

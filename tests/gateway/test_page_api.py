@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_rig import Rig, events_of, text_by_part
-from keyed_rig import ALICE, BOB, entry, keyed_rig
+from keyed_rig import ALICE, BOB, CAROL, entry, keyed_rig
 from scripted_verifier import last, plain
 
 from gateway.http import page
@@ -128,18 +128,21 @@ async def feed(rig: Rig, token: str) -> AsyncIterator[httpx.Response]:
         yield response
 
 
+@pytest.mark.parametrize("holders", [(ALICE,), (ALICE, CAROL)], ids=["1 tenant", "2 tenants"])
 async def test_a_tenant_has_a_few_streams_of_events_and_others_have_their_own(
-    prompts: Prompts, tmp_path: Path
+    holders: tuple[str, ...], prompts: Prompts, tmp_path: Path
 ) -> None:
-    entries = [entry(ALICE, "alice"), entry(BOB, "bob")]
+    entries = [entry(ALICE, "alice"), entry(BOB, "bob"), entry(CAROL, "carol")]
     async with keyed_rig(prompts, tmp_path, entries) as rig, AsyncExitStack() as stack:
-        for _ in range(MOST_FEEDS):
-            response = await stack.enter_async_context(feed(rig, ALICE))
-            assert response.status_code == 200
-        async with feed(rig, ALICE) as refused:
-            error = json.loads(await refused.aread())["error"]
-            assert (refused.status_code, error["code"]) == (429, "rate_limit_exceeded")
-            assert error["message"].startswith(f"{MOST_FEEDS} streams of /events are open")
+        for key in holders:
+            for _ in range(MOST_FEEDS):
+                response = await stack.enter_async_context(feed(rig, key))
+                assert response.status_code == 200
+            async with feed(rig, key) as refused:
+                assert refused.status_code == 429
+                error = json.loads(await refused.aread())["error"]
+                assert error["code"] == "rate_limit_exceeded"
+                assert error["message"].startswith(f"{MOST_FEEDS} streams of /events are open")
         async with feed(rig, BOB) as response:
             assert response.status_code == 200
         await stack.aclose()

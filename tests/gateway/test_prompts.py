@@ -166,18 +166,23 @@ def said(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+@pytest.mark.parametrize("attackers", ["a", "ac"])
 @pytest.mark.parametrize(("text", "limit"), [("loop", "longer than 0.5 s"), ("pad", "256 MiB")])
 async def test_a_template_that_hangs_ends_at_its_limit_and_delays_no_other(
-    tmp_path: Path, text: str, limit: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text: str, limit: str, attackers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(templates, "_SECONDS", 0.5)
     model = model_with_template(tmp_path, HOSTILE)
     prompts = Prompts(model)
     hanging = [
-        asyncio.create_task(prompts.render(said(text), "messages", 2048, "a")) for _ in range(3)
+        asyncio.create_task(prompts.render(said(text), "messages", 2048, name))
+        for name in attackers
+        for _ in range(2)
     ]
     await asyncio.sleep(0)
     assert await prompts.render(said("hello"), "messages", 2048, "b") == "hello"
+    if text == "loop":
+        assert not any(task.done() for task in hanging)
     for task in hanging:
         with pytest.raises(OutriderError, match=limit) as caught:
             await task

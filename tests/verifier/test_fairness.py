@@ -20,12 +20,18 @@ def submit(
     return [engine.submit(request, client) for client in clients], clients
 
 
-def test_a_tenant_with_one_request_takes_a_place_from_a_flood_at_once() -> None:
+@pytest.mark.parametrize("floods", ["a", "ac"])
+def test_a_tenant_with_one_request_takes_a_place_from_a_flood_at_once(floods: str) -> None:
+    """Each choice of a request with n is a sequence."""
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=3))
-    flood, clients = submit(engine, "flood", 20)
+    flood, clients = [], []
+    for name in floods:
+        sequences, readers = submit(engine, name, 20)
+        flood.append(sequences)
+        clients += readers
     engine.step()
     [victim], [client] = submit(engine, "victim")
-    oldest = [sequence.id for sequence in flood[:2]]
+    oldest = [flood[0][0].id, flood[-1][0 if floods == "ac" else 1].id]
     assert list(engine.scheduler.running) == [*oldest, victim.id], "the youngest lost its place"
     engine.step()
     assert len(victim.tokens) == 3

@@ -156,22 +156,24 @@ def test_late_masks_change_no_token_of_sampled_drafts() -> None:
     assert accepted > 0
 
 
-def test_others_go_on_while_masks_are_late() -> None:
+@pytest.mark.parametrize("attackers", ["a", "ac"])
+def test_others_go_on_while_masks_are_late(attackers: str) -> None:
     held = Held()
     engine = engine_with(held)
-    bomb, other = Client(), Client()
-    engine.submit(request(SamplingParams(0.0)), bomb, matcher=Alternating())
+    bombs, other = [Client() for _ in attackers], Client()
+    for tenant, bomb in zip(attackers, bombs, strict=True):
+        engine.submit(request(SamplingParams(0.0), tenant=tenant), bomb, matcher=Alternating())
     engine.submit(TokenRequest([2, 4], 10, SamplingParams(0.0)), other)
     for _ in range(12):
         engine.step()
     engine.outbox.send_to_clients()
     assert other.finish_reason is FinishReason.LENGTH
-    assert bomb.tokens == []
+    assert [bomb.tokens for bomb in bombs] == [[]] * len(bombs)
     assert engine.advance() == pytest.approx(0.05)
     held.let_go()
     assert engine.advance() == 0.0
     engine.outbox.send_to_clients()
-    assert len(bomb.tokens) == 1
+    assert [len(bomb.tokens) for bomb in bombs] == [1] * len(bombs)
 
 
 def test_a_sequence_can_end_while_its_masks_are_computed() -> None:
@@ -234,25 +236,29 @@ def run_of(engine: Engine, held: Held, seconds: float, client: Client) -> int:
     return count
 
 
-def test_a_request_ends_when_its_masks_have_used_up_their_budget() -> None:
+@pytest.mark.parametrize("tenants", ["a", "ab"])
+def test_a_request_ends_when_its_masks_have_used_up_their_budget(tenants: str) -> None:
     held = Held()
     engine = engine_with(held, seconds=1.0)
-    client = Client()
-    engine.submit(request(SamplingParams(0.0)), client, matcher=Alternating())
-    assert run_of(engine, held, 0.22, client) == 6
-    assert client.error is not None
-    assert client.error.reason is Reason.INVALID_VALUE
-    assert client.error.field == "grammar.ebnf"
-    assert "masks take more than 1 s of processor time" in client.error.message
-    assert len(client.tokens) == 5
+    clients = [Client() for _ in tenants]
+    for tenant, client in zip(tenants, clients, strict=True):
+        engine.submit(request(SamplingParams(0.0), tenant=tenant), client, matcher=Alternating())
+    assert run_of(engine, held, 0.22, clients[-1]) == 6 * len(tenants)
+    for client in clients:
+        assert client.error is not None
+        assert client.error.reason is Reason.INVALID_VALUE
+        assert client.error.field == "grammar.ebnf"
+        assert "masks take more than 1 s of processor time" in client.error.message
+        assert len(client.tokens) == 5
 
 
-def test_a_tenants_budget_is_that_of_five_requests_and_comes_back() -> None:
+@pytest.mark.parametrize("attackers", ["a", "ac"])
+def test_a_tenants_budget_is_that_of_five_requests_and_comes_back(attackers: str) -> None:
     now = 0.0
     budget = MaskBudget(1.0, lambda: now)
     engine = engine_with(None)
     ends: Counter[str] = Counter()
-    for tenant in ["a"] * 8 + ["b"]:
+    for tenant in [*attackers] * 8 + ["b"]:
         asked = request(SamplingParams(0.0), tenant=tenant)
         sequence = engine.submit(asked, Client(), matcher=Alternating())
         work = sequence.mask_work = MaskWork(lambda: None, NO_DRAFT, "")  # type: ignore[return-value]
@@ -260,7 +266,8 @@ def test_a_tenants_budget_is_that_of_five_requests_and_comes_back() -> None:
         error = budget.error(sequence)
         budget.charge(sequence, work)
         ends[f"{tenant} {error.reason.name if error else 'goes on'}"] += 1
-    assert ends == {"a goes on": 5, "a RATE_LIMIT_EXCEEDED": 3, "b goes on": 1}
+    refused = {f"{name} RATE_LIMIT_EXCEEDED": 3 for name in attackers}
+    assert ends == {f"{name} goes on": 5 for name in attackers} | refused | {"b goes on": 1}
     now = 100.0
     sequence = engine.submit(request(SamplingParams(0.0), tenant="a"), Client())
     sequence.mask_work = MaskWork(lambda: None, NO_DRAFT, "")  # type: ignore[return-value]
@@ -346,21 +353,34 @@ def test_a_draft_whose_mask_is_too_expensive_changes_no_text(
     assert other.tokens == truth
 
 
-def test_one_tenants_masks_in_progress_delay_neither_another_tenants_nor_slow_ones() -> None:
+@pytest.mark.parametrize("attackers", ["a", "ac"])
+def test_masks_in_progress_delay_neither_another_tenants_nor_slow_ones(attackers: str) -> None:
+    """Two tenants have both threads for slow masks, whose turns others share."""
     lanes = Threads()
-    release = threading.Event()
-    stuck = [MaskWork(lambda: release.wait(60), NO_DRAFT, "") for _ in range(4)]  # type: ignore[return-value]
+    release, free = threading.Event(), threading.Event()
+    stuck = {
+        name: [MaskWork(lambda: release.wait(5), NO_DRAFT, "") for _ in range(5)]  # type: ignore[return-value]
+        for name in attackers
+    }
+    first = MaskWork(lambda: free.wait(5), NO_DRAFT, "")  # type: ignore[return-value]
     quick = [MaskWork(lambda: None, NO_DRAFT, "") for _ in range(2)]  # type: ignore[return-value]
-    lanes.begin(stuck[:2], "a")
-    for work in stuck[2:]:
-        lanes.begin_slow(work, "a")
+    lanes.begin_slow(first, attackers[-1])
+    for name, works in stuck.items():
+        lanes.begin(works[:2], name)
+        for work in works[2:]:
+            lanes.begin_slow(work, name)
     lanes.begin(quick[:1], "b")
     lanes.begin_slow(quick[1], "b")
-    lanes.wait(quick, 60.0)
+    lanes.wait(quick[:1], 4.0)
+    if len(attackers) == 2:
+        free.set()
+    lanes.wait(quick, 4.0)
     assert all(work.done for work in quick)
-    assert not any(work.done for work in stuck)
+    assert not any(work.done for works in stuck.values() for work in works)
+    free.set()
     release.set()
-    lanes.wait(stuck, 60.0)
+    for works in stuck.values():
+        lanes.wait(works, 60.0)
     for threads in (lanes._fast, lanes._slow):
         assert isinstance(threads, TenantThreads)
         threads.close()

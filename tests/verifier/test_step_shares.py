@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from fake_model import GREEDY, make_engine
@@ -16,23 +16,24 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.step_shares import max_min
 from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
-from verifier_svc.state.sequence import Sequence
+from verifier_svc.state.sequence import Sequence as SequenceState
 
 STEP_S = 0.001
 ROW_S = 0.0005
 
 
-def submit(engine: Engine, tenant: str, count: int, prompt: int = 2) -> list[Sequence]:
+def submit(engine: Engine, tenant: str, count: int, prompt: int = 2) -> list[SequenceState]:
     request = TokenRequest([1, *[2] * (prompt - 1)], 50, GREEDY, tenant=tenant)
     return [engine.submit(request, lambda chunk: None) for _ in range(count)]
 
 
-def busy_engine(*, prompt: int = 2, flood: int = 16) -> Engine:
-    """An engine with a flood that has run for a second."""
+def busy_engine(*, prompt: int = 2, floods: Sequence[str] = ("flood",)) -> Engine:
+    """An engine with 16 sequences of floods, which have run for a second."""
     config = EngineConfig(max_sequences=32, max_batch_tokens=64)
     engine, _ = make_engine(eos_bias=-99, config=config, page_count=2000, clock=lambda: 0.0)
-    submit(engine, "flood", flood, prompt)
-    engine.scheduler.use.charge({"flood": 1}, 1.0, 0.0)
+    for name in floods:
+        submit(engine, name, 16 // len(floods), prompt)
+        engine.scheduler.use.charge({name: 1}, 1.0, 0.0)
     return engine
 
 
@@ -91,16 +92,19 @@ def test_two_tenants_with_long_prompts_share_the_tokens_of_a_step() -> None:
     assert served(engine) == {"a": 32, "b": 32}
 
 
+@pytest.mark.parametrize("floods", [("flood",), ("flood", "another")], ids=len)
 @pytest.mark.parametrize("prompt", [2, 40])
-def test_a_flood_adds_a_quarter_to_the_steps_of_a_light_tenant(prompt: int) -> None:
-    engine = busy_engine(prompt=prompt)
+def test_floods_add_a_quarter_to_the_steps_of_a_light_tenant(
+    prompt: int, floods: tuple[str, ...]
+) -> None:
+    engine = busy_engine(prompt=prompt, floods=floods)
     if prompt == 2:
         engine.step()  # the flood's sequences decode from here on
     submit(engine, "light", 2)
     tokens = served(engine)
     assert tokens["light"] == 4
     alone_s = engine.cost.prompts_s(4)
-    added_s = tokens["flood"] * ROW_S + (STEP_S if prompt == 2 else 0.0)
+    added_s = sum(tokens[name] for name in floods) * ROW_S + (STEP_S if prompt == 2 else 0.0)
     assert added_s <= 0.25 * alone_s + STEP_S
 
 

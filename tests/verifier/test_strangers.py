@@ -84,17 +84,22 @@ def test_a_good_drafter_gets_its_chance_among_strangers(answers: bool) -> None:
     assert good.handle.accepted_count > 0
 
 
-def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_join() -> None:
+@pytest.mark.parametrize("holders", ["a", "ac"])
+def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_join(
+    holders: str,
+) -> None:
     engine, _ = make_engine(config=EngineConfig(max_drafters=8))
 
     def join(name: str, source: str) -> None:
         engine.drafting.join(Hello(name, name, "f", 8), lambda message: None, source=source)
 
-    join("a1", "a")
-    join("a2", "a")
-    with pytest.raises(OutriderError, match=r"2 drafters of a .*of --max-drafters") as caught:
-        join("a3", "a")
-    assert caught.value.reason is Reason.OVERLOADED
+    for name in holders:
+        join(f"{name}1", name)
+        join(f"{name}2", name)
+        full = rf"2 drafters of {name} .*of --max-drafters"
+        with pytest.raises(OutriderError, match=full) as caught:
+            join(f"{name}3", name)
+        assert caught.value.reason is Reason.OVERLOADED
     join("b1", "b")
     engine.drafting.leave(engine.drafting.roster.connected["a1"])
     join("a3", "a")

@@ -88,10 +88,11 @@ def test_an_unread_sequence_takes_no_step_while_others_go_on() -> None:
     assert len(unread.tokens) == 43
 
 
-def test_unread_sequences_of_one_tenant_leave_all_places_to_another() -> None:
+@pytest.mark.parametrize("floods", ["a", "ac"])
+def test_unread_sequences_of_tenants_leave_all_places_to_another(floods: str) -> None:
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=4))
-    flood = [submit(engine, tenant="flood")[0] for _ in range(8)]
-    for _ in range(8):
+    flood = [submit(engine, tenant=name)[0] for name in floods for _ in range(8)]
+    for _ in flood:
         engine.advance()
         for sequence in list(engine.scheduler.running.values()):
             engine.set_aside(sequence)
@@ -194,21 +195,25 @@ def test_an_unread_sequence_can_be_cancelled_and_reading_it_then_does_nothing(be
     assert client.error is None
 
 
-def test_of_too_many_unread_the_tenant_with_the_most_loses_its_longest_unread() -> None:
-    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_waiting=3))
+@pytest.mark.parametrize("floods", ["a", "ac"])
+def test_of_too_many_unread_the_tenant_with_the_most_loses_its_longest_unread(floods: str) -> None:
+    most = 1 + 2 * len(floods)
+    engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_waiting=most))
     other, others = submit(engine, tenant="other")
     engine.set_aside(other)
-    clients = []
+    clients: dict[str, list[Client]] = {name: [] for name in floods}
     for _ in range(3):
-        sequence, client = submit(engine, tenant="flood")
-        clients.append(client)
-        engine.set_aside(sequence)
+        for name in floods:
+            sequence, client = submit(engine, tenant=name)
+            clients[name].append(client)
+            engine.set_aside(sequence)
     engine.outbox.send_to_clients()
-    assert [client.error is not None for client in clients] == [True, False, False]
-    assert clients[0].error is not None
-    assert clients[0].error.reason is Reason.SLOW_READER
+    for flood in clients.values():
+        assert [client.error is not None for client in flood] == [True, False, False]
+        assert flood[0].error is not None
+        assert flood[0].error.reason is Reason.SLOW_READER
     assert others.error is None
-    assert len(engine.scheduler.unread) == 3
+    assert len(engine.scheduler.unread) == most
 
 
 def test_the_time_unread_is_no_time_in_the_batch() -> None:
