@@ -51,11 +51,11 @@ async def test_a_thought_of_line_breaks_is_read_in_linear_time(count: int) -> No
     began = time.thread_time()
     for reader in readers:
         reader.push("so")
-    for _ in range(20_000):
+    for _ in range(40_000):
         for reader in readers:
             assert reader.push("\n") == []
     for reader in readers:
-        assert reader.push("it is") == [Reasoning("\n" * 20_000 + "it is")]
+        assert reader.push("it is") == [Reasoning("\n" * 40_000 + "it is")]
     # To read the line breaks again for each piece takes many times as long.
     assert time.thread_time() - began < 1.5 * count
 

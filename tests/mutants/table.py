@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .budgets import BUDGETS
 from .mutant import Mutant
 
 ACCEPTANCE = "verifier_svc/verification/acceptance.py"
@@ -477,4 +478,5 @@ MUTANTS = (
             "test_drafts_get_only_pages_that_nobody_else_needs",
         ),
     ),
+    *BUDGETS,
 )
