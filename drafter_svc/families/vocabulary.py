@@ -224,7 +224,7 @@ def load_vocabulary(
     The draft model has logits for ids below `vocab_size`. Raises OutriderError as `load_tokenizer`,
     `end_token_ids` and `Vocabulary` do.
     """
-    from outrider.grammar.backends import token_bytes
+    from outrider.grammar.tokens import token_bytes
 
     own = TokenTable(load_tokenizer(model), token_bytes(model)[:vocab_size], end_ids)
     spellings = token_bytes(target)

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import OutriderError, invalid
-from outrider.gguf import pretrained
 from outrider.grammar.kinds import Grammar
 from outrider.grammar.lark import SpecialTokens
-from outrider.tokenizer import check_model_folder
+from outrider.grammar.tokens import bytes_of, for_llguidance
+from outrider.tokenizer import load_tokenizer
 
 Mask = npt.NDArray[np.int32]
 # LLGuidance does not report a grammar's size. Measured with malloc, hardly any grammar of up to
@@ -100,56 +100,20 @@ class Libraries:
         self, tokenizer_path: str, vocab_size: int, stop_token_ids: tuple[int, ...]
     ) -> None:
         """Load the tokenizer, a directory or a hub id."""
-        import llguidance.hf
         import llguidance.numpy
 
-        tokenizer = _tokenizer(tokenizer_path)
+        tokenizer = load_tokenizer(tokenizer_path)
         self._library = llguidance
         self._stops = stop_token_ids
-        self._tokenizer = llguidance.hf.from_tokenizer(
-            tokenizer, n_vocab=vocab_size, eos_token=list(stop_token_ids) or None
-        )
-        self.token_bytes = _token_bytes(self._tokenizer, tokenizer, vocab_size)
+        self._tokenizer = for_llguidance(tokenizer, vocab_size, stop_token_ids)
+        self.token_bytes = bytes_of(self._tokenizer, tokenizer, vocab_size)
         special = self._tokenizer.is_special_token
-        names = {each.content: i for i, each in tokenizer.added_tokens_decoder.items()}
+        names = {each.content: i for i, each in tokenizer.get_added_tokens_decoder().items()}
         self.specials = SpecialTokens({name: i for name, i in names.items() if special(i)})
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile a translated grammar; raises ValueError if the library refuses it."""
         return _LLCompiled(self._library, self._tokenizer, grammar.text, self._stops)
-
-
-def _tokenizer(model: str) -> Any:
-    """The fast tokenizer of a directory or hub id, without code that comes with it.
-
-    Raises OutriderError(INVALID_VALUE).
-    """
-    from transformers import AutoTokenizer
-
-    check_model_folder(model)
-    try:
-        # Without an answer here, transformers would ask on the terminal whether to run such code.
-        return AutoTokenizer.from_pretrained(pretrained(model), trust_remote_code=False)
-    except ValueError as cause:
-        why = str(cause).partition(".")[0]
-        raise invalid("model", f"{model} has no tokenizer that can be loaded: {why}") from cause
-
-
-def token_bytes(model: str) -> list[bytes]:
-    """The bytes that each token of a model's tokenizer stands for, by id; a special token's name.
-
-    `model` is a directory or a hub id. An id without a token has no bytes.
-    """
-    import llguidance.hf
-
-    tokenizer = _tokenizer(model)
-    return _token_bytes(llguidance.hf.from_tokenizer(tokenizer), tokenizer, len(tokenizer))
-
-
-def _token_bytes(loaded: Any, tokenizer: Any, count: int) -> list[bytes]:
-    known = set(tokenizer.get_vocab().values())
-    # LLGuidance marks special tokens with the byte 0xFF, and so leaves it out of a token.
-    return [loaded.decode_bytes([i]) or b"\xff" if i in known else b"" for i in range(count)]
 
 
 class _Lexer:

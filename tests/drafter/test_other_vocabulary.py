@@ -21,9 +21,9 @@ from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.forwards import Columns
 from drafter_svc.families.model import ModelFamily
 from drafter_svc.families.vocabulary import OwnText, Vocabulary, load_vocabulary
-from outrider.grammar.backends import token_bytes
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.tokens import token_bytes
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import DraftBatch
 from outrider.protocol.messages import DraftDistribution, SamplingParams

@@ -13,7 +13,7 @@ from other_vocabularies import MODEL, files_of, order_of, save_llama_like
 
 from drafter_svc.families.vocabulary import TokenTable, Vocabulary, load_vocabulary
 from outrider.errors import OutriderError
-from outrider.grammar.backends import token_bytes
+from outrider.grammar.tokens import token_bytes
 from outrider.tokenizer import end_token_ids, load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import token_bytes
+from outrider.grammar.tokens import token_bytes
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.tokenizer import load_tokenizer
 
@@ -178,8 +178,9 @@ def test_code_that_comes_with_a_model_does_not_run(tmp_path: Path) -> None:
 def test_no_code_of_a_tokenizer_runs_and_nobody_is_asked_to_run_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    target = Path(__file__).parents[2] / "models/target"
     model = tmp_path / "model"
-    shutil.copytree(Path(__file__).parents[2] / "models/target", model)
+    shutil.copytree(target, model)
     config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     (model / "evil.py").write_text("raise SystemExit('ran')")
@@ -190,8 +191,7 @@ def test_no_code_of_a_tokenizer_runs_and_nobody_is_asked_to_run_it(
         return "y"
 
     monkeypatch.setattr("builtins.input", agree)
-    with pytest.raises(OutriderError, match=r"no tokenizer that can be loaded: .* custom code"):
-        token_bytes(str(model))
+    assert token_bytes(str(model)) == token_bytes(str(target))
     assert asked == []
 
 

@@ -68,7 +68,7 @@ class Held:
             assert self.kill.wait(60)
             raise OutOfTime(f"took longer than {seconds:g} s")
         assert self.release.wait(60)
-        return json.dumps(text).encode()
+        return json.dumps(f"start: {json.dumps(text)}").encode()
 
 
 class Lost:
