@@ -171,11 +171,12 @@ class Roster:
         """
         known = [*self.connected.values(), *self._missed()]
         field = "speculation.drafter_id"
-        if options.drafter_id not in ("", *[each.id for each in known]):
+        if options.drafter_id and options.drafter_id not in [each.id for each in known]:
             message = f"no drafter with the id {options.drafter_id} is connected (yet)"
             raise OutriderError(Reason.DRAFTER_NOT_FOUND, f"{field}: {message}", field)
         field = "speculation.drafter_family"
-        if options.drafter_family not in ("", *[each.hello.family for each in known]):
+        families = [each.hello.family for each in known]
+        if options.drafter_family and options.drafter_family not in families:
             message = f"no drafter of the family {options.drafter_family} is connected (yet)"
             raise OutriderError(Reason.DRAFTER_NOT_FOUND, f"{field}: {message}", field)
 
