@@ -264,8 +264,8 @@ profiles_are_valid() {
 
 up() { compose up --detach --no-build --scale drafter-ngram=2; }
 
-# asks ADDRESS SERVICE: succeeds if the service serves there.
-asks() { "$python" -m outrider.launch.cli health "$1" --service "outrider.v1.$2"; }
+# asks ADDRESS SERVICE OPTION...: succeeds if the service serves there.
+asks() { "$python" -m outrider.launch.cli health "$1" --service "outrider.v1.$2" "${@:3}"; }
 
 # The verifier's port is not published, but this machine reaches a container by its address.
 verifier_address() {
@@ -273,21 +273,57 @@ verifier_address() {
     "$(of_service verifier)"
 }
 
+# health OPTION...: the options are those for the verifier.
 health() {
   asks "127.0.0.1:$OUTRIDER_GRPC_PORT" GenerationService
-  asks "$(verifier_address)" VerifierService
-  if asks "$(verifier_address)" Nothing; then return 1; fi
+  asks "$(verifier_address)" VerifierService "$@"
+  if asks "$(verifier_address)" Nothing "$@"; then return 1; fi
 }
 
-# A container without a default route reaches its own networks alone.
+# A host behind this one, in a network namespace of its own. The addresses are those for tests.
+outside=outrider-ci
+outside_address=198.18.0.2
+
+outside_up() {
+  ip netns add "$outside"
+  ip link add "$outside" type veth peer name eth0 netns "$outside"
+  ip address add 198.18.0.1/30 dev "$outside"
+  ip link set "$outside" up
+  ip -n "$outside" address add "$outside_address/30" dev eth0
+  ip -n "$outside" link set eth0 up
+  ip -n "$outside" route add default via 198.18.0.1
+  ip netns exec "$outside" "$python" -m http.server --bind "$outside_address" 8080 >>"$log" 2>&1 &
+  for _ in $(seq 50); do
+    timeout 1 bash -c "</dev/tcp/$outside_address/8080" 2>/dev/null && return
+    sleep 0.2
+  done
+  return 1
+}
+
+outside_down() {
+  ip netns list 2>/dev/null | grep -q "^$outside\b" || return 0
+  ip netns pids "$outside" | xargs -r kill
+  ip netns delete "$outside"
+}
+
+reaches_outside() {
+  local try="</dev/tcp/$outside_address/8080"
+  docker exec "$(of_service "$1")" timeout 3 bash -c "$try" 2>/dev/null
+}
+
+# A gateway has a way out, since its ports are published, which shows that the host answers.
 no_way_out() {
-  local service
+  local service status=0
+  outside_up || { echo "no host outside could be made"; return 1; }
+  reaches_outside gateway || { echo "gateway does not reach a host outside"; status=1; }
   for service in verifier drafter-model drafter-ngram redis; do
-    if docker exec "$(of_service "$service")" grep -q $'^[^\t]*\t00000000\t' /proc/net/route; then
-      echo "$service has a default route"
-      return 1
+    if reaches_outside "$service"; then
+      echo "$service reaches a host outside"
+      status=1
     fi
   done
+  outside_down
+  return $status
 }
 
 crash() { "$python" compose/check.py crash "$work/plain.json" "$1" "$(of_service "$2")"; }
@@ -368,7 +404,7 @@ to_tls() {
   up
   wait_healthy 10
   OUTRIDER_VERIFIER_TLS_CA=$certs/ca.pem OUTRIDER_VERIFIER_TLS_CERT=$certs/operator.pem \
-    OUTRIDER_VERIFIER_TLS_KEY=$certs/operator.key health
+    OUTRIDER_VERIFIER_TLS_KEY=$certs/operator.key health --role verifier
   # A caller without a certificate is refused.
   if asks "$(verifier_address)" VerifierService; then return 1; fi
   if curl --silent "http://127.0.0.1:$OUTRIDER_HTTP_PORT/livez"; then return 1; fi
@@ -432,6 +468,7 @@ table() {
 clean_up() {
   local status=$?
   trap - EXIT
+  outside_down
   [ $status = 0 ] || compose logs --no-color --tail 100 >>"$log" 2>&1 || true
   # All profiles, since `down` removes only the services of active ones.
   export COMPOSE_PROFILES=cpu,redis-cluster,observability

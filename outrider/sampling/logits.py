@@ -144,26 +144,27 @@ def _mask(logits_RV: torch.Tensor, firsts: Sequence[int], masks: Sequence[Mask |
     if 32 * words_RW.shape[1] < vocab_size:
         covered = 32 * words_RW.shape[1]
         raise RuntimeError(f"a mask covers {covered} tokens of a vocabulary of {vocab_size}")
-    forbidden_RV = ~_bits(words_RW)[:, :vocab_size]
+    forbidden_RV = _zeros(words_RW)[:, :vocab_size]
     if len(words_RW) == len(logits_RV):
         logits_RV.masked_fill_(forbidden_RV, -torch.inf)
     else:
         logits_RV[rows.tensor] = logits_RV[rows.tensor].masked_fill(forbidden_RV, -torch.inf)
 
 
-def _bits(words_RW: torch.Tensor) -> torch.Tensor:
-    """The bits of int32 words [R, W], the lowest first: bool [R, 32 W]."""
+def _zeros(words_RW: torch.Tensor) -> torch.Tensor:
+    """Whether each bit of int32 words [R, W] is zero, the lowest first: bool [R, 32 W]."""
     bytes_RB = words_RW.view(torch.uint8)
     if words_RW.device.type == "cpu":
         # NumPy's takes half of the time of the table's for few rows.
-        return torch.from_numpy(_unpacked(bytes_RB.numpy()))
-    return functional.embedding(bytes_RB.int(), _bits_of_bytes(words_RW.device)).flatten(1)
+        return torch.from_numpy(_unpacked(~bytes_RB.numpy()))
+    return functional.embedding(bytes_RB.int(), _zeros_of_bytes(words_RW.device)).flatten(1)
 
 
 @cache
-def _bits_of_bytes(device: torch.device) -> torch.Tensor:
-    """The bits of every byte: bool [256, 8]."""
-    return torch.from_numpy(_unpacked(np.arange(256, dtype=np.uint8)[:, None])).to(device)
+def _zeros_of_bytes(device: torch.device) -> torch.Tensor:
+    """Whether each bit of every byte is zero: bool [256, 8]."""
+    inverted = ~np.arange(256, dtype=np.uint8)
+    return torch.from_numpy(_unpacked(inverted[:, None])).to(device)
 
 
 def _unpacked(bytes_RB: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

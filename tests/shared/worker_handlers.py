@@ -33,6 +33,8 @@ def make(prefix: str) -> Callable[[bytes], bytes]:
                 with open(path, "a", encoding="ascii") as file:
                     file.write("x")
                 os.kill(os.getpid(), signal.Signals[name])
+                # Another thread may get the signal, and a core dump takes a moment.
+                signal.pause()
         return b""
 
     return handle

@@ -62,14 +62,14 @@ CASES = {
     "bias and bans": Case(
         SamplingParams(0.0, logit_bias=((3, 1.0),), min_tokens=90, banned_token_ids=(5,)), 16
     ),
-    "grammar": Case(GREEDY, 14, masked=True),
+    "grammar": Case(GREEDY, 16, masked=True),
     "log probabilities": Case(GREEDY, 21, top_logprobs=5),
     "block": Case(SamplingParams(), 152, rule=AcceptanceRule.BLOCK),
     "token-wise": Case(SamplingParams(), 70, rule=AcceptanceRule.TOKEN_WISE),
     "typical acceptance": Case(SamplingParams(), 29, acceptance=Acceptance.TYPICAL),
     "everything": Case(
         SamplingParams(0.8, 50, 0.9, repetition_penalty=1.2, frequency_penalty=0.1),
-        210,
+        212,
         copies=2,
         rule=AcceptanceRule.BLOCK,
         top_logprobs=5,
