@@ -7,6 +7,7 @@ writes it, piece by piece; other styles give a piece for each value.
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -185,7 +186,7 @@ class _Value:
         solid = text.strip()
         # Beside texts, JSON has no blanks around it.
         if self._types != {"string"} and ("string" not in self._types or solid == text):
-            kind = _json_kind(solid)
+            kind = _json_kind(solid, finite="string" in self._types)
             if kind is not None and self._takes(kind):
                 return solid
             if "string" not in self._types and (shown := self._repaired(solid)):
@@ -207,18 +208,22 @@ class _Value:
         return whole[0] if whole and "integer" in self._types else ""
 
 
-def _json_kind(text: str) -> str | None:
-    """The type of the JSON value that the text writes; None if it writes none."""
+def _json_kind(text: str, *, finite: bool) -> str | None:
+    """The type of the JSON value that the text writes; None if it writes none.
+
+    With `finite`, 1e999 is none, which most languages read as infinite.
+    """
 
     def refuse(constant: str) -> Any:
         # Python reads infinite numbers, which JSON has not.
         raise ValueError(constant)
 
+    def fraction(number: str) -> float:
+        return refuse(number) if finite and math.isinf(float(number)) else 0.5
+
     try:
         # The numbers themselves do not matter, and may have more digits than Python reads.
-        value = json.loads(
-            text, parse_int=lambda _: 0, parse_float=lambda _: 0.5, parse_constant=refuse
-        )
+        value = json.loads(text, parse_int=lambda _: 0, parse_float=fraction, parse_constant=refuse)
     except (ValueError, RecursionError):
         return None
     return json_type(value)
