@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from gateway.tools.definitions import Tool, ToolUse
@@ -19,6 +19,8 @@ from outrider.grammar.kinds import Grammar, GrammarKind
 Json = dict[str, Any]
 ThoughtState = Literal["open", "possible", "over"]
 """Whether the answer begins within a thought, may begin with one, or has none."""
+# Beside these, the properties that a schema names are not all that it means.
+_OPEN = {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "$ref"}
 _ANY_OBJECT: Json = {"type": "object"}
 # To these, references within the whole schema lead.
 _DEFINITIONS = ("$defs", "definitions")
@@ -168,7 +170,31 @@ def _held(tool: Tool, use: ToolUse) -> Json:
     if not tool.parameters or not (tool.strict or use.is_forced):
         return _ANY_OBJECT
     # The reader of calls expects an object, whatever the schema says.
-    return {**tool.parameters, "type": "object"}
+    held = {**tool.parameters, "type": "object"}
+    # To close a part of an intersection would leave nothing of the other parts.
+    return held if '"allOf"' in json.dumps(held) else _closed(held)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without the properties that its objects do not name, unless it asks for others.
+
+    A model would otherwise invent arguments, which no function takes.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    for key in ("properties", *_DEFINITIONS):
+        if isinstance(inner := made.get(key), Mapping):
+            made[key] = {name: _closed(each) for name, each in inner.items()}
+    made |= {key: _closed(made[key]) for key in ("items", "additionalProperties") if key in made}
+    if "properties" in made:
+        if not made.keys() & _OPEN:
+            made["additionalProperties"] = False
+        return made
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := made.get(key), list):
+            made[key] = [_closed(each) for each in options]
+    return made
 
 
 def _call_schema(begin: str, parameters: Json) -> Json:

@@ -478,3 +478,29 @@ def test_forced_parameters_follow_the_schema(
     grammar = calls_grammar(form, ToolUse([Tool("f", schema)], is_forced=True), None, "over")
     compiled = compile_only(libraries, Trial(libraries, 4096, (EOS,)).translated(grammar))
     assert compiled.matcher().accept_bytes(call_text(form, "f", arguments).encode()) == right
+
+
+@pytest.mark.parametrize("form", [FORMATS[name] for name in ("hermes", "mimo")], ids=str)
+@pytest.mark.parametrize(
+    ("more", "arguments", "right"),
+    [
+        ({}, {"a": {"b": 1}}, True),
+        ({}, {"a": {"b": 1}, "c": 1}, False),
+        ({}, {"a": {"b": 1, "c": 1}}, False),
+        ({"additionalProperties": True}, {"a": {"b": 1}, "c": 1}, True),
+        ({"allOf": [{"properties": {"c": {"type": "integer"}}}]}, {"a": {"b": 1}, "c": 1}, True),
+    ],
+)
+def test_a_forced_call_invents_no_arguments(
+    libraries: Libraries, form: ToolFormat, more: Any, arguments: Any, right: bool
+) -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": inner}, **more}
+    grammar = calls_grammar(form, ToolUse([Tool("f", schema)], is_forced=True), None, "over")
+    compiled = compile_only(libraries, Trial(libraries, 4096, (EOS,)).translated(grammar))
+    text = json.dumps(arguments)
+    if form.style == "qwen_xml":
+        text = "".join(
+            f"<parameter={key}>{json.dumps(value)}</parameter>" for key, value in arguments.items()
+        )
+    assert compiled.matcher().accept_bytes(call_text(form, "f", text).encode()) == right
