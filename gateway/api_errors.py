@@ -241,7 +241,7 @@ def validation_error(
 
 
 def _wrong_tag(path: str, context: Mapping[str, Any]) -> str:
-    """What is wrong with an object whose type, or the like, is none of the known ones."""
+    """The problem of an object with an unknown type or other tag."""
     name = context["discriminator"].strip("'")
     tag = context["tag"]
     why = text_only(tag) if name == "type" else ""

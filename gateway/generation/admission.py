@@ -22,8 +22,8 @@ from outrider.protocol.model_info import Load, retry_after_s, wait_s
 # Safety factor on both estimates: recent answers were measured at a smaller batch. A slower
 # verifier would otherwise make every admitted answer late.
 _MARGIN = 2.0
-# What the clients of OpenAI and Anthropic send where nobody has chosen a timeout (seconds). It does
-# not say that anybody wants to wait for so long.
+# The clients of OpenAI and Anthropic send this timeout (seconds) if nobody has chosen one. Nobody
+# may want to wait for so long.
 _UNCHOSEN_S = 600.0
 
 

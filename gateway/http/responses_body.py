@@ -112,7 +112,7 @@ def _metadata(values: dict[str, str]) -> dict[str, str]:
 
 
 class PromptBody(Body):
-    """What the prompt of an answer is made of."""
+    """The parts of an answer's prompt."""
 
     model: str | None = None
     input: Annotated[

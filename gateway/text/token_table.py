@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-"""What decoders show for bytes that are no character."""
+"""Decoders show this in place of bytes that are no character."""
 # A tokenizer names a byte that is no text either with a token of its own (the byte fallback of
 # sentencepiece), or with a letter (byte-level tokenizers). The letters are GPT-2's: a printable
 # byte is its own letter, and the other bytes are the letters from 256 on.

@@ -1,6 +1,6 @@
 """Writes rules for a call's arguments in the styles that are no JSON: tags, and Gemma's objects.
 
-What a rule allows, the gateway's reader gives back as a value of the schema. The reader tells a
+The gateway's reader gives back each text of a rule as a value of the schema. The reader tells a
 parameter's text from its JSON by the types that the schema allows, so a text that would be read as
 JSON is left out. Rules may be narrower than the schema, and never wider.
 """
@@ -66,7 +66,7 @@ TAGS = {
 }
 """The styles with tags, by name."""
 
-# What says nothing of a value.
+# Keywords that say nothing of a value.
 _NOTES = {"description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 _CONTAINERS = ("array", "object")
 _SCALARS = ("null", "boolean", "integer", "number")
