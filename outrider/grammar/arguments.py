@@ -85,7 +85,7 @@ class ArgumentRules:
         self._names: list[str] = []
 
     def expression(self, schema: Json, style: str) -> str:
-        """What matches the arguments of a translated schema; blanks around tags included."""
+        """An expression for the arguments of a translated schema, with blanks around tags."""
         self._root, self._types = schema, Types(schema)
         try:
             objects = [each for each in branches(schema, schema) if self._is_possible(each)]

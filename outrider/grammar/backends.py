@@ -117,7 +117,7 @@ class Libraries:
 
 
 class _Lexer:
-    """What the library's copies of a matcher share.
+    """The lexer that the library's copies of a matcher share.
 
     Once the work for a mask of one text exceeds a limit, it allows nothing to any text, for good.
     """

@@ -41,7 +41,7 @@ class GemmaRules:
         self._depth = 0
 
     def object(self, schema: Json) -> str:
-        """What matches an object of a schema without alternatives at its top."""
+        """The rule for an object of a schema without alternatives at its top."""
         check_object(schema, self._refused)
         named = members(schema)
         rest = schema.get("additionalProperties", True)

@@ -38,7 +38,7 @@ def literal(text: str) -> str:
 
 
 def any_of(options: Iterable[str]) -> str:
-    """What matches one of these."""
+    """An expression that matches one of the options."""
     return f"({' | '.join(option.strip() or EMPTY for option in options)})"
 
 

@@ -55,7 +55,7 @@ class _Tag:
         }
 
     def element(self, part: Any, after: str) -> str:
-        """What matches an element, and the text `after` it."""
+        """An expression for an element and the text `after` it."""
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str) or kind not in self._kinds:
             raise self._refused(f"has an element of the type {str(kind)[:40]!r}")

@@ -79,7 +79,7 @@ def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) ->
     shapes = [f"{key} {list(of)}, not {list(to)}" for key, of, to in report["mismatched_keys"]]
     unread = {each for each in report["unexpected_keys"] if _COMPUTED.search(each) is None}
     missing = report["missing_keys"]
-    # Beside a gap, any name may be that of the weights that are missing.
+    # If weights are missing, an unread tensor may be one of them under another name.
     beside = set() if missing else _beside(unread, model)
     found = {
         "its files lack": missing,
