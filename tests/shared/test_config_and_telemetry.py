@@ -39,6 +39,18 @@ def test_a_list_in_the_environment_is_one_value_or_json(
     assert parse(ServeSettings, "serve", ["--target", "x"]).drafter == drafters
 
 
+@pytest.mark.parametrize(
+    ("arguments", "drafters"),
+    [
+        ("smollm2", ["ngram", "grammar"]),
+        ("smollm2 --drafter suffix", ["suffix"]),
+        ("./smollm2", []),
+    ],
+)
+def test_smollm2_has_drafters_unless_others_are_named(arguments: str, drafters: list[str]) -> None:
+    assert parse(ServeSettings, "serve", arguments.split()).drafter == drafters
+
+
 SCHEMAS: list[tuple[type[Settings], list[str]]] = [
     (ServeSettings, ["--target", "x"]),
     (GatewaySettings, ["--tokenizer", "x", "--verifier", "127.0.0.1:1"]),
