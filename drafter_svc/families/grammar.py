@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from drafter_svc.branching import Branch, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.forced_text import ForcedText, Path, Speller
-from drafter_svc.families.layout import Layout
+from drafter_svc.families.layout import AfterThought, Layout
 from drafter_svc.families.settings import GrammarSettings
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
@@ -108,6 +108,7 @@ class _Text:
 
     compiling: asyncio.Task[TextMatcher | None]
     length: int
+    answer: AfterThought
     matcher: TextMatcher | None = None
     layout: Layout = field(default_factory=Layout)
     guesses: list[_Guess] | None = None
@@ -165,7 +166,8 @@ class GrammarFamily(Family):
         debt_s = _REFILL * (self._repaid.get(opened.tenant, 0.0) - self._clock())
         if opened.grammar is not None and debt_s <= _TENANTS_MOST_S:
             compiling = asyncio.ensure_future(self._compile(sequence, opened.grammar))
-            self._texts[sequence.id] = _Text(compiling, len(sequence.tokens))
+            answer = AfterThought(opened.grammar.thought)
+            self._texts[sequence.id] = _Text(compiling, len(sequence.tokens), answer)
 
     async def _compile(self, sequence: DraftSequence, grammar: Grammar) -> TextMatcher | None:
         """A matcher that has read the sequence's text; None if the grammar cannot be compiled."""
@@ -227,12 +229,12 @@ class GrammarFamily(Family):
             if text.matcher is None:
                 return False
             output = sequence.tokens[sequence.opened.prompt_length : text.length]
-            text.layout.read(bytes_of(output))
+            text.layout.read(text.answer.read(bytes_of(output)))
         new = sequence.tokens[text.length :]
         text.length = len(sequence.tokens)
         if not all(text.matcher.accept(token) for token in new) or text.matcher.ended:
             return False
-        text.layout.read(bytes_of(new))
+        text.layout.read(text.answer.read(bytes_of(new)))
         if text.guesses is None:
             self._offer(sequence, text, text.matcher)
         return True

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.grammar.kinds import FreeThought
+
 BLANKS = b" \t\n\r"
 # Bytes that tell one joint from another. All others count as words.
 _MARKS = b"{}[],:"
@@ -66,6 +68,38 @@ class Place:
         return cls(solid[-1] if solid else 0, text[len(solid) :], indent)
 
 
+class AfterThought:
+    """Leaves out a thought before an answer: its blanks say nothing about the answer's."""
+
+    def __init__(self, thought: FreeThought | None) -> None:
+        """Without a `thought` all text is the answer."""
+        self._marks: list[bytes] = []
+        if thought is not None:
+            self._marks = [thought.begin.encode(), thought.end.encode()]
+        self._held = b""
+
+    def read(self, new: bytes) -> bytes:
+        """The part of the text `new` that belongs to the answer."""
+        text = self._held + new
+        self._held = b""
+        if len(self._marks) == 2:
+            begin = self._marks[0]
+            if len(text) < len(begin) and begin.startswith(text):
+                self._held = text
+                return b""
+            self._marks = self._marks[1:] if text.startswith(begin) else []
+            text = text.removeprefix(begin)
+        if not self._marks:
+            return text
+        end = self._marks[0]
+        _, found, answer = text.partition(end)
+        if found:
+            self._marks = []
+            return answer
+        self._held = text[max(0, len(text) - len(end) + 1) :]
+        return b""
+
+
 class Layout:
     """Guesses the blanks before a byte, by those at earlier joints of the same kind.
 
@@ -89,7 +123,9 @@ class Layout:
             if self._quoted:
                 self._read_quoted(byte)
             elif byte not in BLANKS:
-                if _joint(self._last, byte) != (0, 0):
+                joint = _joint(self._last, byte)
+                # An object or a list behind a word begins a JSON text.
+                if joint != (0, 0) and (joint[0] or byte not in b"{["):
                     self._learn(Place.after(text[max(0, at - _KEPT_BYTES) : at]), byte)
                 self._last = byte
                 self._quoted = byte == ord('"')

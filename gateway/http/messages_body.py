@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from gateway.http.conversation import CalledFunction, JsonObject, Message, ToolCall
 from gateway.http.fields import Body, Listed, Text
 from gateway.http.messages_tools import AnyTool, ToolChoiceBody, ignored, unsupported
-from gateway.http.schema import ChatBody, JsonSchema, ResponseFormat
+from gateway.http.schema import ChatBody, JsonSchema, ResponseFormat, StructuredOutputs
 from gateway.text.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gateway.tools.definitions import MAX_TOOLS
 from outrider.errors import invalid
@@ -223,6 +223,7 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="As in chats.")
     # It is refused by name, since a request that continues a thread has only the newest messages.
     thread: Annotated[Any, AfterValidator(_refuse_thread)] = Field(
         default=None, description="Not supported: each request must have all messages."
@@ -236,6 +237,7 @@ class MessagesBody(CountTokensBody):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            structured_outputs=self.structured_outputs,
         )
 
 

@@ -225,8 +225,9 @@ class ChatShape(ResponseShape):
         if thought:
             message["reasoning_content"] = thought
         if calls := _whole_calls(given.parts):
-            message["content"] = given.text or None
             message["tool_calls"] = calls
+        if thought or calls:
+            message["content"] = given.text or None
         return {"message": message}
 
     def delta(self, part: Part) -> Json:

@@ -27,6 +27,7 @@ from gateway.http.schema import (
     ChatBody,
     SamplingBody,
     SpeculationBody,
+    StructuredOutputs,
 )
 from outrider.errors import OutriderError, invalid
 from outrider.protocol.limits import MAX_MESSAGES, MAX_NAME_LENGTH
@@ -181,6 +182,7 @@ class ResponsesBody(PromptBody, SamplingBody):
     metadata: Annotated[dict[Text, Text], AfterValidator(_metadata)] | None = None
     seed: int | None = limited("As in chats.", minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
     speculation: SpeculationBody = SpeculationBody()
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="As in chats.")
     timeout: float | None = limited("As in chats.", minimum=LEAST_TIMEOUT_S)
     background: Literal[False] | None = None
     prompt: None = None
@@ -204,7 +206,8 @@ class ResponsesBody(PromptBody, SamplingBody):
 
     def asked(self, items: Sequence[Item]) -> ChatBody:
         """The chat that asks the same, as `PromptBody.chat` has it, with all settings."""
-        same = [*SamplingBody.model_fields, "stream", "seed", "speculation", "timeout"]
+        same = ["stream", "seed", "speculation", "structured_outputs", "timeout"]
+        same += SamplingBody.model_fields
         settings = {name: getattr(self, name) for name in same}
         return self.chat(items, max_completion_tokens=self.max_output_tokens, **settings)
 

@@ -155,6 +155,11 @@ class StructuredOutputs(TakesNeutral):
     )
     grammar: Text | None = limited("A grammar of the answer, in GBNF.", **_GRAMMAR)
     structural_tag: dict[str, Any] | Text | None = None
+    enable_in_reasoning: bool | None = Field(
+        default=None,
+        description="Whether the grammar, or response_format, holds from the first token, so that "
+        "the answer has no thought. Else it binds what follows the thought.",
+    )
 
 
 @with_declared(SamplingParams, SAMPLING_RANGES)
@@ -296,12 +301,19 @@ class ChatBody(GenerationBody, TemplateOptions):
     )
 
     def rendering(self) -> dict[str, Any]:
-        """The keyword arguments of `Prompts.render`.
-
-        reasoning_effort and enable_thinking become variables of the template, unless
-        chat_template_kwargs sets them. As in vLLM, the effort "none" asks for no thought.
-        """
+        """The keyword arguments of `Prompts.render`."""
         options = super().rendering()
+        options["variables"] = self.template_variables
+        options["tools"] = [tool.for_template() for tool in self.tools or ()]
+        return options
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the template.
+
+        reasoning_effort and enable_thinking become variables, unless chat_template_kwargs sets
+        them. As in vLLM, the effort "none" asks for no thought.
+        """
         thinks = self.enable_thinking
         if thinks is None and self.reasoning_effort == "none":
             thinks = False
@@ -312,9 +324,7 @@ class ChatBody(GenerationBody, TemplateOptions):
             "thinking": thinks,
         }
         known = {name: value for name, value in given.items() if value is not None}
-        options["variables"] = known | options["variables"]
-        options["tools"] = [tool.for_template() for tool in self.tools or ()]
-        return options
+        return known | (self.chat_template_kwargs or {})
 
 
 class TokenizeBody(TakesNeutral, TemplateOptions):

@@ -15,7 +15,7 @@ from gateway.http.schema import (
     SpeculationBody,
     StructuredOutputs,
 )
-from gateway.text.answers import AnswerOptions, with_calls_and_thought
+from gateway.text.answers import AnswerOptions, asks_for_thought, with_calls_and_thought
 from gateway.text.request import AnswerLimit, TextInputs, TextRequest, check_stop
 from gateway.tools.definitions import AUTO
 from outrider.errors import invalid
@@ -76,12 +76,16 @@ def text_requests(
 
 
 def _answer_options(body: ChatBody) -> AnswerOptions:
+    outputs = body.structured_outputs or StructuredOutputs()
     return AnswerOptions(
         [tool.tool for tool in body.tools or ()],
         body.tool_choice or AUTO,
         is_parallel=body.parallel_tool_calls is not False,
         splits_thought=body.separate_reasoning is not False,
         shows_thought=body.include_reasoning is not False,
+        thinks=asks_for_thought(body.template_variables),
+        binds_thought=bool(outputs.enable_in_reasoning),
+        continued=(body.messages[-1].content or "") if body.continue_final_message else "",
     )
 
 

@@ -14,7 +14,7 @@ from gateway.http.conversation import Message, template_variables
 from gateway.http.fields import Body
 from gateway.http.json_size import check_size
 from gateway.http.tools import ToolBody
-from gateway.text.answers import AnswerOptions
+from gateway.text.answers import AnswerOptions, asks_for_thought
 from gateway.text.request import Conversation
 from gateway.tools.definitions import MAX_TOOLS, Mode, ToolChoice
 from outrider.errors import invalid
@@ -49,9 +49,9 @@ def chat_input(chat: generation_pb2.Chat) -> ChatInput:
         raise invalid("chat.tool_mode", f"must be a value of ToolMode, not {chat.tool_mode}")
     messages = _checked(Message, "messages", [_message(given) for given in chat.messages])
     tools = _checked(ToolBody, "tools", [_tool(i, tool) for i, tool in enumerate(chat.tools)])
-    rendering: dict[str, Any] = {"tools": [tool.for_template() for tool in tools]}
-    if chat.template_variables:
-        rendering["variables"] = _variables(chat.template_variables)
+    variables = _variables(chat.template_variables) if chat.template_variables else {}
+    shown = [tool.for_template() for tool in tools]
+    rendering: dict[str, Any] = {"tools": shown, "variables": variables}
     names = frozenset(chat.tool_names) if chat.tool_names else None
     choice = ToolChoice(mode, names)
     return ChatInput(
@@ -60,6 +60,8 @@ def chat_input(chat: generation_pb2.Chat) -> ChatInput:
             [tool.tool for tool in tools],
             choice,
             is_parallel=not chat.single_call,
+            thinks=asks_for_thought(variables),
+            binds_thought=chat.enable_in_reasoning,
             tools_field="chat.tools",
             choice_field="chat.tool_mode" if names is None else "chat.tool_names",
         ),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gateway.text.request import Prompt, TextRequest
 from gateway.tools.definitions import AUTO, Tool, ToolChoice, ToolUse, tool_use
-from gateway.tools.formats import JSON_FORMAT, AnswerFormat, Thought, ToolFormat
-from gateway.tools.grammar import ThoughtState, calls_grammar
+from gateway.tools.formats import JSON_FORMAT, AnswerFormat, ToolFormat
+from gateway.tools.grammar import calls_grammar
 from gateway.tools.reader import Reading
+from gateway.tools.thoughts import Thought, ThoughtState
 from outrider.errors import OutriderError, Reason, invalid
+from outrider.grammar.kinds import FreeThought
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,21 @@ class AnswerOptions:
     """Whether the thought is apart from the content."""
     shows_thought: bool = True
     """Whether a thought that is apart is a part of the answer."""
+    thinks: bool = True
+    """False if the chat asks for no thought."""
+    binds_thought: bool = False
+    """Whether the answer's grammar holds from the first token, so that there is no thought."""
+    continued: str = ""
+    """The text of the last message, if the answer goes on with it."""
     tools_field: str = "tools"
     choice_field: str = "tool_choice"
     """What the caller calls the tools and the choice, for errors."""
+
+
+def asks_for_thought(variables: Mapping[str, Any]) -> bool:
+    """Whether the variables of a chat template do not forbid a thought."""
+    # Templates call the same switch by either name.
+    return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
 
 def with_calls_and_thought(
@@ -38,12 +53,13 @@ def with_calls_and_thought(
     Raises OutriderError that names the tools or the choice: INVALID_VALUE if they contradict each
     other, UNSUPPORTED_PARAMETER if nobody knows how the model writes calls.
     """
-    thought = answers.thought if options.splits_thought else None
-    state = _state(thought, prompt.end)
     use = _use(options)
     grammar = request.tokens.grammar
-    if use is None and (state == "over" or grammar is not None):
-        # A grammar holds from the first token, so its text is content.
+    if use is None and grammar is not None:
+        return _behind_thought(request, options, prompt, answers.thought)
+    thought = answers.thought if options.splits_thought else None
+    state = _state(thought, prompt, options, is_bound=grammar is not None or _is_forced(use))
+    if use is None and state == "over":
         return request
     form = None if use is None else _form(answers.calls, use, options.choice_field)
     reading = Reading(
@@ -53,7 +69,7 @@ def with_calls_and_thought(
         begins_in_thought=state == "open",
         shows_thought=options.shows_thought,
         is_either=use is not None and not use.is_forced and grammar is not None,
-        is_forced=use is not None and use.is_forced,
+        is_forced=_is_forced(use),
         held=frozenset(tool.name for tool in options.tools if tool.strict),
         first_call=prompt.call_count,
     )
@@ -80,10 +96,44 @@ def _use(options: AnswerOptions) -> ToolUse | None:
     return tool_use(options.tools, options.choice, is_parallel=options.is_parallel)
 
 
-def _state(thought: Thought | None, end: str) -> ThoughtState:
-    if thought is None or thought.is_over(end):
+def _is_forced(use: ToolUse | None) -> bool:
+    return use is not None and use.is_forced
+
+
+def _behind_thought(
+    request: TextRequest, options: AnswerOptions, prompt: Prompt, thought: Thought | None
+) -> TextRequest:
+    """The request whose grammar binds what follows the thought, and how to read the answer."""
+    grammar = request.tokens.grammar
+    assert grammar is not None
+    state = _state(thought, prompt, options, is_bound=True)
+    if thought is None or state == "over" or grammar.thought is not None:
+        # The grammar holds from the first token, so its text is content.
+        return request
+    begin = "" if state == "open" else thought.begin
+    free = FreeThought(begin, thought.end, thought.after)
+    tokens = replace(request.tokens, grammar=replace(grammar, thought=free))
+    reading = None
+    if options.splits_thought:
+        reading = Reading(
+            thought=thought,
+            begins_in_thought=state == "open",
+            shows_thought=options.shows_thought,
+            is_bound=True,
+        )
+    return replace(request, tokens=tokens, reading=reading)
+
+
+def _state(
+    thought: Thought | None, prompt: Prompt, options: AnswerOptions, *, is_bound: bool
+) -> ThoughtState:
+    """Where the answer begins; `is_bound` says that a grammar binds all of it but a thought."""
+    if thought is None or (is_bound and options.binds_thought):
         return "over"
-    return "open" if thought.is_open(end) else "possible"
+    state = thought.state(prompt.end, options.continued)
+    if state == "possible" and is_bound and not options.thinks:
+        return "over"
+    return state
 
 
 def _form(known: ToolFormat | None, use: ToolUse, field: str) -> ToolFormat:

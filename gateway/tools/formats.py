@@ -1,10 +1,11 @@
-"""How models write tool calls and thoughts: one row a format."""
+"""How models write tool calls: one row a format."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from gateway.tools.thoughts import THOUGHTS, Thought, shown_thought
 from outrider.errors import invalid
 from outrider.grammar.arguments import TAGS
 
@@ -18,23 +19,6 @@ Style = Literal[
     "gemma",
 ]
 """How a call's arguments are written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Thought:
-    """The marks around a thought, and the text between the thought and the answer."""
-
-    begin: str = "<think>"
-    end: str = "</think>"
-    after: str = ""
-
-    def is_open(self, prompt: str) -> bool:
-        """Whether an answer to this prompt goes on with a thought that the prompt begins."""
-        return prompt.rstrip().endswith(self.begin)
-
-    def is_over(self, prompt: str) -> bool:
-        """Whether the prompt holds the answer's thought already, such as an empty one."""
-        return prompt.rstrip().endswith(self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +83,7 @@ def _common_start(texts: list[str]) -> str:
     return first[:length]
 
 
-_THINK = Thought()
-_THINK_APART = Thought(after="\n\n")
+_THINK, _THINK_APART = THOUGHTS["think"], THOUGHTS["think_apart"]
 _DSML = "｜DSML｜"
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
@@ -151,7 +134,7 @@ _ROWS = (
         "mistral",
         (CallMarks("[TOOL_CALLS]{name}[ARGS]", ""),),
         separator="",
-        thought=Thought("[THINK]", "[/THINK]"),
+        thought=THOUGHTS["brackets"],
         template_marks=("[TOOL_CALLS]", "[ARGS]"),
         call_id="nine",
     ),
@@ -168,7 +151,7 @@ _ROWS = (
         (CallMarks("<|tool_call>call:{name}", "<tool_call|>"),),
         "gemma",
         separator="",
-        thought=Thought("<|channel>thought\n", "<channel|>"),
+        thought=THOUGHTS["gemma_4"],
         template_marks=("<|tool_call>call:",),
         marks=('<|"|>',),
     ),
@@ -270,14 +253,6 @@ class AnswerFormat:
         return f"format of tool calls: {calls}; mark of thoughts: {thought}"
 
 
-_THOUGHTS = (
-    _THINK,
-    Thought("[THINK]", "[/THINK]"),
-    Thought("<seed:think>", "</seed:think>"),
-    Thought("<|START_THINKING|>", "<|END_THINKING|>"),
-)
-
-
 def answer_format(template: str, name: str = "") -> AnswerFormat:
     """The format that a chat template shows, or the named one for calls.
 
@@ -286,9 +261,8 @@ def answer_format(template: str, name: str = "") -> AnswerFormat:
     if name and name != "none" and name not in FORMATS:
         raise invalid("tool-format", f"must be none or one of {', '.join(FORMATS)}, not {name!r}")
     calls = FORMATS.get(name) if name else _shown_calls(template)
-    known = (calls.thought,) if calls is not None else ()
-    thoughts = [mark for mark in (*known, *_THOUGHTS) if mark is not None and mark.end in template]
-    return AnswerFormat(calls, thoughts[0] if thoughts else None)
+    known = None if calls is None else calls.thought
+    return AnswerFormat(calls, shown_thought(template, known))
 
 
 def _shown_calls(template: str) -> ToolFormat | None:

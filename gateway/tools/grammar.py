@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from gateway.tools.definitions import Tool, ToolUse
-from gateway.tools.formats import CallMarks, Thought, ToolFormat
+from gateway.tools.formats import CallMarks, ToolFormat
+from gateway.tools.thoughts import Thought, ThoughtState
 from outrider.errors import invalid
 from outrider.grammar.kinds import Grammar, GrammarKind
 
 Json = dict[str, Any]
-ThoughtState = Literal["open", "possible", "over"]
-"""Whether the answer begins within a thought, may begin with one, or has none."""
 # Beside these, the properties that a schema names are not all that it means.
 _OPEN = {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "$ref"}
 _ANY_OBJECT: Json = {"type": "object"}

@@ -15,7 +15,8 @@ from itertools import groupby
 from typing import Any
 
 from gateway.tools.arguments import ArgumentReader, argument_reader
-from gateway.tools.formats import CallMarks, Thought, ToolFormat
+from gateway.tools.formats import CallMarks, ToolFormat
+from gateway.tools.thoughts import Thought
 
 _LETTERS = string.ascii_letters + string.digits
 # A text that begins as a call does, and goes on otherwise for so long, is content.
@@ -74,6 +75,8 @@ class Reading:
     """Whether the answer is calls alone or content alone."""
     is_forced: bool = False
     """Whether the answer holds nothing but calls, and perhaps a thought before them."""
+    is_bound: bool = False
+    """Whether all text after the thought is content, as a grammar has it."""
     held: frozenset[str] = frozenset()
     """The tools whose arguments the grammar holds to their schemas; all of them if it is forced."""
     first_call: int = 0
@@ -146,7 +149,7 @@ class AnswerReader:
         if self._step == self._content:
             is_open = self._buffer or self._blanks or self._trims
             return None if is_open else "content"
-        if self._ends_thought:
+        if self._ends_thought or self._step == self._after:
             return None
         if self._section_end and self._call_count and self._step == self._call:
             # Another call may begin here, or the section end.
@@ -188,10 +191,21 @@ class AnswerReader:
         if mark == end:
             self._buffer = self._buffer.removeprefix(end)
             self._end_thought()
-            self._step = self._content
+            self._step = self._after if self._reading.is_bound else self._content
         else:
             self._ends_thought = True
             self._step = self._section if self._form.sections else self._call
+        return True
+
+    def _after(self, parts: list[Part]) -> bool:
+        """Take the text between a thought and the content that a grammar binds."""
+        assert self._reading.thought is not None
+        after = self._reading.thought.after
+        if len(self._buffer) < len(after) and after.startswith(self._buffer):
+            return False
+        self._buffer = self._buffer.removeprefix(after)
+        self._trims = False
+        self._step = self._plain
         return True
 
     def _end_thought(self) -> None:
@@ -217,7 +231,8 @@ class AnswerReader:
 
     def _content(self, parts: list[Part]) -> bool:
         """Take content up to the next thought, call or section."""
-        if self._reading.is_either and not self._call_count:
+        is_alone = self._reading.is_either or self._reading.is_bound
+        if is_alone and not self._call_count:
             text = self._buffer.lstrip()
             if not any(each.startswith(text) or text.startswith(each) for each in self._openers()):
                 self._step = self._plain

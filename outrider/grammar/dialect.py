@@ -13,7 +13,14 @@ from typing import Any
 from outrider.errors import invalid
 from outrider.grammar.gbnf import translate_gbnf
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.grammar.lark import SpecialTokens, any_of, json_rule, literal, regex_rule
+from outrider.grammar.lark import (
+    SpecialTokens,
+    any_of,
+    behind_thought,
+    json_rule,
+    literal,
+    regex_rule,
+)
 from outrider.grammar.regex import full_match
 from outrider.grammar.repetition import check_ebnf, check_pattern
 from outrider.grammar.schema import translate_schema
@@ -26,7 +33,10 @@ def translate(grammar: Grammar, specials: SpecialTokens) -> Grammar:
     Raises OutriderError(INVALID_VALUE) that names the grammar's field and the keyword or construct
     that cannot be enforced.
     """
-    return replace(grammar, text=_lark(grammar, specials), choices=())
+    text = _lark(grammar, specials)
+    if grammar.thought is not None:
+        text = behind_thought(text, grammar.thought, specials)
+    return replace(grammar, text=text, choices=())
 
 
 def _lark(grammar: Grammar, specials: SpecialTokens) -> str:

@@ -18,12 +18,29 @@ class GrammarKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class FreeThought:
+    """A thought before the answer, which the grammar does not bind, and the text after it.
+
+    The thought goes from `begin` to the first `end`, and `after` follows it. The output may leave
+    out a thought that has a `begin`. An empty `begin` stands for a thought that the prompt begins.
+    """
+
+    begin: str
+    end: str
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the output. JSON_OBJECT has no `text`, and CHOICE has `choices` instead."""
+    """A constraint on the output. JSON_OBJECT has no `text`, and CHOICE has `choices` instead.
+
+    With a `thought` it binds what follows the thought alone.
+    """
 
     kind: GrammarKind
     text: str = ""
     choices: tuple[str, ...] = ()
+    thought: FreeThought | None = None
 
     @property
     def field(self) -> str:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from outrider.grammar.kinds import FreeThought
+
 # Most whitespace characters between two JSON tokens. Without a bound a model can indent for ever.
 _MAX_WHITESPACE = 16
 _OPTIONS: Any = {
@@ -130,3 +132,14 @@ class LarkRules:
         head = self.terminal(f"{terminal} {literal(before)}") if before else terminal
         rest = self.mark("".join(more[1:]))
         return f"({head} <[{self._specials[more[0]]}]> {rest} | {spelled})"
+
+
+def behind_thought(answer: str, thought: FreeThought, specials: SpecialTokens) -> str:
+    """The grammar of a thought and the text of the grammar `answer` after it."""
+    rules = LarkRules(specials)
+    # A grammar within the grammar: its names and terminals are its own.
+    bound = rules.rule(f"%lark {{\n{answer}\n}}")
+    ended = f"{rules.until(TEXT, thought.end)} {rules.mark(thought.after)} {bound}"
+    if not thought.begin:
+        return rules.text(ended)
+    return rules.text(any_of([f"{rules.mark(thought.begin)} {ended}", bound]))

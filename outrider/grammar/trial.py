@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,6 +51,8 @@ class Trial:
         """
         found = translate(grammar, self._libraries.specials)
         compiled = compile_only(self._libraries, found)
+        if grammar.thought is not None:
+            compiled = self._answer(grammar)
         try:
             _try_out(compiled.matcher(), grammar.field, self._vocab_size, self._stops)
         except OutriderError:
@@ -69,10 +72,8 @@ class Trial:
         Raises OutriderError(INVALID_VALUE) that names the field.
         """
         last, self._last = self._last, None
-        if last is not None and last[0] == grammar:
-            compiled = last[1]
-        else:
-            compiled = compile_only(self._libraries, translate(grammar, self._libraries.specials))
+        is_known = last is not None and last[0] == grammar
+        compiled = last[1] if last is not None and is_known else self._answer(grammar)
         try:
             self._guard.check(compiled, grammar)
         except OutriderError:
@@ -83,6 +84,11 @@ class Trial:
         except Exception as cause:
             problem = f"cannot be enforced: its texts cannot be checked ({type(cause).__name__})"
             raise invalid(grammar.field, problem) from cause
+
+    def _answer(self, grammar: Grammar) -> Compiled:
+        """What the grammar binds. A random text would hardly come to the end of a thought."""
+        alone = replace(grammar, thought=None)
+        return compile_only(self._libraries, translate(alone, self._libraries.specials))
 
 
 def compile_only(libraries: Libraries, grammar: Grammar) -> Compiled:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Libraries
-from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.grammar.trial import Trial
 
 HANDLER = f"{__name__}:checker"
@@ -37,18 +37,25 @@ def checker(tokenizer: str, vocab_size: int, stop_token_ids: list[int]) -> Calla
 
 def request_for(grammar: Grammar) -> bytes:
     """The request that has a worker translate, compile and try out a grammar."""
-    return json.dumps([grammar.kind.value, grammar.text, grammar.choices, False]).encode()
+    return _request(grammar, is_for_texts=False)
 
 
 def texts_request_for(grammar: Grammar) -> bytes:
     """The request that has a worker check random texts of a grammar, best of its last one."""
-    return json.dumps([grammar.kind.value, grammar.text, grammar.choices, True]).encode()
+    return _request(grammar, is_for_texts=True)
+
+
+def _request(grammar: Grammar, *, is_for_texts: bool) -> bytes:
+    thought = None if grammar.thought is None else astuple(grammar.thought)
+    parts = [grammar.kind.value, grammar.text, grammar.choices, thought, is_for_texts]
+    return json.dumps(parts).encode()
 
 
 def grammar_from(request: bytes) -> Grammar:
     """The grammar of a request."""
-    kind, text, choices, _ = json.loads(request)
-    return Grammar(GrammarKind(kind), text, tuple(choices))
+    kind, text, choices, thought, _ = json.loads(request)
+    free = None if thought is None else FreeThought(*thought)
+    return Grammar(GrammarKind(kind), text, tuple(choices), free)
 
 
 def is_for_texts(request: bytes) -> bool:

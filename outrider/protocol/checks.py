@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.protocol.limits import (
     MAX_CHOICES,
     MAX_FAMILY_LENGTH,
     MAX_GRAMMAR_CHARACTERS,
     MAX_LISTED_TOKENS,
+    MAX_MARK_CHARACTERS,
     MAX_NAME_LENGTH,
     MAX_TOP_LOGPROBS,
     Range,
@@ -82,6 +83,18 @@ def check_grammar(grammar: Grammar, field: str = "") -> None:
     size = len(grammar.text) + sum(map(len, grammar.choices))
     if size > MAX_GRAMMAR_CHARACTERS:
         raise invalid(field, f"must have at most {MAX_GRAMMAR_CHARACTERS} characters, not {size}")
+    if grammar.thought is not None:
+        _check_thought(grammar.thought)
+
+
+def _check_thought(thought: FreeThought) -> None:
+    if not thought.end:
+        raise invalid("grammar.thought.end", "must not be empty")
+    for name in ("begin", "end", "after"):
+        size = len(getattr(thought, name))
+        if size > MAX_MARK_CHARACTERS:
+            problem = f"must have at most {MAX_MARK_CHARACTERS} characters, not {size}"
+            raise invalid(f"grammar.thought.{name}", problem)
 
 
 def check_name(field: str, name: str, empty: bool = False, longest: int = MAX_NAME_LENGTH) -> None:

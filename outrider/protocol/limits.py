@@ -39,6 +39,8 @@ MAX_LISTED_TOKENS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_GRAMMAR_CHARACTERS = 65536
 MAX_CHOICES = 1024
+MAX_MARK_CHARACTERS = 256
+"""Most characters of each text around a thought that a grammar leaves free."""
 MAX_RELAXED_TOPK = 64
 MAX_GATHERED_TOKENS = 4096
 """Most tokens that the verifier gathers for one chunk."""

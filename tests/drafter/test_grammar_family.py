@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from drafter_svc.placement import PlacementPlan
 from outrider.errors import OutriderError
 from outrider.grammar import compiler
 from outrider.grammar.backends import Compiled, Libraries
-from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.protocol.draft_messages import Skip, Window
 
 TARGET = "models/target"
@@ -203,6 +204,32 @@ async def test_where_calls_are_optional_nothing_is_guessed_before_the_trigger(
     assert (await writer.chain()).startswith('\n{"name": "get_')
 
 
+async def test_nothing_is_guessed_within_a_thought_and_the_answer_after_it_is(
+    grammars: Grammars,
+) -> None:
+    writer = Writer(grammars)
+    await writer.open(replace(SCHEMA, thought=FreeThought("", "</think>", "\n\n")), "")
+    for text in ("Let me", " see:", ' {"name": ', '[1, 2, "', "</thi", "nk"):
+        assert await writer.chain() == ""
+        writer.write(text)
+    writer.write(">")
+    assert (await writer.chain()).startswith("\n\n{")
+    writer.write('\n\n{"name":')
+    # The blanks of the answer, not those of the thought.
+    writer.write('"A",')
+    assert (await writer.chain()).startswith('"ok":')
+
+
+async def test_a_thought_that_may_be_left_out_is_a_branch_beside_the_answer(
+    grammars: Grammars,
+) -> None:
+    writer = Writer(grammars)
+    await writer.open(replace(SCHEMA, thought=FreeThought("<think>", "</think>")), tree_tokens=64)
+    texts = [text for text, _ in await writer.paths()]
+    assert "<think>" in texts
+    assert any(text.startswith("{") for text in texts)
+
+
 async def test_the_end_is_the_one_that_the_prompt_has(grammars: Grammars) -> None:
     assert grammars.stops[0] != END
     writer = Writer(grammars)
@@ -311,8 +338,10 @@ async def test_grammars_that_take_long_lose_their_drafts_and_those_of_their_tena
         (Grammar(GrammarKind.JSON_OBJECT), ""),
         (tool_calls(), "<tool_call>"),
         (tool_calls(at_least_one=True), ""),
+        (replace(SCHEMA, thought=FreeThought("<think>", "</think>", "\n\n")), ""),
+        (replace(SCHEMA, thought=FreeThought("", "</think>", "\n\n")), "so</think>"),
     ],
-    ids=["schema", "object", "auto", "call"],
+    ids=["schema", "object", "auto", "call", "may think", "has thought"],
 )
 async def test_no_guess_is_forbidden_by_the_grammar(
     grammars: Grammars, grammar: Grammar, begin: str

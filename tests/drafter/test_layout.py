@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from drafter_svc.families.layout import Layout, Place
+from drafter_svc.families.layout import AfterThought, Layout, Place
+from outrider.grammar.kinds import FreeThought
 
 VALUE = {"a": 1, "b": [2, {"c": None}], "d": {"e": 'x, y: {z} \\" q'}, "f": []}
 
@@ -71,3 +72,28 @@ def test_the_trust_in_a_joint_falls_with_each_change_and_comes_back() -> None:
 def test_a_quote_in_the_text_before_hides_no_joint() -> None:
     before = 'Then "call it.\n'
     assert guessed(layout_of(before + '{"a":1'), '{"b":', "2") == [""]
+
+
+def test_a_json_text_behind_words_has_the_usual_layouts() -> None:
+    layout = layout_of('So\n</think>\n\n{"a"')
+    assert guessed(layout, '{"a":', "1") == [" ", ""]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("thought", "text", "answer"),
+    [
+        (None, "<t>a</t>b", "<t>a</t>b"),
+        (FreeThought("", "</t>"), "a</</t>b</t>", "b</t>"),
+        (FreeThought("<t>", "</t>"), "<t></t>b", "b"),
+        (FreeThought("<t>", "</t>"), "{}</t>b", "{}</t>b"),
+        (FreeThought("<t>", "</t>"), "<a</t>b", "<a</t>b"),
+        (FreeThought("<t>", "</t>"), "<t>a</t", ""),
+    ],
+)
+def test_a_thought_is_left_out_however_its_text_is_cut(
+    thought: FreeThought | None, text: str, answer: str, size: int
+) -> None:
+    reader = AfterThought(thought)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert "".join(reader.read(piece.encode()).decode() for piece in pieces) == answer

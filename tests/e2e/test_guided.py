@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from json_schemas import schemas
 from stack import TARGET, Client, Stack
 
-from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.process import rpc_errors
 from outrider.protocol.messages import (
     FinishReason,
@@ -84,18 +85,22 @@ async def test_a_seed_gives_the_same_guided_text_with_and_without_drafters(stack
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["schema", "tools"])
+@pytest.mark.parametrize("kind", ["schema", "tools", "thought"])
 async def test_the_grammars_drafter_leaves_the_text_as_it_is_and_saves_forwards(
     stack: Stack, kind: str, temperature: float
 ) -> None:
-    """Both with a seed: JSON by a schema, and the call of a tool."""
-    found = GRAMMARS[kind]
+    """Each with a seed: JSON by a schema, the call of a tool, and JSON behind a thought."""
+    of_prompts = "schema" if kind == "thought" else kind
+    found = GRAMMARS[of_prompts]
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(found.get("json")))
     if "structural_tag" in found:
         grammar = Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(found["structural_tag"]))
+    if kind == "thought":
+        # The first space of a text ends its thought.
+        grammar = replace(grammar, thought=FreeThought("", " "))
     forwards = dict.fromkeys(("none", "grammar", "all"), 0)
     async with Client(stack.address) as client:
-        for i, (_, prompt) in enumerate(KINDS[kind][:3]):
+        for i, (_, prompt) in enumerate(KINDS[of_prompts][:3]):
             texts = set()
             for name in forwards:
                 chunks = await client.generate(
@@ -112,6 +117,8 @@ async def test_the_grammars_drafter_leaves_the_text_as_it_is_and_saves_forwards(
                 assert stats is not None
                 forwards[name] += stats.forward_count
             assert len(texts) == 1
+            text = TOKENIZER.decode(list(texts.pop()))
+            assert kind != "thought" or text.partition(" ")[2].startswith("{")
     assert forwards["grammar"] < 0.9 * forwards["none"]
     assert forwards["all"] < 0.9 * forwards["none"]
 

@@ -66,7 +66,7 @@ def as_message(response: Json) -> Json:
     message: Json = {"content": None}
     for item in response["output"]:
         if item["type"] == "message":
-            message["content"] = "".join(part["text"] for part in item["content"])
+            message["content"] = "".join(part["text"] for part in item["content"]) or None
         elif item["type"] == "reasoning":
             message["reasoning_content"] = item["content"][0]["text"]
         else:
@@ -78,7 +78,8 @@ def as_message(response: Json) -> Json:
 def of_chat(answer: Json) -> Json:
     """The same of a chat's answer."""
     message = answer["choices"][0]["message"]
-    found = {k: message[k] for k in ("content", "reasoning_content") if k in message}
+    # A completed response has a message, be it empty; a chat with a thought alone has null.
+    found = {k: message[k] or None for k in ("content", "reasoning_content") if k in message}
     if "tool_calls" in message:
         found["calls"] = [call["function"] for call in message["tool_calls"]]
     return found

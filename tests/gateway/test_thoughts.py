@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 from gateway_rig import Rig, rig_with_template, text_by_part
 
-from gateway.tools.formats import FORMATS, Thought
+from gateway.tools.formats import FORMATS
 from gateway.tools.reader import AnswerReader, Reading, Reasoning
+from gateway.tools.thoughts import THOUGHTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -46,7 +47,7 @@ async def message_of(rig: Rig, **given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("count", [1, 2])
 async def test_a_thought_of_line_breaks_is_read_in_linear_time(count: int) -> None:
     """Several answers share the gateway's event loop, and each token is a piece."""
-    reading = Reading(FORMATS["hermes"], thought=Thought("<think>", "</think>"))
+    reading = Reading(FORMATS["hermes"], thought=THOUGHTS["think"])
     readers = [AnswerReader(replace(reading, begins_in_thought=True)) for _ in range(count)]
     began = time.thread_time()
     for reader in readers:
@@ -66,7 +67,7 @@ async def test_a_thought_of_line_breaks_is_read_in_linear_time(count: int) -> No
     [
         ("<think>\nbecause\n</think>\n\nIt is.", None, "because", "It is."),
         ("because <b>\n</think>\n\nIt is.\n", True, "because <b>", "It is.\n"),
-        ("still thinking", True, "still thinking", ""),
+        ("still thinking", True, "still thinking", None),
         ("<think>\n\n</think>\n\nIt is.", None, None, "It is."),
         ("It is. <think> no", None, None, "It is. <think> no"),
         ("\n It is.", None, None, "\n It is."),
@@ -74,7 +75,12 @@ async def test_a_thought_of_line_breaks_is_read_in_linear_time(count: int) -> No
     ],
 )
 async def test_the_thought_is_apart_from_the_content(
-    thinker: Rig, said: str, thinking: bool | None, thought: str | None, content: str, chunk: int
+    thinker: Rig,
+    said: str,
+    thinking: bool | None,
+    thought: str | None,
+    content: str | None,
+    chunk: int,
 ) -> None:
     thinker.says(said, chunk)
     given = {} if thinking is None else {"enable_thinking": thinking}
@@ -145,11 +151,3 @@ async def test_a_caller_may_leave_the_thought_out_or_within(thinker: Rig) -> Non
     assert ("reasoning_content" in hidden, hidden["content"]) == (False, "It is.")
     whole = await message_of(thinker, separate_reasoning=False)
     assert ("reasoning_content" in whole, whole["content"]) == (False, said)
-
-
-async def test_the_answer_to_a_grammar_is_content(thinker: Rig) -> None:
-    thinker.says('{"a": 1}')
-    message = await message_of(
-        thinker, enable_thinking=True, response_format={"type": "json_object"}
-    )
-    assert message["content"] == '{"a": 1}'

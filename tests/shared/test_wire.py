@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import OutriderError, Reason
+from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.protocol import draft_messages as d
 from outrider.protocol import messages as m
 from outrider.protocol.limits import MAX_DRAFT_SECONDS
@@ -39,6 +40,18 @@ samplings = st.builds(
     banned_token_ids=lists.map(tuple),
 )
 names = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
+filled = st.text(min_size=1, max_size=9)
+thoughts = st.none() | st.builds(FreeThought, st.text(max_size=9), filled, st.text(max_size=9))
+grammars = (
+    st.builds(Grammar, st.just(GrammarKind.REGEX), filled, thought=thoughts)
+    | st.builds(Grammar, st.just(GrammarKind.JSON_OBJECT), thought=thoughts)
+    | st.builds(
+        Grammar,
+        st.just(GrammarKind.CHOICE),
+        choices=st.lists(filled, min_size=1, max_size=3).map(tuple),
+        thought=thoughts,
+    )
+)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +84,7 @@ def test_every_setting_of_a_request_is_on_the_wire(plain: Any, proto: Any) -> No
     tenant=names,
     chunk=st.integers(1, 100),
     likeliest=st.none() | st.integers(0, 20),
+    grammar=st.none() | grammars,
 )
 def test_a_request_survives_a_round_trip(
     prompt: list[int],
@@ -82,6 +96,7 @@ def test_a_request_survives_a_round_trip(
     tenant: str,
     chunk: int,
     likeliest: int | None,
+    grammar: Grammar | None,
 ) -> None:
     request = m.TokenRequest(
         prompt, max_tokens, sampling, stop, ignore_eos, speculation, tenant, min_chunk_tokens=chunk
@@ -91,8 +106,27 @@ def test_a_request_survives_a_round_trip(
         request = replace(request, prompt_logprobs=likeliest, max_tokens=max_tokens)
     else:
         request = replace(request, committed=prompt[: max_tokens - 1], noise_seed=max_tokens)
+    request = replace(request, grammar=grammar)
     proto = wire_requests.request_to_proto(request)
     assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
+
+
+@pytest.mark.parametrize(
+    ("thought", "problem"),
+    [
+        (FreeThought("a", ""), "end must not be empty"),
+        (FreeThought("a" * 257, "b"), "begin must have at most 256 characters, not 257"),
+        (FreeThought("", "b" * 257), "end must have at most 256 characters, not 257"),
+        (FreeThought("", "b", "c" * 257), "after must have at most 256 characters, not 257"),
+    ],
+)
+def test_the_error_of_a_bad_thought_names_its_text_and_the_limit(
+    thought: FreeThought, problem: str
+) -> None:
+    grammar = Grammar(GrammarKind.JSON_OBJECT, thought=thought)
+    proto = wire_requests.request_to_proto(m.TokenRequest([1], 2, grammar=grammar))
+    with pytest.raises(OutriderError, match=f"^grammar.thought.{problem}$"):
+        wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Every `*_from_proto` checks the ranges that the proto states.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from outrider.errors import invalid
-from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.protocol import messages as m
 from outrider.protocol.checks import check_grammar, check_sampling, check_speculation
 from outrider.v1 import common_pb2
@@ -78,12 +79,15 @@ def grammar_from_proto(proto: common_pb2.Grammar | None) -> Grammar | None:
         kinds = ", ".join(kind.value for kind in GrammarKind)
         raise invalid("grammar", f"must have one of {kinds}; none that this version knows is set")
     kind = GrammarKind(name)
+    thought = None
+    if proto.HasField("thought"):
+        thought = FreeThought(proto.thought.begin, proto.thought.end, proto.thought.after)
     if kind is GrammarKind.JSON_OBJECT:
-        grammar = Grammar(kind)
+        grammar = Grammar(kind, thought=thought)
     elif kind is GrammarKind.CHOICE:
-        grammar = Grammar(kind, choices=tuple(proto.choice.texts))
+        grammar = Grammar(kind, choices=tuple(proto.choice.texts), thought=thought)
     else:
-        grammar = Grammar(kind, getattr(proto, name))
+        grammar = Grammar(kind, getattr(proto, name), thought=thought)
     check_grammar(grammar)
     return grammar
 
@@ -92,12 +96,16 @@ def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:
     """Convert; None for no grammar."""
     if grammar is None:
         return None
+    thought = None
+    if grammar.thought is not None:
+        thought = common_pb2.FreeThought(**asdict(grammar.thought))
+    proto = common_pb2.Grammar(thought=thought)
     if grammar.kind is GrammarKind.JSON_OBJECT:
-        return common_pb2.Grammar(json_object=common_pb2.JsonObject())
-    if grammar.kind is GrammarKind.CHOICE:
-        return common_pb2.Grammar(choice=common_pb2.Choices(texts=grammar.choices))
-    proto = common_pb2.Grammar()
-    setattr(proto, grammar.kind.value, grammar.text)
+        proto.json_object.SetInParent()
+    elif grammar.kind is GrammarKind.CHOICE:
+        proto.choice.texts.extend(grammar.choices)
+    else:
+        setattr(proto, grammar.kind.value, grammar.text)
     return proto
 
 
