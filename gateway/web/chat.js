@@ -6,10 +6,7 @@ import { Output, figures } from "./output.js";
 import { TOOLS, resultOf } from "./tools.js";
 
 const MESSAGES = {
-  JSON: {
-    text: "Extract name, age, job and city as JSON: Ada, 36, works as a baker in Oslo.",
-    tools: "none",
-  },
+  question: { text: "What is the capital of France?", tools: "none" },
   "tool call": { text: "What is the weather in Oslo?", tools: "required" },
 };
 // A model may answer each result with another call.

@@ -8,35 +8,30 @@ import { Processes } from "./processes.js";
 import { DRAFTED, PLAIN, newSeed, race, run } from "./race.js";
 import { Timeline } from "./timeline.js";
 
-const PRESETS = {
-  "JSON (chat)": {
-    prompt: "List the items as JSON: Order: 3 x lamp at 12.5, 1 x desk at 80, 2 x rope at 7.25.",
-    endpoint: "chat",
-  },
-  rewriting: {
-    prompt: repeat(`def visit_Name(self, node):
+const ITEM = {
+  name: { type: "string" }, quantity: { type: "integer" }, price: { type: "number" },
+};
+const ORDER = object({ items: { type: "array", items: object(ITEM) } });
+const METHOD = `def visit_Name(self, node):
     if node.id in self.names:
         return self.names[node.id]
     self.names[node.id] = node
     return node
-`),
+`;
+const PRESETS = {
+  "JSON by a schema": {
+    prompt: "List the items as JSON. Order: 3 lamps at 12.5, 1 table at 80, 2 ropes at 7.25.",
+    endpoint: "chat",
+    schema: JSON.stringify(ORDER, null, 1),
   },
-  classes: {
-    prompt: repeat(`class Cache:
-    def get(self, key):
-        if key in self.items:
-            return self.items[key]
-        return None
-`),
+  summary: {
+    prompt: "Summarize in one sentence: The meeting of the garden club was moved from Monday to"
+      + " Thursday at seven in the evening, because the hall is being painted. Members should bring"
+      + " seeds for the exchange. Coffee and cake will be served after the talk about roses.",
+    endpoint: "chat",
   },
-  code: {
-    prompt: `class Queue:
-    def __init__(self, maxsize=0):
-        self.maxsize = maxsize
-
-    def put(self, item):
-`,
-  },
+  explanation: { prompt: "What is photosynthesis?", endpoint: "chat" },
+  "code, continued": { prompt: `${METHOD}\n\n${METHOD}\n\n${METHOD.split("\n")[0]}\n` },
 };
 const MOST_REASON = 160;
 
@@ -52,21 +47,39 @@ new Chat($("chat"), request);
 let model = "";
 let running = null;
 
-function repeat(source) {
-  return `${source}\n\n${source}\n\n${source.split("\n")[0]}\n`;
+function object(properties) {
+  return {
+    type: "object",
+    properties,
+    required: Object.keys(properties),
+    additionalProperties: false,
+  };
 }
 
 /** The request that the form describes, or that of another prompt with the form's settings. */
-function request(prompt = $("prompt").value, endpoint = $("endpoint").value) {
+function request(
+  prompt = $("prompt").value, endpoint = $("endpoint").value, schema = $("schema").value,
+) {
+  const isChat = endpoint === "chat";
   return {
     model,
     prompt,
-    messages: endpoint === "chat" ? [{ role: "user", content: prompt }] : undefined,
+    messages: isChat ? [{ role: "user", content: prompt }] : undefined,
+    more: isChat && schema.trim() ? { response_format: format(schema) } : undefined,
     maxTokens: $("tokens").valueAsNumber,
     temperature: $("temperature").valueAsNumber,
     seed: newSeed(),
     speculation: JSON.parse($("drafter").value || "{}"),
   };
+}
+
+/** The format of an answer by a schema, given as text. */
+function format(text) {
+  try {
+    return { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(text) } };
+  } catch (error) {
+    throw new Error(`The schema is no JSON: ${error.message}`);
+  }
 }
 
 /** Show what `write` writes into the outputs, in place of what was there. */
@@ -112,10 +125,13 @@ async function drafted(signal) {
 
 async function several(signal) {
   const presets = Object.entries(PRESETS);
-  $("asked").textContent = "four of the examples below";
+  $("asked").textContent = "the four examples below";
   const started = performance.now();
-  const all = await Promise.all(presets.map(([name, { prompt, endpoint = "completion" }]) =>
-    run(request(prompt, endpoint), new Output($("outputs"), name), timeline, signal)));
+  const all = await Promise.all(presets.map(([name, preset]) => {
+    const { prompt, endpoint = "completion", schema = "" } = preset;
+    const output = new Output($("outputs"), name);
+    return run(request(prompt, endpoint, schema), output, timeline, signal);
+  }));
   const seconds = (performance.now() - started) / 1000;
   const tokens = all.reduce((sum, statistics) => sum + statistics.tokens, 0);
   const rate = `${(tokens / seconds).toFixed(0)} tokens a second`;
@@ -178,13 +194,16 @@ function offerDrafters(readiness) {
   select.value = values.includes(chosen) ? chosen : "";
 }
 
-function choose({ prompt, endpoint = "completion" }) {
-  [$("prompt").value, $("endpoint").value] = [prompt, endpoint];
+function choose({ prompt, endpoint = "completion", schema = "" }) {
+  [$("prompt").value, $("endpoint").value, $("schema").value] = [prompt, endpoint, schema];
   showPrompt();
 }
 
 function showPrompt() {
-  $("asked").textContent = $("prompt").value;
+  const isChat = $("endpoint").value === "chat";
+  $("format").hidden = !isChat;
+  const format = isChat && $("schema").value.trim() ? " The answer follows a JSON schema." : "";
+  $("asked").textContent = $("prompt").value + format;
 }
 
 for (const [name, preset] of Object.entries(PRESETS)) {
@@ -194,8 +213,8 @@ for (const [name, preset] of Object.entries(PRESETS)) {
   button.onclick = () => choose(preset);
   $("form").querySelector(".presets").append(button);
 }
-choose(PRESETS["JSON (chat)"]);
-$("prompt").oninput = showPrompt;
+choose(PRESETS["JSON by a schema"]);
+for (const id of ["prompt", "endpoint", "schema"]) $(id).oninput = showPrompt;
 for (const title of [DRAFTED, PLAIN]) new Output($("outputs"), title);
 $("form").onsubmit = (event) => {
   event.preventDefault();

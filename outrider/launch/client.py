@@ -61,39 +61,45 @@ async def _state(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion's text and statistics.
+    """An answer's text and statistics.
 
-    `speculative` is the answer's `metrics.speculative_decoding`, None for plain decoding.
+    `speculative` is the answer's `metrics.speculative_decoding`, None for plain decoding. `paused`
+    says why most steps had no draft, as in docs/api.md; None if they had one.
     """
 
     text: str
     token_count: int
     seconds: float
     speculative: dict[str, Any] | None
+    paused: dict[str, Any] | None
 
 
-async def complete(
-    client: httpx.AsyncClient, model: str, prompt: str, max_tokens: int, speculation: dict[str, Any]
+async def ask(
+    client: httpx.AsyncClient,
+    question: dict[str, Any],
+    max_tokens: int,
+    speculation: dict[str, Any],
 ) -> Answer:
-    """Request one greedy completion, and time it.
+    """Request one greedy answer, and time it.
 
-    Raises httpx.HTTPStatusError with the server's message if the server refuses the request.
+    `question` has the fields of a completion's body, or with `messages` of a chat's. Raises
+    httpx.HTTPStatusError with the server's message if the server refuses the request.
     """
     clock = asyncio.get_running_loop().time
     started = clock()
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "speculation": speculation,
-    }
-    response = await client.post("/v1/completions", json=body)
+    wanted = {"max_tokens": max_tokens, "temperature": 0, "speculation": speculation}
+    is_chat = "messages" in question
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    response = await client.post(path, json=question | wanted)
     if response.is_error:
         raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
     answer = response.json()
     seconds = clock() - started
-    speculative = (answer.get("metrics") or {}).get("speculative_decoding")
+    choice = answer["choices"][0]
     return Answer(
-        answer["choices"][0]["text"], answer["usage"]["completion_tokens"], seconds, speculative
+        choice["message"]["content"] if is_chat else choice["text"],
+        answer["usage"]["completion_tokens"],
+        seconds,
+        (answer.get("metrics") or {}).get("speculative_decoding"),
+        (answer.get("speculation") or {}).get("paused"),
     )

@@ -1,114 +1,82 @@
 """`outrider demo`: plain decoding and each drafter on real prompts, as separate processes.
 
-It prints one table per target. The bundled target in float32 shows that all texts are identical.
-Its forward costs too little for drafts to save much time, so the same function grown to 154 M
-parameters in bfloat16 shows the speed.
+It prints one table per target. On the bundled pair in float32, every draft is verified and all
+texts must be identical. On SmolLM2 in bfloat16, drafts are verified where they pay, which shows the
+speed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from outrider.errors import OutriderError
-from outrider.launch.client import Answer, complete, until_ready
-from outrider.launch.grow import grow_head, modest_checkpoint
-from outrider.launch.prompts import DEMO_PROMPTS
-from outrider.launch.serve_settings import ServeSettings
+from outrider import smollm2
+from outrider.errors import OutriderError, Reason
+from outrider.gguf import pretrained
+from outrider.launch.client import ask, until_ready
+from outrider.launch.demo_report import Row, report
+from outrider.launch.prompts import DEMO_PROMPTS, SMOLLM2_QUESTIONS
+from outrider.launch.serve_settings import SMOLLM2_DRAFTERS, DrafterSpec, ServeSettings
 from outrider.launch.stack_plan import Stack, plan_stack
 from outrider.launch.start_log import start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 
-# The bundled pair, and the grown target that `make serve` serves too: folders of the sources.
+# The bundled pair: folders of the sources.
 _TARGET = Path("models/target")
 _DRAFT = Path("models/draft")
 _HEAD = Path("models/heads/eagle3")
-_GROWN = Path("grown/target-154m")
-_GROWN_HEAD = Path("grown/eagle3-154m")
 _LOADING_S = 600.0
-_MANY_STEPS = 30
-_CAPTION = (
-    "measured on this machine, now; the accepted length is that of steps with a draft, the tokens "
-    "per forward those of all steps"
-)
-_COLUMNS = (
-    "tokens/s",
-    "× plain",
-    "tokens per\nforward",
-    "mean accepted\nlength",
-    "acceptance\nrate",
-)
-
-# Tokens of an answer in the first part; the second part has a larger model, and answers half as
-# long.
-_MAX_TOKENS = 128
-
-
-@dataclass
-class Row:
-    """One way of decoding, and its answers to all prompts."""
-
-    name: str
-    speculation: dict[str, Any]
-    answers: list[Answer] = field(default_factory=list)
-
-    @property
-    def token_count(self) -> int:
-        """Tokens of all answers."""
-        return sum(answer.token_count for answer in self.answers)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all answers per second of all requests."""
-        return self.token_count / sum(answer.seconds for answer in self.answers)
-
-    @property
-    def texts(self) -> list[str]:
-        """One text per prompt."""
-        return [answer.text for answer in self.answers]
-
-    def total(self, key: str) -> int:
-        """Sum of one statistic of `metrics.speculative_decoding` over all answers."""
-        return sum(a.speculative[key] for a in self.answers if a.speculative is not None)
-
-    @property
-    def histogram(self) -> Counter[int]:
-        """Number of verifying steps by their number of accepted draft tokens."""
-        counts: Counter[int] = Counter()
-        for answer in self.answers:
-            if answer.speculative is not None:
-                counts.update(dict(enumerate(answer.speculative["acceptance_histogram"])))
-        return counts
-
-    @property
-    def forward_count(self) -> int:
-        """Target forwards: each commits its accepted tokens and a token of the target's own."""
-        return self.token_count - self.total("num_accepted_draft_tokens")
+_TOKENS = 96
+_PLAIN = {"enabled": False}
+_GRAMMAR = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A target that the demo decodes with; `is_exact` compares all texts with plain decoding's."""
+    """A target with its drafters, and what they are asked.
+
+    `questions` are pairs of a kind and the fields of a body. `is_exactness` verifies every draft,
+    asks once, and makes the exit status say whether all texts are plain decoding's.
+    """
 
     title: str
-    target: Path
-    head: Path
+    target: str
     dtype: str
-    max_tokens: int
-    is_exact: bool
+    drafters: tuple[str, ...]
+    questions: tuple[tuple[str, dict[str, Any]], ...]
+    is_exactness: bool
+
+    def rows(self) -> list[Row]:
+        """A row for each kind of question and each way to decode its answers."""
+        kinds = dict(self.questions)
+        return [
+            Row(kind, name, speculation)
+            for kind, question in kinds.items()
+            for name, speculation in self._ways(question).items()
+        ]
+
+    def _ways(self, question: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """What a question's request says of speculation, by the name of the way."""
+        common = {"metrics": True, "always_draft": self.is_exactness}
+        specs = map(DrafterSpec.parse, self.drafters)
+        names = [spec.options.get("id", spec.family) for spec in specs]
+        # The drafter of grammars skips other requests.
+        able = [name for name in names if name != _GRAMMAR or "response_format" in question]
+        ways: dict[str, dict[str, Any]] = {"plain": _PLAIN}
+        ways |= {name: {"drafter_id": name} | common for name in able}
+        if len(able) > 1 and not self.is_exactness:
+            ways["all drafters"] = common
+        return ways
 
 
 def run() -> int:
@@ -117,14 +85,14 @@ def run() -> int:
     It is 0 if every drafter's texts in float32 are plain decoding's, 1 if not or if a process
     failed, 2 without the bundled models, 130 after Ctrl-C.
     """
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     for model in (_TARGET, _DRAFT, _HEAD):
         if not (model / "config.json").is_file():
             hint = "run the demo in the folder of Outrider's sources"
             console.print(f"outrider demo: {model} is not a model; {hint}")
             return 2
     try:
-        statuses = [_run_part(part, console) for part in _parts(console)]
+        statuses = [_run_part(part, console) for part in parts(console)]
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; all processes are stopped")
         return 130
@@ -135,32 +103,40 @@ def run() -> int:
     return max(statuses)
 
 
-def _parts(console: Console) -> Iterator[Part]:
+def parts(console: Console) -> Iterator[Part]:
+    """The demo's parts; prints why there is no second one if SmolLM2's package is missing."""
     yield Part(
-        "1. Exactness: 12 M parameters, float32", _TARGET, _HEAD, "float32", _MAX_TOKENS, True
+        "1. Exactness: the bundled pair, 12 M parameters, float32, every draft is verified",
+        str(_TARGET),
+        "float32",
+        ("ngram,id=ngram", f"model={_DRAFT},id=model", f"head={_HEAD},id=eagle3"),
+        tuple((kind, {"prompt": prompt}) for kind, prompt in DEMO_PROMPTS[::3]),
+        is_exactness=True,
     )
-    with start_status(console, f"growing the target to 154 M parameters in {_GROWN}, once ..."):
-        modest_checkpoint(_TARGET, _GROWN)
-        grow_head(_HEAD, _TARGET, _GROWN, _GROWN_HEAD)
-    tokens = _MAX_TOKENS // 2
+    try:
+        with start_status(console, f"looking for {smollm2.NAME} ..."):
+            pretrained(smollm2.NAME)
+    except OutriderError as error:
+        if error.reason is not Reason.MODEL_NOT_FOUND:
+            raise
+        console.print(f"No table of a published model: {error.message}", markup=False)
+        return
     yield Part(
-        "2. Speed: 154 M parameters, bfloat16", _GROWN, _GROWN_HEAD, "bfloat16", tokens, False
+        "2. Speed: SmolLM2-135M-Instruct, bfloat16, drafts are verified where they pay",
+        smollm2.NAME,
+        "bfloat16",
+        tuple(f"{family},id={family}" for family in SMOLLM2_DRAFTERS),
+        SMOLLM2_QUESTIONS,
+        is_exactness=False,
     )
 
 
 def _run_part(part: Part, console: Console) -> int:
-    model = f"model={_DRAFT}"
-    last_core = max(os.sched_getaffinity(0))
     settings = ServeSettings.model_validate(
         {
-            "target": str(part.target),
+            "target": part.target,
             "dtype": part.dtype,
-            "drafter": [
-                "ngram",
-                model,
-                f"{model},id=model-pinned,cores={last_core}",
-                f"head={part.head},id=eagle3,dtype=float32",
-            ],
+            "drafter": list(part.drafters),
             "http_port": 0,
             "grpc_port": 0,
             "verifier_port": 0,
@@ -168,31 +144,26 @@ def _run_part(part: Part, console: Console) -> int:
         }
     )
     with tempfile.TemporaryDirectory(prefix="outrider-demo-") as directory:
-        return asyncio.run(_demo(plan_stack(settings, Path(directory)), settings, part, console))
+        return asyncio.run(_demo(plan_stack(settings, Path(directory)), part, console))
 
 
-async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Console) -> int:
+async def _demo(stack: Stack, part: Part, console: Console) -> int:
     main = asyncio.current_task()
     if main is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
     lines: list[str] = []
     supervisor = Supervisor(lambda name, line: lines.append(f"{name}: {line}"))
-    rows = [Row("plain", {"enabled": False})]
-    rows += [
-        Row(name, {"drafter_id": name, "metrics": True})
-        for name in ("ngram-1", "model-1", "model-pinned", "eagle3")
-    ]
+    rows = part.rows()
     try:
         for child in stack.children:
             supervisor.start(child)
-        drafters = len(settings.drafter)
-        loading = f"loading {settings.target} and {drafters} drafters ..."
-        with start_status(console, loading) as show:
+        drafters = len(part.drafters)
+        with start_status(console, f"loading {part.target} and {drafters} drafters ...") as show:
             ready = until_ready(stack.http_url, show, drafters)
             async with asyncio.timeout(_LOADING_S):
                 await supervisor.settle(ready)
         with _progress(console) as progress:
-            await _measure(stack.http_url, settings.target, rows, part.max_tokens, progress)
+            await _measure(stack.http_url, part, rows, progress)
     except (StartFailed, TimeoutError) as error:
         console.print("\n".join(lines[-20:]), markup=False)
         if isinstance(error, TimeoutError):
@@ -200,7 +171,7 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
         raise
     finally:
         await supervisor.stop()
-    return _report(part, rows, console)
+    return report(part.title, part.questions, rows, console, is_exactness=part.is_exactness)
 
 
 def _progress(console: Console) -> Progress:
@@ -210,77 +181,25 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-async def _measure(
-    url: str, model: str, rows: list[Row], max_tokens: int, progress: Progress
-) -> None:
-    """Request every prompt in every way, one request at a time.
+async def _measure(url: str, part: Part, rows: list[Row], progress: Progress) -> None:
+    """Ask every question in every way, one request at a time.
 
     The ways take turns, so that other work on the machine slows all of them alike.
     """
-    task = progress.add_task("prompts", total=len(DEMO_PROMPTS) * len(rows))
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        for row in rows:
-            await complete(client, model, "warm up", 16, row.speculation)
-        for kind, prompt in DEMO_PROMPTS:
-            for row in rows:
-                progress.update(task, description=f"{kind} with {row.name}")
-                answer = await complete(client, model, prompt, max_tokens, row.speculation)
-                row.answers.append(answer)
-                progress.advance(task)
-
-
-def _report(part: Part, rows: list[Row], console: Console) -> int:
-    """Print a part's table, and return its exit status."""
-    plain = rows[0]
-    title = f"{part.title}; {len(plain.answers)} prompts, greedy"
-    table = Table("decoding", title=title, caption=_CAPTION)
-    compared = ["identical\nto plain"] if part.is_exact else []
-    for column in [*_COLUMNS, *compared]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        compared = [_identical(row, plain)] if part.is_exact else []
-        table.add_row(row.name, *_figures(row, plain), *compared)
-    console.print(table)
-    if not part.is_exact:
-        return 0
-    for row in rows[1:]:
-        _histogram(row, console)
-    same = all(row.texts == plain.texts for row in rows)
-    if same:
-        console.print("All texts are identical.\n")
-    else:
-        console.print("[bold red]Some texts differ from plain decoding.[/]\n")
-    return int(not same)
-
-
-def _figures(row: Row, plain: Row) -> list[str]:
-    steps = row.total("num_spec_steps")
-    drafted = row.total("num_draft_tokens")
-    accepted = row.total("num_accepted_draft_tokens")
-    return [
-        f"{row.tokens_per_s:.1f}",
-        f"{row.tokens_per_s / plain.tokens_per_s:.2f}",
-        f"{row.token_count / row.forward_count:.2f}",
-        f"{1 + accepted / steps:.2f}" if steps else "–",
-        f"{accepted / drafted:.1%}" if drafted else "–",
+    rounds = 1 if part.is_exactness else 2
+    asked = [
+        (question, row)
+        for kind, question in part.questions * rounds
+        for row in rows
+        if row.kind == kind
     ]
-
-
-def _identical(row: Row, plain: Row) -> str:
-    count = sum(ours == its for ours, its in zip(row.texts, plain.texts, strict=True))
-    return f"{count} of {len(plain.texts)}"
-
-
-def _histogram(row: Row, console: Console) -> None:
-    counts = row.histogram
-    total = sum(counts.values())
-    if total == 0:
-        console.print(f"\n{row.name}: no step verified a draft")
-        return
-    console.print(f"\n{row.name}: accepted draft tokens in {total} verifying steps")
-    for accepted in range(max(counts) + 1):
-        share = counts[accepted] / total
-        bar = "█" * round(40 * share)
-        # Shares of a few steps would look more exact than they are.
-        shown = f"{share:6.1%}" if total >= _MANY_STEPS else f"{counts[accepted]:>6}"
-        console.print(f"  {accepted:>2} │{bar:<40}│ {shown}", highlight=False)
+    task = progress.add_task("prompts", total=len(asked))
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        for _, question in part.questions:
+            # Unmeasured, so that every way finds the prompt cached.
+            await ask(client, question | {"model": part.target}, 1, _PLAIN)
+        for question, row in asked:
+            progress.update(task, description=f"{row.kind} with {row.name}")
+            body = question | {"model": part.target}
+            row.answers.append(await ask(client, body, _TOKENS, row.speculation))
+            progress.advance(task)

@@ -1,6 +1,11 @@
-"""Prompts of the kinds that the bundled pair was trained on, for the demo and the benchmarks."""
+"""Prompts of the kinds that the bundled pair was trained on, and questions for SmolLM2.
+
+The demo asks them, and the benchmarks take the former.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 _CODE = (
     'def parse_args(self, argv):\n    """Parse the arguments',
@@ -54,3 +59,44 @@ EXTRACTION = tuple(("JSON extraction", f"<|user|>{ask}<|end|><|assistant|>") for
 
 DEMO_PROMPTS = (*CODE, *REWRITING, *EXTRACTION)
 """14 pairs (kind, prompt); chats are rendered in the bundled pair's template."""
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+_ITEM = _object(name={"type": "string"}, quantity={"type": "integer"}, price={"type": "number"})
+_SCHEMA = _object(items={"type": "array", "items": _ITEM})
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "order", "schema": _SCHEMA}}
+
+
+def _question(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+SMOLLM2_QUESTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("explanation", _question("What is photosynthesis?")),
+    ("code", _question("Write a Python function that checks whether a number is even.")),
+    (
+        "summary",
+        _question(
+            "Summarize in one sentence: The meeting of the garden club was moved from Monday to"
+            " Thursday at seven in the evening, because the hall is being painted. Members should"
+            " bring seeds for the exchange. Coffee and cake will be served after the talk about"
+            " roses."
+        ),
+    ),
+    (
+        "JSON by a schema",
+        _question(
+            "List the items as JSON. Order: 3 lamps at 12.5, 1 table at 80, 2 ropes at 7.25.",
+            response_format=_FORMAT,
+        ),
+    ),
+)
+"""Pairs (kind, fields of a chat's body)."""

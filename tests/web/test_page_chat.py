@@ -152,7 +152,7 @@ async def test_tools_are_named_where_they_are_offered(page: Page) -> None:
     await page.locator("#chat").get_by_role("button", name="tool call").click()
     await expect(page.get_by_label("Tools")).to_have_value("required")
     await expect(page.locator(".offered")).to_contain_text("get_weather(city, unit)")
-    await page.locator("#chat").get_by_role("button", name="JSON").click()
+    await page.locator("#chat").get_by_role("button", name="question").click()
     await expect(page.locator(".offered")).to_be_hidden()
 
 
