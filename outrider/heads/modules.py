@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from outrider.heads.spec import Decoder
 from outrider.lm.attention import NAME, LayerCache, LayerShape, attach
 from outrider.lm.layout import BatchLayout, SequenceSlice
+from outrider.lm.softmax import Softmax
 
 # Positions whose turns are computed at first; more are when a text reaches them.
 _FIRST_TURNS = 1024
@@ -110,8 +111,7 @@ class Attention(Module):
     def __init__(self, decoder: Decoder, input_size: int, window: int | None) -> None:
         super().__init__()
         self._size = decoder.head_size
-        self._scale = decoder.head_size**-0.5
-        self.window = window
+        self.softmax = Softmax(decoder.head_size**-0.5, window)
         queries, keys = (
             count * decoder.head_size for count in (decoder.head_count, decoder.kv_head_count)
         )
@@ -146,7 +146,7 @@ class Attention(Module):
         query = self.queries(x_TC, rows.cos, rows.sin)
         key, value = self.keys_and_values(x_TC, rows.cos, rows.sin)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-        out = cache.attend(query, key, value, self._scale, self.window, None)
+        out = cache.attend(query, key, value, self.softmax)
         attended: torch.Tensor = self.o_proj(out[0].flatten(-2))
         return attended
 
@@ -177,7 +177,7 @@ class Attention(Module):
             key,
             value,
             attn_mask=seen_BQK.unsqueeze(1),
-            scale=self._scale,
+            scale=self.softmax.scale,
             enable_gqa=True,
         )
         attended: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(-2).flatten(0, 1))

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from outrider.lm.cpu.attention import PagedAttention
 from outrider.lm.layout import AttentionGroup, BatchLayout, KernelArguments, StaticLayout
+from outrider.lm.softmax import Softmax
 from outrider.sampling.tensors import triton_works
 
 NAME = "outrider_paged"
@@ -36,17 +37,15 @@ class PagedKernel(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: KernelArguments,
+        softmax: Softmax,
         *,
         max_seq_len: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
     ) -> torch.Tensor:
         """Attend for a packed batch over caches [pages, page size, KV heads, size].
 
         Return [T, H, value size]. Each token sees the text up to its own slot, and in a tree its
-        ancestors and itself; with a `window`, the last `window` positions of these. No sequence has
-        more than `max_seq_len` keys. The call must not read the batch on the host: a CUDA graph
+        ancestors and itself, as far as `softmax` lets it. No sequence has more than `max_seq_len`
+        keys. The call must not read the batch on the host: a CUDA graph
         repeats it for batches of the same shapes.
         """
         ...
@@ -88,9 +87,9 @@ class LayerCache:
 
     def __init__(self) -> None:
         self.shape: LayerShape | None = None
-        self.window: int | None = None
+        self.softmax = Softmax(1.0)
+        """That of the trial forward."""
         self.trial_calls = 0
-        self._soft_capped = False
         self.layout: BatchLayout | StaticLayout | None = None
         self._store: _Store | None = None
         self._use_kernel = False
@@ -118,9 +117,7 @@ class LayerCache:
         self._store = _Store(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
         self._max_seq_len = max_seq_len
         self._use_kernel = self.supports_kernel(device)
-        if self._use_kernel or self._soft_capped:
-            return
-        if PagedAttention.supports(keys, values):
+        if not self._use_kernel and PagedAttention.supports(keys, values, self.softmax):
             self.cpu_attention = PagedAttention(keys, values)
 
     @property
@@ -150,42 +147,39 @@ class LayerCache:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """Store this batch's keys and values and attend: query [1, H, T, D] to [1, T, H, D].
 
-        `window` is the number of visible positions. Raises RuntimeError if the layout is for the
-        GPU kernel and this layer cannot use it.
+        Raises RuntimeError if the layout is for the GPU kernel and this layer cannot use it.
         """
         layout = self.layout
         store = self._store
         if store is None or layout is None:
-            return self._trial(query, key, value, scaling, window, softcap)
+            return self._trial(query, key, value, softmax)
         query_THD = query[0].transpose(0, 1)
         if self._use_kernel:
             store.write(layout.slot_mapping, key, value)
-            out = self._by_kernel(store, layout.kernel, query_THD, scaling, window, softcap)
+            out = self._by_kernel(store, layout.kernel, query_THD, softmax)
             return out.unsqueeze(0)
         if isinstance(layout, StaticLayout):
             raise RuntimeError("the layout is for the GPU kernel, which this layer does not use")
         if self.cpu_attention is not None:
             batch = layout.cpu_short_batch
-            out = self.cpu_attention.attend(batch, query, key, value, scaling, window)
+            out = self.cpu_attention.attend(batch, query, key, value, softmax)
             groups = layout.long_groups
         else:
             store.write(layout.slot_mapping, key, value)
             groups = layout.groups
             if len(groups) == 1:
-                out = _attend_group(store, query_THD, groups[0], scaling, window, softcap)
+                out = _attend_group(store, query_THD, groups[0], softmax)
                 return out.unsqueeze(0)
             out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
         for group in groups:
             rows = group.rows_BQ.flatten()
             if group.padded:
                 rows = group.rows_BQ[group.is_real_BQ]
-            out[rows] = _attend_group(store, query_THD, group, scaling, window, softcap)
+            out[rows] = _attend_group(store, query_THD, group, softmax)
         return out.unsqueeze(0)
 
     def _by_kernel(
@@ -193,9 +187,7 @@ class LayerCache:
         store: _Store,
         batch: KernelArguments,
         query_THD: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
+        softmax: Softmax,
     ) -> torch.Tensor:
         # Imported here, because not every machine has Triton.
         from outrider.lm.gpu import triton_attention
@@ -207,27 +199,18 @@ class LayerCache:
             store.keys,
             store.values,
             batch,
+            softmax,
             max_seq_len=self._max_seq_len,
-            scale=scaling,
-            window=window,
-            softcap=softcap,
         )
 
     def _trial(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: Softmax
     ) -> torch.Tensor:
         self.shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        self.window = window
+        self.softmax = softmax
         self.trial_calls += 1
-        self._soft_capped = softcap is not None
         out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+            query, key, value, is_causal=True, scale=softmax.scale, enable_gqa=True
         )
         return out.transpose(1, 2)
 
@@ -236,9 +219,7 @@ def _attend_group(
     store: _Store,
     query_THD: torch.Tensor,
     group: AttentionGroup,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """Attend for one group: return [tokens, H, D] without padding, from gathered pages."""
     batch, queries = group.shape
@@ -259,11 +240,11 @@ def _attend_group(
     else:
         by_head = picked.reshape(batch, queries, kv_heads, repeats, size).transpose(1, 2)
         folded = by_head.flatten(2, 3)
-    mask = group.mask(window, repeats, query_THD.dtype)
-    if softcap is None:
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    mask = group.mask(softmax.window, repeats, query_THD.dtype)
+    if softmax.softcap is None and softmax.sinks is None:
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=softmax.scale)
     else:
-        out = _soft_capped(folded, key, value, mask, scaling, softcap)
+        out = _by_scores(folded, key, value, mask, softmax)
     if queries > 1:
         out = out.view(batch, kv_heads, queries, repeats, -1).transpose(1, 2)
     if group.padded:
@@ -289,22 +270,30 @@ def _gather(cache: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
     return gathered.transpose(1, 2)
 
 
-def _soft_capped(
+def _by_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float,
+    softmax: Softmax,
 ) -> torch.Tensor:
-    """Attend with scores squashed to (-softcap, softcap), as in Gemma 2.
+    """Attend with a soft cap or sinks, for which torch has no fused kernel.
 
-    torch has no fused kernel for it.
+    Row r of the query [B, KV heads, rows, D] is of query head r % group of its key/value head.
     """
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    scores = query @ key.transpose(-1, -2) * softmax.scale
+    if softmax.softcap is not None:
+        scores = torch.tanh(scores / softmax.softcap) * softmax.softcap
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    if softmax.sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    batch, kv_heads, rows, _ = scores.shape
+    by_head = softmax.sinks.view(1, kv_heads, 1, -1)
+    repeats = rows // by_head.shape[-1]
+    sinks = by_head.expand(batch, -1, repeats, -1).reshape(batch, kv_heads, rows, 1)
+    weights = torch.cat((scores.float(), sinks.float()), -1).softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value
 
 
 def install(model: torch.nn.Module) -> dict[int, LayerCache]:
@@ -333,19 +322,17 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend for one layer, as `transformers` calls it.
 
     query [1, H, T, D], key and value [1, KV heads, T, D] to output [1, T, H, D]. The visible keys
-    follow from positions and window alone. Raises UnsupportedAttention for a mask, for attention
-    sinks and a position bias, which change the softmax itself, for attention to later tokens, and
-    for a module without the number of its layer.
+    follow from positions and window alone. Raises UnsupportedAttention for a mask, for a position
+    bias, for attention to later tokens, and for a module without the number of its layer.
     """
     if attention_mask is not None:
         raise UnsupportedAttention("an attention mask of its own")
-    if unused.get("s_aux") is not None:
-        raise UnsupportedAttention("attention sinks")
     if unused.get("position_bias") is not None:
         raise UnsupportedAttention("a position bias")
     is_causal = unused.get("is_causal")
@@ -355,7 +342,8 @@ def paged_attention(
     if cache is None:
         raise UnsupportedAttention("attention in modules without a layer_idx")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cache.attend(query, key, value, scale, sliding_window, softcap), None
+    softmax = Softmax(scale, sliding_window, softcap, s_aux)
+    return cache.attend(query, key, value, softmax), None
 
 
 AttentionInterface.register(NAME, paged_attention)

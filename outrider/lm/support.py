@@ -120,7 +120,7 @@ def _check_windows(name: str, config: Any, layers: Mapping[int, LayerCache]) -> 
     kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     for index, kind in enumerate(kinds):
         known = kind in ("full_attention", "sliding_attention")
-        window = layers[index].window
+        window = layers[index].softmax.window
         # The paged attention gets no mask: a layer whose window exists only in the mask would
         # silently attend to too many keys.
         if not known or (window is not None) != (kind == "sliding_attention"):
@@ -144,7 +144,7 @@ def make_texts(
     longest = length - trial.SPARE_TOKENS
     if longest < trial.FEWEST_TOKENS:
         raise unsupported(name, f"its context of {length} tokens is too short")
-    windows = [layer.window for layer in layers.values() if layer.window is not None]
+    windows = [layer.softmax.window for layer in layers.values()]
     return trial.Texts(vocab_size, windows, longest=longest, page_size=page_size)
 
 

@@ -79,10 +79,10 @@ class Texts:
     """Two texts of `count` tokens that part before their last `_BRANCH` tokens, and their pages."""
 
     def __init__(
-        self, vocab_size: int, windows: Sequence[int], *, longest: int, page_size: int
+        self, vocab_size: int, windows: Sequence[int | None], *, longest: int, page_size: int
     ) -> None:
         """Draw texts of at most `longest` tokens that exceed the windows up to `LONGEST_WINDOW`."""
-        enough = [_TOKENS, *(w + _PAST_WINDOW for w in windows if w <= LONGEST_WINDOW)]
+        enough = [_TOKENS, *(w + _PAST_WINDOW for w in windows if w and w <= LONGEST_WINDOW)]
         self.count = min(max(enough), longest)
         self.compared = min(_COMPARED, self.count)
         self._fork = self.count - _BRANCH

@@ -68,6 +68,7 @@ def attend(
     *,
     windowed: bool = False,
     capped: bool = False,
+    sinks: bool = False,
     trees: bool = True,
     split: bool = True,
 ) -> Any:
@@ -75,7 +76,7 @@ def attend(
     shape = tiles.tiles(tokens_each, 1, heads, CARDS[architecture])
     data = "*" + TYPES[dtype]
     types = {
-        **dict.fromkeys(("query", "keys", "values", "out"), data),
+        **dict.fromkeys(("query", "keys", "values", "out", "sinks"), data),
         **dict.fromkeys(("parts", "log_totals"), "*fp32" if split else data),
         **dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_table"), "*i32"),
         **dict.fromkeys(("positions", "tree_starts"), "*i32"),
@@ -97,6 +98,7 @@ def attend(
         "DOUBLINGS": tiles.doubling_count(CONTEXT) if split else 0,
         "WINDOWED": windowed,
         "CAPPED": capped,
+        "SINKS": sinks,
         "TREES": trees,
         "EXACT": dtype is torch.float32,
     }
@@ -104,11 +106,13 @@ def attend(
     return compiled(kernel, architecture, types, constants, num_stages=shape.stages)
 
 
-def join(architecture: int, dtype: torch.dtype, size: int, *, windowed: bool) -> Any:
+def join(
+    architecture: int, dtype: torch.dtype, size: int, *, windowed: bool, sinks: bool = False
+) -> Any:
     types = {
         "parts": "*fp32",
         "log_totals": "*fp32",
-        "out": "*" + TYPES[dtype],
+        **dict.fromkeys(("out", "sinks"), "*" + TYPES[dtype]),
         "slots": "*i32",
         "positions": "*i32",
         "row_count": "i32",
@@ -120,6 +124,7 @@ def join(architecture: int, dtype: torch.dtype, size: int, *, windowed: bool) ->
         "LANES": size,
         "DOUBLINGS": tiles.doubling_count(CONTEXT),
         "WINDOWED": windowed,
+        "SINKS": sinks,
     }
     return compiled(triton_attention._join, architecture, types, constants)
 
@@ -204,6 +209,7 @@ def attention_kernels(architecture: int) -> dict[str, Any]:
         "drafts, bfloat16": attend(architecture, bf16, 128, 6),
         "prompts, bfloat16": attend(architecture, bf16, 128, 512, trees=False),
         "prompts and trees, bfloat16": attend(architecture, bf16, 128, 512),
+        "drafts with sinks, bfloat16": attend(architecture, bf16, 64, 6, windowed=True, sinks=True),
         "large heads, bfloat16": attend(architecture, bf16, 256, 512, windowed=True, capped=True),
         "heads of 80, float16": attend(architecture, torch.float16, 80, 6, capped=True),
         "float32": attend(architecture, torch.float32, 128, 512),
@@ -215,6 +221,7 @@ def other_kernels(architecture: int) -> dict[str, Any]:
     return {
         "parts": join(architecture, torch.bfloat16, 128, windowed=False),
         "parts, window": join(architecture, torch.bfloat16, 128, windowed=True),
+        "parts, window, sinks": join(architecture, torch.bfloat16, 64, windowed=True, sinks=True),
         "moves": move(architecture),
         "noise": race(architecture),
         "penalties": penalise(architecture),

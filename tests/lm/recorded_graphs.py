@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from outrider.lm.gpu import triton_attention
 from outrider.lm.layout import KernelArguments
+from outrider.lm.softmax import Softmax
 
 _READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -89,7 +90,7 @@ class Capture:
 
 
 _by_triton = triton_attention.paged_attention
-_calls: list[tuple[KernelArguments, dict[str, Any]]] = []
+_calls: list[tuple[KernelArguments, Softmax, int]] = []
 _recorded: set[int] = set()
 
 
@@ -101,8 +102,8 @@ def _attend(
         # Nothing reads the result of a capture, and Triton's interpreter is slow.
         _recorded.add(call)
         return query.new_empty(*query.shape[:2], values.shape[-1])
-    batch, how = _calls[call]
-    return _by_triton(query, keys, values, batch, **how)
+    batch, softmax, max_seq_len = _calls[call]
+    return _by_triton(query, keys, values, batch, softmax, max_seq_len=max_seq_len)
 
 
 def triton_kernel(
@@ -110,11 +111,13 @@ def triton_kernel(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: KernelArguments,
-    **how: Any,
+    softmax: Softmax,
+    *,
+    max_seq_len: int,
 ) -> torch.Tensor:
     """The real kernel as one operator, which computes when a recording repeats it.
 
     The batch's tensors are of the recording, whose memory a replay fills with the new batch.
     """
-    _calls.append((batch, how))
+    _calls.append((batch, softmax, max_seq_len))
     return _attend(query_THD, keys, values, len(_calls) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.lm.layout import KernelArguments
+from outrider.lm.softmax import Softmax
 
 
 @torch.library.custom_op("outrider_tests::paged_attention", mutates_args=())
@@ -23,6 +24,7 @@ def _attend(
     scale: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     narrow = (cu_seqlens_q, seq_lens, block_table, slots, positions, tree_starts)
     assert {tensor.dtype for tensor in narrow} == {torch.int32}
@@ -50,7 +52,12 @@ def _attend(
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), k.float()) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat(
+                [scores, sinks.float()[:, None, None].expand_as(scores[..., :1])], -1
+            )
+        probs = scores.softmax(-1)[..., :count]
         out[begin:end] = torch.einsum("hqk,khd->qhd", probs, v.float()).to(out.dtype)
     return out
 
@@ -79,11 +86,9 @@ def paged_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: KernelArguments,
+    softmax: Softmax,
     *,
     max_seq_len: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Replace the kernel, on any device."""
     return _attend(
@@ -98,7 +103,8 @@ def paged_attention(
         batch.tree_starts,
         batch.ancestors,
         max_seq_len,
-        scale,
-        window or 0,
-        softcap or 0.0,
+        softmax.scale,
+        softmax.window or 0,
+        softmax.softcap or 0.0,
+        softmax.sinks,
     )

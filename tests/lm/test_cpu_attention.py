@@ -7,9 +7,12 @@ import torch
 from builds import BUILDS, use_build
 
 from outrider.lm.cpu.attention import PagedAttention, PagedBatch
+from outrider.lm.softmax import Softmax
 
 PAGE_COUNT = 64
 SCALE = 0.2
+# Below, among and far above the scores of the keys.
+SINKS = torch.tensor([-torch.inf, -30.0, -1.0, 0.0, 1.0, 2.0, 5.0, 100.0])
 
 
 class Case:
@@ -49,14 +52,17 @@ class Case:
         ]
         self.first_rows = [sum(lengths[:i]) for i in range(len(lengths))]
 
-    def attend(self, window: int | None = None) -> torch.Tensor:
+    def attend(self, window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         batch = PagedBatch(
             self.slot_mapping, self.first_rows, self.lengths, self.starts, self.pages
         )
         layer = PagedAttention(self.keys, self.values)
-        return layer.attend(batch, self.query, self.key, self.value, SCALE, window)
+        softmax = Softmax(SCALE, window, sinks=sinks)
+        return layer.attend(batch, self.query, self.key, self.value, softmax)
 
-    def expected(self, window: int | None = None) -> torch.Tensor:
+    def expected(
+        self, window: int | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend in float32, sequence by sequence; call `attend` first, which fills the cache."""
         out = []
         for row, length, start, pages in zip(
@@ -73,7 +79,9 @@ class Case:
             seen = (distance >= 0) & (distance < (window or end))
             query = self.query[0, :, row : row + length].float()
             scores = (query @ key.transpose(1, 2) * SCALE).masked_fill(~seen, -torch.inf)
-            out.append((scores.softmax(-1) @ value).transpose(0, 1))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
+            out.append((scores.softmax(-1)[..., :end] @ value).transpose(0, 1))
         return torch.cat(out)
 
 
@@ -101,10 +109,10 @@ def test_its_output_equals_plain_attention(
 ) -> None:
     starts, lengths, options = SHAPES[shape]
     case = Case(dtype, starts, lengths, **options)
-    for window in (None, 1, 19):
-        out = case.attend(window)
+    for window, sinks in ((None, None), (1, None), (19, None), (None, SINKS), (19, SINKS)):
+        out = case.attend(window, sinks)
         assert out.dtype == dtype
-        expected = case.expected(window)
+        expected = case.expected(window, sinks)
         torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -112,7 +120,7 @@ def test_it_stores_keys_and_values_of_tokens_outside_the_slices() -> None:
     case = Case(torch.bfloat16, [20, 40], [3, 2])
     layer = PagedAttention(case.keys, case.values)
     batch = PagedBatch(case.slot_mapping, [], [], [], [])
-    layer.attend(batch, case.query, case.key, case.value, SCALE, None)
+    layer.attend(batch, case.query, case.key, case.value, Softmax(SCALE))
     for cache, new in ((case.keys, case.key), (case.values, case.value)):
         torch.testing.assert_close(
             cache.flatten(0, 1)[case.slot_mapping], new[0].transpose(0, 1), atol=0, rtol=0

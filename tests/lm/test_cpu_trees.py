@@ -12,7 +12,14 @@ from builds import BUILDS, use_build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, build
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GraniteSWAConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+)
 from tree_paths import path_to
 from trees import Part, Sequences, batches, cached, near, parents, trees
 
@@ -21,6 +28,7 @@ from outrider.lm.cpu.library import runnable_builds
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.layout import BatchLayout, SequenceSlice
 from outrider.lm.runner import ModelRunner
+from outrider.lm.softmax import Softmax
 from outrider.protocol.token_tree import ancestor_words, depths
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -55,6 +63,10 @@ OWN_FORWARD: dict[str, PreTrainedConfig] = {
     "C attention, window of 8": MistralConfig(**_SIZES, head_dim=16, sliding_window=8),
     "gathered": LlamaConfig(**_SIZES, head_dim=8),
     "gathered, window of 3": MistralConfig(**_SIZES, head_dim=8, sliding_window=3),
+    "C attention, sinks": GraniteSWAConfig(**_SIZES),
+    "gathered, sinks and windows of 8": GraniteSWAConfig(
+        **_SIZES | {"num_attention_heads": 8}, sliding_window=8
+    ),
     "soft cap, windows of 100": Gemma2Config(**_SIZES, **_WINDOWS, head_dim=16, sliding_window=100),
 }
 
@@ -240,8 +252,8 @@ def test_attention_to_a_tree_equals_plain_attention(
     with pytest.MonkeyPatch.context() as patch:
         use_build(build_name, patch)
         attention = PagedAttention(keys, values)
-    by_head, key_by_head, value_by_head = (t[None].transpose(1, 2) for t in (query, key, value))
-    out = attention.attend(layout.cpu_batch, by_head, key_by_head, value_by_head, 0.2, window)
+    by_head = (t[None].transpose(1, 2) for t in (query, key, value))
+    out = attention.attend(layout.cpu_batch, *by_head, Softmax(0.2, window))
     held_keys, held_values = (held[pages].flatten(0, 1)[: part.end] for held in (keys, values))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     expected = plain_attention(part, query, held_keys, held_values, window)
@@ -280,7 +292,7 @@ def test_attention_to_a_tree_gives_each_row_the_bits_of_its_chain(
         part = SequenceSlice([0] * len(rows), before, pages, 0, parents)
         batch = BatchLayout([part], page_size, torch.device("cpu")).cpu_batch
         q, k, v = (held[rows][None].transpose(1, 2) for held in (query, key, value))
-        return PagedAttention(*cache.clone()).attend(batch, q, k, v, 0.2, window or None)
+        return PagedAttention(*cache.clone()).attend(batch, q, k, v, Softmax(0.2, window or None))
 
     with pytest.MonkeyPatch.context() as patch:
         use_build(build_name, patch)

@@ -28,7 +28,12 @@ pytestmark = pytest.mark.filterwarnings(
 )
 PAGE_COUNT = 6
 BOUNDS = Bounds(sequences=5, tokens_each=4, tokens=16)
-NAMES = ["llama", "gemma3, alternating windows", "gpt2, learned positions"]
+NAMES = [
+    "llama",
+    "gemma3, alternating windows",
+    "granite_swa, sinks and alternating windows",
+    "gpt2, learned positions",
+]
 
 
 def text(seed: int, length: int) -> list[int]:

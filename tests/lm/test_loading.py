@@ -11,7 +11,6 @@ from tiny_models import CONFIGS, VOCAB_SIZE, build
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
-    GptOssConfig,
     Llama4TextConfig,
     MambaConfig,
     Phi3Config,
@@ -118,7 +117,6 @@ REFUSED = {
         BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4),
         "2 of 2 layers do not attend",
     ),
-    "attention sinks": (GptOssConfig(**_SMALL, **_HEADS, **_EXPERTS), "attention sinks"),
     "chunked attention by mask": (
         Llama4TextConfig(**_SMALL, **_HEADS, **_EXPERTS, intermediate_size_mlp=48),
         "layer 0 is chunked_attention in a way that the paged attention cannot see",

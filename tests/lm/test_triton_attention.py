@@ -27,6 +27,7 @@ from outrider.lm.gpu import tiles, triton_attention
 from outrider.lm.gpu.move_tokens import TokenMover
 from outrider.lm.layout import BatchLayout, KernelArguments, SequenceSlice
 from outrider.lm.runner import ModelRunner
+from outrider.lm.softmax import Softmax
 
 # Rows of padding join whatever their memory held, and numpy warns of infinities in it.
 pytestmark = pytest.mark.filterwarnings(
@@ -77,6 +78,7 @@ def attend(
     dtype: torch.dtype = torch.float32,
     max_seq_len: int = 512,
     change: Callable[[KernelArguments], KernelArguments] = lambda batch: batch,
+    sinks: bool = False,
     **how: Any,
 ) -> torch.Tensor:
     """Attend over numbers that depend on the shapes alone."""
@@ -87,9 +89,10 @@ def attend(
         torch.randn(pages, page_size, kv_heads, width, dtype=dtype, device=DEVICE)
         for width in (size, value_size)
     )
-    out: torch.Tensor = kernel(
-        query, keys, values, arguments, max_seq_len=max_seq_len, scale=0.25, **how
-    )
+    if sinks:
+        how["sinks"] = torch.randn(heads, device=DEVICE).to(dtype) + 2
+    softmax = Softmax(0.25, **how)
+    out: torch.Tensor = kernel(query, keys, values, arguments, softmax, max_seq_len=max_seq_len)
     return out
 
 
@@ -105,6 +108,8 @@ HOW: list[Any] = [
     pytest.param({"window": 1}, marks=pytest.mark.slow),
     {"window": 19, "softcap": 2.0},
     {"dtype": torch.float16},
+    pytest.param({"sinks": True}, marks=pytest.mark.slow),
+    {"sinks": True, "window": 19, "dtype": torch.float16},
 ]
 
 
@@ -141,6 +146,7 @@ def test_trees_cross_borders_of_pages(page_size: int) -> None:
         (16, {"window": 100}),
         (7, {"window": 700, "softcap": 2.0}),
         (16, {"dtype": torch.float16}),
+        (16, {"window": 700, "sinks": True}),
     ],
     ids=str,
 )
@@ -187,6 +193,7 @@ def test_the_number_of_programs_changes_no_bit(
         pytest.param({}, marks=pytest.mark.slow),
         {"window": 100},
         {"window": 700, "softcap": 2.0},
+        {"sinks": True},
     ],
     ids=str,
 )
@@ -275,6 +282,7 @@ def test_a_trees_first_path_gets_the_very_result_of_its_chain(
     "name",
     [
         "gemma2, soft cap and alternating windows",
+        pytest.param("granite_swa, sinks and alternating windows", marks=pytest.mark.slow),
         pytest.param("gpt2, learned positions", marks=pytest.mark.slow),
     ],
 )
@@ -349,7 +357,7 @@ def test_a_layer_uses_the_kernel_only_where_it_is_supported(
     monkeypatch.setattr(attention, "triton_works", lambda device: device.type == "cuda")
     layer = attention.LayerCache()
     trial = torch.zeros(1, 2, 3, size)
-    layer.attend(trial, trial, trial, 1.0, None, None)
+    layer.attend(trial, trial, trial, Softmax(1.0))
     assert layer.supports_kernel(torch.device(device)) == supported
 
 
@@ -379,7 +387,7 @@ def table(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_the_kernels_compile_for_other_gpus_and_fit_their_shared_memory(compiled: Path) -> None:
     kernels = table(compiled / "kernels.csv")
-    assert len(kernels) == 14 * len(compile_kernels.CARDS)
+    assert len(kernels) == 16 * len(compile_kernels.CARDS)
     for kernel in kernels:
         card = compile_kernels.CARDS[kernel["architecture"]]
         assert kernel["shared_bytes"] <= card.shared_bytes, kernel
@@ -388,6 +396,7 @@ def test_the_kernels_compile_for_other_gpus_and_fit_their_shared_memory(compiled
         "large heads, float32",
         "parts",
         "parts, window",
+        "parts, window, sinks",
         "moves",
         "noise",
         "penalties",

@@ -10,6 +10,8 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    GptOssConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -51,6 +53,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3, alternating windows": Gemma3TextConfig(
         **_SIZES, **_ALTERNATING, head_dim=16, query_pre_attn_scalar=16
     ),
+    "gpt_oss, sinks and alternating windows": GptOssConfig(
+        **_SIZES, **_ALTERNATING, head_dim=16, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "granite_swa, sinks and alternating windows": GraniteSWAConfig(**_SIZES, **_ALTERNATING),
     "gpt2, learned positions": GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_positions=CONTEXT_LENGTH,
@@ -71,4 +77,7 @@ def build(config: PreTrainedConfig, seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed" not in name:
                 parameter.mul_(5)
+            elif "sinks" in name:
+                # Random sinks are nearly equal, and so weigh little.
+                parameter.copy_(torch.linspace(-2, 4, len(parameter)))
     return model

@@ -95,7 +95,7 @@ class DFlash(HeadModel):
         self, lengths_B: torch.Tensor, width: int, layer: Layer, causal: bool
     ) -> torch.Tensor:
         """Which keys the rows of blocks see: `width` places of the text, then the block itself."""
-        size, window = self.spec.block_size, layer.self_attn.window
+        size, window = self.spec.block_size, layer.self_attn.softmax.window
         places_K = torch.arange(width, device=self.device)
         rows_Q = torch.arange(size, device=self.device)
         lengths_B11 = lengths_B[:, None, None]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from outrider.lm.cpu.library import library
+from outrider.lm.softmax import Softmax
 
 _HEAD_SIZES = range(16, 257, 16)
 
@@ -114,8 +115,10 @@ class PagedAttention:
         self._call = _function()
 
     @staticmethod
-    def supports(keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether the library was built and supports a layer with such caches."""
+    def supports(keys: torch.Tensor, values: torch.Tensor, softmax: Softmax) -> bool:
+        """Whether the library was built and supports a layer with such caches and softmax."""
+        if softmax.softcap is not None:
+            return False
         if keys.device.type != "cpu" or keys.shape != values.shape:
             return False
         if keys.dtype not in (torch.float32, torch.bfloat16):
@@ -128,8 +131,7 @@ class PagedAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        window: int | None,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """Store all keys and values [1, KV heads, T, D] of the batch, and attend for its slices.
 
@@ -139,8 +141,9 @@ class PagedAttention:
         _, heads, tokens, size = query.shape
         self.struct.heads = heads
         out = query.new_empty(tokens, heads, size)
-        # The names keep the contiguous copies alive until the call returns.
+        # The names keep the copies alive until the call returns.
         query, key, value = map(_with_contiguous_rows, (query, key, value))
+        sinks = None if softmax.sinks is None else softmax.sinks.float().contiguous()
         self._call(
             self._pointer,
             batch.pointer,
@@ -148,8 +151,9 @@ class PagedAttention:
             _rows(key),
             _rows(value),
             out.data_ptr(),
-            scaling,
-            window or 0,
+            softmax.scale,
+            softmax.window or 0,
+            None if sinks is None else sinks.data_ptr(),
         )
         return out
 
@@ -174,6 +178,7 @@ def _function() -> Any:
         ctypes.c_void_p,
         ctypes.c_float,
         ctypes.c_int64,
+        ctypes.c_void_p,
     )
     function.restype = None
     return function

@@ -226,8 +226,10 @@ class CpuDecoder:
         mlp = layer.mlp
         if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
             raise LookupError(f"its activation is {type(mlp.act_fn).__name__}")
-        if cache.window is not None or cache.cpu_attention is None:
+        if cache.cpu_attention is None:
             raise LookupError("the C attention does not support one of its layers")
+        if cache.softmax.window is not None or cache.softmax.sinks is not None:
+            raise LookupError("one of its layers has a window or sinks")
         cache_struct = Layer.from_buffer_copy(cache.cpu_attention.struct)
         cache_struct.heads = attention.o_proj.in_features // cache_struct.head_size
         norms = (

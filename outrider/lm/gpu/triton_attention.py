@@ -20,6 +20,7 @@ import triton.language as tl
 
 from outrider.lm.gpu import tiles
 from outrider.lm.layout import KernelArguments
+from outrider.lm.softmax import Softmax
 
 # Kernels read only constants of Triton's own type.
 _PART = tl.constexpr(tiles.PART)
@@ -210,7 +211,7 @@ def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numb
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _attend_keys(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors and numbers
     q, keys, values, pages, begin, end, head, slot, position, tree_start, words,
-    scale, window, softcap,
+    scale, window, softcap, sink,
     KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
@@ -218,13 +219,14 @@ def _attend_keys(  # type: ignore[no-untyped-def]  # the arguments are Triton te
 ):  # fmt: skip
     """Attend for a tile of rows over the keys in the slots from `begin` to `end`, see `_fold`.
 
+    `sink` is each row's first score, whose weight goes to no key; -inf without one.
     The pages of a tile of keys are read one tile ahead. So no address depends on a load of its own
     turn of the loop, and Triton loads several tiles of keys and values ahead of their use.
     """
     key_lanes = tl.arange(0, KEY_LANES)
     value_lanes = tl.arange(0, VALUE_LANES)
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    maximum = sink
+    total = tl.where(sink == float("-inf"), 0.0, 1.0)
     weighted = tl.zeros([ROWS, VALUE_LANES], tl.float32)
     # Tiles from here on may overlap the tree.
     tree_tile = tl.where(tree_start < end, tl.maximum(begin, tree_start // KEYS * KEYS), end)
@@ -271,13 +273,14 @@ def _store(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers
     ],
 )
 def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and numbers
-    query, keys, values, out, parts, log_totals, cu_seqlens_q, seq_lens, block_table,
+    query, keys, values, out, parts, log_totals, sinks, cu_seqlens_q, seq_lens, block_table,
     positions, tree_starts, ancestors, width, token_count, sequence_count,
     scale, window, softcap,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, DOUBLINGS: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, TREES: tl.constexpr, EXACT: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, TREES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attend for one tile of rows of one key/value head, over some parts of the keys.
 
@@ -286,8 +289,8 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
 
     Without SPLIT all keys are one part, and results go to `out`. Otherwise the result of a part,
     normalised by itself, goes to `parts` [parts, T, heads, value size], and the logarithm of its
-    divisor to `log_totals` [parts, T, heads]. A long slice is not split: its results go to `out`,
-    and infinity as the last logarithm of a row says so.
+    divisor to `log_totals` [parts, T, heads]; `_join` adds the sinks. A long slice is not split:
+    its results go to `out`, and infinity as the last logarithm of a row says so.
     """
     head = tl.program_id(0) % KV_HEADS
     sequence, tile = _tile_of(
@@ -319,6 +322,10 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     position, words = _ancestors(
         ancestors, positions, first + token, slot, real, tree_start, window, WINDOWED, TREES
     )
+    sink = tl.full([ROWS], float("-inf"), tl.float32)
+    if SINKS:
+        of_head = tl.load(sinks + head * GROUP + rows % GROUP).to(tl.float32)
+        sink = tl.where(split, sink, of_head)
     for part in range(first_part, end_part, tl.num_programs(1)):
         begin = row_begin
         end = row_end
@@ -327,8 +334,8 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
             end = tl.minimum(end, _part_begin(part + 1))
         result, log_total = _attend_keys(
             q, keys, values, block_table + sequence * width, begin, end, head, slot, position,
-            tree_start, words, scale, window, softcap, KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_LANES,
-            VALUE_LANES, PAGE_SIZE, ROWS, KEYS, WINDOWED, CAPPED, TREES, EXACT,
+            tree_start, words, scale, window, softcap, sink, KV_HEADS, KEY_SIZE, VALUE_SIZE,
+            KEY_LANES, VALUE_LANES, PAGE_SIZE, ROWS, KEYS, WINDOWED, CAPPED, TREES, EXACT,
         )  # fmt: skip
         if split:
             part_at = row_at + part * part_rows
@@ -349,6 +356,7 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     parts,
     log_totals,
     out,
+    sinks,
     slots,
     positions,
     row_count,
@@ -358,6 +366,7 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     LANES: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Join the parts that one row sees into `out` [T, heads, value size], several parts at once.
 
@@ -375,7 +384,9 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
         first = _part_of(tl.maximum(position - window + 1, 0), DOUBLINGS)
     lanes = tl.arange(0, LANES)
     maximum = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
+    if SINKS:
+        maximum = tl.load(sinks + row % HEADS).to(tl.float32)
+    total = tl.where(maximum == float("-inf"), 0.0, 1.0)
     weighted = tl.zeros([LANES], tl.float32)
     for before in range(0, last + 1 - first, _JOINED):
         part = last - before - tl.arange(0, _JOINED)
@@ -397,11 +408,9 @@ def paged_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: KernelArguments,
+    softmax: Softmax,
     *,
     max_seq_len: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attend for a packed batch, see `outrider.lm.attention.PagedKernel`.
 
@@ -419,24 +428,26 @@ def paged_attention(
     part_count = tiles.part_count(min(max_seq_len, width * page_size)) if split else 1
     out = query_THD.new_empty(tokens, query_heads, value_size)
     parts, log_totals = out, out
+    window, sinks = softmax.window or 0, out if softmax.sinks is None else softmax.sinks
+    how = {"WINDOWED": softmax.window is not None, "SINKS": softmax.sinks is not None}
     if split:
         log_totals = out.new_empty(part_count, tokens, query_heads, dtype=torch.float32)
         parts = out.new_empty(*log_totals.shape, value_size, dtype=torch.float32)
     doublings = tiles.doubling_count(max_seq_len)
     _attend[tiles.grid(tokens, sequences, part_count, shape.rows, heads, card)](
-        query_THD, keys, values, out, parts, log_totals, batch.cu_seqlens_q, batch.seq_lens,
+        query_THD, keys, values, out, parts, log_totals, sinks, batch.cu_seqlens_q, batch.seq_lens,
         batch.block_table, batch.positions, batch.tree_starts, batch.ancestors,
-        width, tokens, sequences, scale, window or 0, softcap or 0.0,
+        width, tokens, sequences, softmax.scale, window, softmax.softcap or 0.0,
         GROUP=heads.group, KV_HEADS=kv_heads, KEY_SIZE=size, VALUE_SIZE=value_size,
         KEY_LANES=heads.key_lanes, VALUE_LANES=heads.value_lanes, PAGE_SIZE=page_size,
         ROWS=shape.rows, KEYS=shape.keys, SPLIT=split, DOUBLINGS=doublings,
-        WINDOWED=window is not None, CAPPED=softcap is not None, TREES=batch.has_trees,
-        EXACT=query_THD.dtype is torch.float32, num_stages=shape.stages,
+        CAPPED=softmax.softcap is not None, TREES=batch.has_trees,
+        EXACT=query_THD.dtype is torch.float32, num_stages=shape.stages, **how,
     )  # fmt: skip
     if split:
         _join[(tokens * query_heads,)](
-            parts, log_totals, out, batch.slots, batch.positions, tokens * query_heads, window or 0,
-            HEADS=query_heads, SIZE=value_size, LANES=heads.value_lanes, DOUBLINGS=doublings,
-            WINDOWED=window is not None,
+            parts, log_totals, out, sinks, batch.slots, batch.positions, tokens * query_heads,
+            window, HEADS=query_heads, SIZE=value_size, LANES=heads.value_lanes,
+            DOUBLINGS=doublings, **how,
         )  # fmt: skip
     return out

@@ -215,4 +215,4 @@ INLINE struct attention_item get_item(const struct layer *layer, int64_t number,
 // Attends for one item; see paged_attention.c.
 void outrider_attend(const struct layer *layer, const struct batch *batch,
                      const struct rows *query, void *out, float scale, int64_t window,
-                     struct attention_item item);
+                     const float *sinks, struct attention_item item);

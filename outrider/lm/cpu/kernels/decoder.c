@@ -177,7 +177,7 @@ INLINE void attend(const struct layer *cache, const struct batch *batch, const s
     return;
   }
 #endif
-  outrider_attend(cache, batch, query, out, scale, 0, item);
+  outrider_attend(cache, batch, query, out, scale, 0, NULL, item);
 }
 
 static void run_attention(const struct decoder *decoder, const struct decoder_layer *layer,

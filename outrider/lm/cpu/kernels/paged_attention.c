@@ -297,9 +297,9 @@ INLINE struct query_row find_row(struct attention_item item, int64_t group, int6
   return (struct query_row){row / group, (item.kv_head + i / rows) * group + row % group};
 }
 
-// Loads one query and resets its softmax.
+// Loads one query and resets its softmax, of which the sink is the first score.
 INLINE void load_query(struct work *work, int64_t i, const struct rows *query, int64_t at,
-                       int64_t size, int is_bfloat16) {
+                       int64_t size, float sink, int is_bfloat16) {
   for (int64_t d = 0; d < size; d += LANES) {
     vec part = load(query->data, at + d, is_bfloat16) * work->scale;
     memcpy(&work->queries[i][d], &part, sizeof part);
@@ -309,7 +309,8 @@ INLINE void load_query(struct work *work, int64_t i, const struct rows *query, i
     work->sums[i][d / LANES] = splat(0);
   }
   work->total[i] = splat(0);
-  work->max_score[i] = -INFINITY;
+  work->total[i][0] = sink > -INFINITY;
+  work->max_score[i] = sink;
 }
 
 // Finds what a query of a slice's token sees: the last `window` places if `window` is above 0.
@@ -329,8 +330,8 @@ INLINE void find_view(struct work *work, int64_t i, const struct batch *batch, i
 // `first_row` on.
 INLINE void attend_row_block(const struct layer *layer, const struct batch *batch,
                              const struct rows *query, void *out, float scale, int64_t window,
-                             struct attention_item item, int64_t first_row, int rows,
-                             int is_bfloat16) {
+                             const float *sinks, struct attention_item item, int64_t first_row,
+                             int rows, int is_bfloat16) {
   // Not initialized as a whole: most of it is room for the largest heads.
   struct work work;
   work.by_dots = HAS_DOTS && is_bfloat16 && layer->head_size % (2 * LANES) == 0;
@@ -342,7 +343,7 @@ INLINE void attend_row_block(const struct layer *layer, const struct batch *batc
   for (int64_t i = 0; i < all; i++) {
     struct query_row row = find_row(item, group, first_row, rows, i);
     int64_t at = row.head * query->head_stride + (first_token + row.token) * query->token_stride;
-    load_query(&work, i, query, at, size, is_bfloat16);
+    load_query(&work, i, query, at, size, sinks ? sinks[row.head] : -INFINITY, is_bfloat16);
     find_view(&work, i, batch, item.slice, row.token, window);
     if (work.first[i] < first_place) first_place = work.first[i];
     if (work.last[i] > last_place) last_place = work.last[i];
@@ -362,14 +363,14 @@ INLINE void attend_row_block(const struct layer *layer, const struct batch *batc
 
 void outrider_attend(const struct layer *layer, const struct batch *batch,
                      const struct rows *query, void *out, float scale, int64_t window,
-                     struct attention_item item) {
+                     const float *sinks, struct attention_item item) {
   int64_t rows = batch->lengths[item.slice] * (layer->heads / layer->kv_heads);
   for (int64_t row = item.part * QUERY_ROWS; row < rows; row += item.parts * QUERY_ROWS) {
     int some = (int)(rows - row < QUERY_ROWS ? rows - row : QUERY_ROWS);
     if (layer->is_bfloat16)
-      attend_row_block(layer, batch, query, out, scale, window, item, row, some, 1);
+      attend_row_block(layer, batch, query, out, scale, window, sinks, item, row, some, 1);
     else
-      attend_row_block(layer, batch, query, out, scale, window, item, row, some, 0);
+      attend_row_block(layer, batch, query, out, scale, window, sinks, item, row, some, 0);
   }
 }
 
@@ -388,14 +389,15 @@ static void store_in_cache(const struct layer *layer, const struct batch *batch,
 
 // Stores the batch's keys and values in the cache, then attends. `out` is [tokens, heads,
 // head_size]; only the slices' rows are written. A query sees the keys up to its own position, or
-// the last `window` positions if `window` is above 0; of a tree only its ancestors.
+// the last `window` positions if `window` is above 0; of a tree only its ancestors. `sinks` are one
+// more score for each query head, whose weight goes to no key; null without them.
 void outrider_paged_attention(const struct layer *layer, const struct batch *batch,
                               struct rows query, struct rows key, struct rows value, void *out,
-                              float scale, int64_t window) {
+                              float scale, int64_t window, const float *sinks) {
   store_in_cache(layer, batch, &key, layer->keys);
   store_in_cache(layer, batch, &value, layer->values);
   struct attention_split split = split_attention(layer, batch, omp_get_max_threads());
 #pragma omp parallel for schedule(dynamic, 1)
   for (int64_t i = 0; i < split.count; i++)
-    outrider_attend(layer, batch, &query, out, scale, window, get_item(layer, i, split));
+    outrider_attend(layer, batch, &query, out, scale, window, sinks, get_item(layer, i, split));
 }
