@@ -165,16 +165,13 @@ class LayerCache:
         if isinstance(layout, StaticLayout):
             raise RuntimeError("the layout is for the GPU kernel, which this layer does not use")
         if self.cpu_attention is not None:
-            batch = layout.cpu_short_batch
-            out = self.cpu_attention.attend(batch, query, key, value, softmax)
-            groups = layout.long_groups
-        else:
-            store.write(layout.slot_mapping, key, value)
-            groups = layout.groups
-            if len(groups) == 1:
-                out = _attend_group(store, query_THD, groups[0], softmax)
-                return out.unsqueeze(0)
-            out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
+            out = self.cpu_attention.attend(layout.cpu_batch, query, key, value, softmax)
+            return out.unsqueeze(0)
+        store.write(layout.slot_mapping, key, value)
+        groups = layout.groups
+        if len(groups) == 1:
+            return _attend_group(store, query_THD, groups[0], softmax).unsqueeze(0)
+        out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
         for group in groups:
             rows = group.rows_BQ.flatten()
             if group.padded:

@@ -30,8 +30,15 @@ class FusedLinear:
     The first call with an input computes all layers; the call of the last layer drops the outputs.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Linear], make: MakeLayer) -> None:
-        """`make` gets a layer, and weight and bias of all `layers`, to compute their outputs."""
+    def __init__(
+        self, layers: Sequence[torch.nn.Linear], make: MakeLayer, *, contiguous: bool = False
+    ) -> None:
+        """`make` gets a layer, and weight and bias of all `layers`, to compute their outputs.
+
+        `contiguous` copies the outputs out of the product. Those of a single row are contiguous as
+        they are, and torch computes the GELU of strided numbers by other code, with other bits.
+        """
+        self._contiguous = contiguous
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         weight = torch.cat([layer.weight.detach() for layer in layers])
         self.layer = make(layers[0], weight, torch.cat(biases) if biases else None)
@@ -43,6 +50,8 @@ class FusedLinear:
         """Return the output of layer `index` for the input x [..., in]."""
         if x is not self._input:
             self._outputs = torch.split(self.layer(x), self._sizes, -1)
+            if self._contiguous:
+                self._outputs = [part.contiguous() for part in self._outputs]
             self._input = x
         out = self._outputs[index]
         if index == len(self._sizes) - 1:

@@ -248,53 +248,32 @@ class BatchLayout:
         return self.tensor(slot_mapping(self.slices, self.page_size))
 
     @cached_property
-    def _short(self) -> list[int]:
-        """Indices of the slices that share one attention call."""
-        return [i for i, part in enumerate(self.slices) if len(part.token_ids) <= SHORT_SLICE]
-
-    @cached_property
-    def cpu_short_batch(self) -> PagedBatch:
-        """Arguments of the C attention that attends for the short slices only."""
-        return self._cpu_batch(
-            [self.slices[i] for i in self._short], [self.first_rows[i] for i in self._short]
-        )
-
-    @cached_property
     def cpu_batch(self) -> PagedBatch:
-        """Arguments of the C decoder, which attends for all slices."""
-        return self._cpu_batch(self.slices, self.first_rows)
-
-    def _cpu_batch(self, slices: Sequence[SequenceSlice], first_rows: Sequence[int]) -> PagedBatch:
+        """Arguments of the C attention."""
         tree_starts: list[int] = []
         ancestors: list[int] = []
-        if any(part.parents for part in slices):
-            tree_starts = [part.tree_start for part in slices]
+        if any(part.parents for part in self.slices):
+            tree_starts = [part.tree_start for part in self.slices]
             ancestors = ancestors_by_token(self.slices)
         return PagedBatch(
             slot_mapping(self.slices, self.page_size),
-            first_rows,
-            [len(part.token_ids) for part in slices],
-            [part.start for part in slices],
-            [part.pages for part in slices],
+            self.first_rows,
+            [len(part.token_ids) for part in self.slices],
+            [part.start for part in self.slices],
+            [part.pages for part in self.slices],
             tree_starts,
             ancestors,
         )
 
     @cached_property
-    def long_groups(self) -> list[AttentionGroup]:
-        """One group for each long slice."""
-        return [
-            AttentionGroup(self, [i])
-            for i, part in enumerate(self.slices)
-            if len(part.token_ids) > SHORT_SLICE
-        ]
-
-    @cached_property
     def groups(self) -> list[AttentionGroup]:
         """Groups for attention that gathers pages: all short slices, then each long slice."""
-        if not self._short:
-            return self.long_groups
-        return [AttentionGroup(self, self._short), *self.long_groups]
+        short: list[int] = []
+        long: list[int] = []
+        for i, part in enumerate(self.slices):
+            (short if len(part.token_ids) <= SHORT_SLICE else long).append(i)
+        together = (short, *([i] for i in long))
+        return [AttentionGroup(self, indices) for indices in together if indices]
 
     def block_table(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Return the page numbers [B, P] of the slices' keys, padded with page 0."""

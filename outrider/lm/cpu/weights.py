@@ -220,7 +220,7 @@ def _replace(module: torch.nn.Module, siblings: Sequence[Sequence[str]]) -> None
     """Replace all linear layers below `module`."""
     parts: dict[torch.nn.Module, FusedLinearPart] = {}
     for layers in fusible(module, siblings):
-        fused = FusedLinear(layers, _replacement)
+        fused = FusedLinear(layers, _replacement, contiguous=True)
         parts |= {layer: FusedLinearPart(fused, i) for i, layer in enumerate(layers)}
     for name, child in module.named_children():
         if child in parts:

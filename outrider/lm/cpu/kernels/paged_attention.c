@@ -1,4 +1,4 @@
-// Attention over a paged cache on a CPU, for verification and decoding: few tokens a sequence.
+// Attention over a paged cache on a CPU, for any number of tokens.
 //
 // Keys and values are read in place, once for all query heads that share them, and the softmax is
 // updated on the way (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, Dao et al., arXiv

@@ -1,0 +1,116 @@
+"""A row's logits have the same bits however many rows a forward has, on a CPU.
+
+The sizes are those of SmolLM2-135M, with fewer layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from builds import BUILDS, use_build
+from tiny_models import build
+from transformers import GemmaConfig, LlamaConfig, MistralConfig
+
+from outrider.lm.cpu.weights import optimize_for_cpu
+from outrider.lm.runner import ModelRunner, SequenceSlice
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 512,
+}
+# A sliding window is what the C decoder leaves to the model's own forward.
+CONFIGS = {
+    "C decoder": LlamaConfig(**SIZES),
+    "own forward": MistralConfig(**SIZES, sliding_window=50),
+    "own forward with GELU": GemmaConfig(**SIZES, head_dim=64, hidden_activation="gelu"),
+}
+TEXT = 150
+CUTS = {
+    "one chunk": [TEXT],
+    "all but 12": [TEXT - 12, 12],
+    "chunks of 16": [16] * 9 + [6],
+    "chunks of 33": [33] * 4 + [18],
+    "chunks of 48": [48] * 3 + [6],
+}
+PAGES = list(range(TEXT // 16 + 1))
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def build_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    wanted: torch.dtype = request.param
+    return wanted
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def runner(request: pytest.FixtureRequest, build_name: str, dtype: torch.dtype) -> ModelRunner:
+    return make_runner(request.param, build_name, dtype)
+
+
+@cache
+def make_runner(name: str, build_name: str, dtype: torch.dtype) -> ModelRunner:
+    with pytest.MonkeyPatch.context() as patch:
+        use_build(build_name, patch)
+        model = build(CONFIGS[name]).to(dtype)
+        optimize_for_cpu(model)
+        runner = ModelRunner(model, page_count=100)
+    assert (runner.decoder is not None) == (name == "C decoder")
+    return runner
+
+
+def ids(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, SIZES["vocab_size"], (count,), generator=generator).tolist()
+
+
+def in_chunks(runner: ModelRunner, sizes: list[int]) -> torch.Tensor:
+    """Return the logits of all rows of a text that is cut into chunks."""
+    tokens = ids(sum(sizes), 1)
+    ends = itertools.accumulate(sizes, initial=0)
+    return torch.cat(
+        [
+            runner.forward([SequenceSlice(tokens[start:end], start, PAGES, end - start)]).clone()
+            for start, end in itertools.pairwise(ends)
+        ]
+    )
+
+
+@cache
+def one_by_one(runner: ModelRunner) -> torch.Tensor:
+    return in_chunks(runner, [1] * TEXT)
+
+
+@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS.keys())
+def test_a_row_has_the_same_bits_however_its_text_is_cut(
+    runner: ModelRunner, sizes: list[int]
+) -> None:
+    assert torch.equal(in_chunks(runner, sizes), one_by_one(runner))
+
+
+@pytest.mark.parametrize("others", [7, 64])
+def test_a_row_has_the_same_bits_beside_any_number_of_rows(
+    runner: ModelRunner, others: int
+) -> None:
+    """The others are steps, a draft, and a prompt of more rows than a draft ever has."""
+    expected = one_by_one(runner)[-4:]
+    mine = SequenceSlice(ids(TEXT, 1)[-4:], TEXT - 4, PAGES, 4)
+    steps = [SequenceSlice([5], 0, [20 + i], 1) for i in range(others)]
+    assert torch.equal(runner.forward([mine, *steps])[:4], expected)
+    drafts = [SequenceSlice(ids(5, i), 0, [20 + i], 5) for i in range(others)]
+    assert torch.equal(runner.forward([*drafts, mine])[-4:], expected)
+    prompt = SequenceSlice(ids(100, 2), 0, list(range(10, 17)), 0)
+    assert torch.equal(runner.forward([*steps, prompt, mine])[-4:], expected)
