@@ -104,7 +104,7 @@ audit: $(SUPPLY)/installed
 	$(SUPPLY)/bin/python compose/audit.py $(SUPPLY)/bin/pip-audit $(PINNED)/heavy.txt \
 	  $(PINNED)/gpu.txt $(PINNED)/build.txt constraints.txt
 
-.PHONY: tools suffix agents speculators vllm test-vllm
+.PHONY: tools suffix agents lm-eval speculators vllm test-vllm
 tools:
 	@tests/install-tools.sh
 
@@ -115,6 +115,10 @@ suffix: $(VENV)/installed
 # Released clients of agents. Their tests, which are slow, are skipped where these are missing.
 agents:
 	@PYTHON=$(PYTHON) tests/agents/install.sh
+
+# lm-evaluation-harness. Its test, which is slow, is skipped where it is missing.
+lm-eval:
+	@PYTHON=$(PYTHON) tests/lmeval/install.sh
 
 # speculators, which trains heads, in an environment of its own. The tests that compare its heads'
 # scores with ours, which are slow, are skipped without it.

@@ -124,14 +124,14 @@ class Process:
 class GatewayProcess(Process):
     """A gateway in front of verifiers, at these addresses."""
 
-    def __init__(self, *verifiers: str, flags: Sequence[str] = ()) -> None:
+    def __init__(self, *verifiers: str, flags: Sequence[str] = (), tokenizer: str = TARGET) -> None:
         port, grpc_port = free_port(), free_port()
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.grpc_address = f"127.0.0.1:{grpc_port}"
         dialled = [word for address in verifiers for word in ("--verifier", address)]
         ports = ["--http-port", str(port), "--grpc-listen", self.grpc_address]
-        super().__init__("gateway", *dialled, "--tokenizer", TARGET, *ports, *flags)
+        super().__init__("gateway", *dialled, "--tokenizer", tokenizer, *ports, *flags)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until all its verifiers serve and it knows that."""
@@ -154,15 +154,17 @@ class GatewayProcess(Process):
 
 
 class Stack:
-    """A verifier with the bundled target in float32, and drafters by name."""
+    """A verifier with the bundled or another target in float32, and drafters by name."""
 
-    def __init__(self, *verifier_flags: str, module: str = "verifier_svc") -> None:
+    def __init__(
+        self, *verifier_flags: str, module: str = "verifier_svc", target: str = TARGET
+    ) -> None:
         """`module` is the verifier's."""
         self.address = f"127.0.0.1:{free_port()}"
         # One thread: OpenMP's threads meet at barriers, which cost more than they gain on a machine
         # that is busy with tests.
         flags = ["--dtype", "float32", "--threads", "1", "--listen", self.address, *verifier_flags]
-        self.verifier = Process(module, "--target", TARGET, *flags)
+        self.verifier = Process(module, "--target", target, *flags)
         self.drafters: dict[str, Process] = {}
 
     def add_drafter(self, name: str, family: str, *flags: str) -> None:

@@ -1,0 +1,79 @@
+"""SmolLM2's texts on vLLM in float32 are those of transformers and of our own engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from conftest import FLAGS, START_S
+from smollm2_texts import TOKENS, Reference, smollm2
+from stack import ROOT, Client, Stack, running
+
+from outrider.protocol.messages import (
+    SamplingParams,
+    SpeculationOptions,
+    TokenChunk,
+    TokenRequest,
+)
+
+pytestmark = pytest.mark.slow  # A model of 135 million parameters on both engines.
+
+PLAIN = SpeculationOptions(enabled=False)
+WAYS = {
+    "no drafter": PLAIN,
+    "ngram": SpeculationOptions(drafter_id="ngram", always_draft=True),
+    "model": SpeculationOptions(drafter_id="model", always_draft=True),
+    "all at once": SpeculationOptions(always_draft=True),
+}
+
+
+def stack_of(file: str, *flags: str) -> Stack:
+    """An engine with SmolLM2, an n-gram drafter and a draft model of another vocabulary."""
+    stack = Stack(*flags, target=file)
+    stack.add_drafter("ngram", "ngram")
+    draft = str(ROOT / "models/draft-2048")
+    stack.add_drafter("model", "model", "--model", draft, "--target", file)
+    return stack
+
+
+async def answers(client: Client, requests: list[TokenRequest]) -> list[list[TokenChunk]]:
+    places = asyncio.Semaphore(8)
+
+    async def one(request: TokenRequest) -> list[TokenChunk]:
+        async with places:
+            return await client.generate(request)
+
+    return await asyncio.gather(*map(one, requests))
+
+
+def tokens_of(chunks: list[TokenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def test_texts_are_those_of_transformers_and_seeds_those_of_our_own_engine() -> None:
+    reference = Reference(smollm2())
+    greedy = [
+        TokenRequest(prompt, TOKENS, SamplingParams(temperature=0.0), top_logprobs=0)
+        for prompt in reference.prompts
+    ]
+    seeded = [
+        replace(request, sampling=SamplingParams(0.8, seed=i), top_logprobs=None)
+        for i, request in enumerate(greedy)
+    ]
+    with running(stack_of(reference.file)) as native:
+        async with Client(native.address) as client:
+            plain = [replace(request, speculation=PLAIN) for request in seeded]
+            wanted = list(map(tokens_of, await answers(client, plain)))
+    with running(stack_of(reference.file, *FLAGS), START_S) as stack:
+        for way, options in WAYS.items():
+            async with Client(stack.address) as client:
+                asked = [replace(request, speculation=options) for request in greedy]
+                found = await answers(client, asked)
+                errors = [reference.check(index, chunks) for index, chunks in enumerate(found)]
+                asked = [replace(request, speculation=options) for request in seeded]
+                drawn = await answers(client, asked)
+            assert list(map(tokens_of, drawn)) == wanted, way
+            drafted = sum(chunk.draft_token_count for chunks in drawn for chunk in chunks)
+            assert (drafted > 0) is (way != "no drafter")
+            print(f"{way}: {len(found)} texts, log probabilities within {max(errors):.1e}")
