@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from outrider.errors import OutriderError, Reason
 from outrider.gguf import pretrained
@@ -42,16 +42,14 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
         config = AutoConfig.from_pretrained(files, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:
             raise support.unsupported(model, "it is an encoder-decoder")
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None:
-            method = dict(quantization).get("quant_method", "by an unnamed method")
-            raise support.unsupported(model, f"its weights are quantised ({method})")
+        quantization = _dequantizing(model, config)
         loading: Any = AutoModelForCausalLM.from_pretrained(
             files,
             dtype=find_dtype(dtype),
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **quantization,
             # Tensors of another shape are in the report then, by name.
             ignore_mismatched_sizes=True,
         )
@@ -68,6 +66,22 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
     loaded, report = loading
     check_names(model, loaded, report)
     return loaded
+
+
+def _dequantizing(model: str, config: Any) -> dict[str, Any]:
+    """Return what has `transformers` dequantise a checkpoint in MXFP4, as gpt-oss is published.
+
+    Empty for weights that are not quantised; raises OutriderError for other quantised weights.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return {}
+    method = dict(quantization).get("quant_method", "by an unnamed method")
+    if method != "mxfp4":
+        why = f"its weights are quantised ({method}); use --engine vllm"
+        raise support.unsupported(model, why)
+    log.info("%s: MXFP4 weights are dequantised, and computed in the model's own type", model)
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, VOCAB_SIZE, build
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    GptOssConfig,
     Llama4TextConfig,
     MambaConfig,
     Phi3Config,
@@ -140,6 +142,47 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="it is an encoder-decoder") as error:
         ModelRunner.load(path, device="cpu")
     assert error.value.field == "model"
+
+
+# The values of FP4 (E2M1), by their four bits.
+_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def packed(out: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random MXFP4 blocks, their scales, and the weight [2, 32, out] that they stand for."""
+    blocks = torch.randint(256, (2, out, 1, 16), dtype=torch.uint8)
+    scales = torch.randint(122, 126, (2, out, 1), dtype=torch.uint8)
+    pairs = torch.stack((_FP4[(blocks & 15).int()], _FP4[(blocks >> 4).int()]), -1)
+    weight = pairs.view(2, out, 32) * 2.0 ** (scales.float() - 127)
+    return blocks, scales, weight.transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mxfp4_weights_are_dequantised(tmp_path: Path, dtype: str) -> None:
+    """Blocks of two numbers a byte, with a power of two for each 32 numbers of a row."""
+    config = GptOssConfig(**_SMALL, **_HEADS, **_EXPERTS)
+    config.intermediate_size = 32
+    reference = build(config)
+    path = save(reference, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(config.num_hidden_layers):
+        experts = reference.model.layers[layer].mlp.experts
+        for name, out in (("gate_up_proj", 64), ("down_proj", 32)):
+            key = f"model.layers.{layer}.mlp.experts.{name}"
+            del tensors[key]
+            tensors[f"{key}_blocks"], tensors[f"{key}_scales"], weight = packed(out)
+            getattr(experts, name).data = weight
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    runner = ModelRunner.load(path, device="cpu", dtype=dtype, page_count=8)
+    ids = [5, 9, 3, 30, 7]
+    found = runner.forward([SequenceSlice(ids, 0, [0], 5)])
+    with torch.inference_mode():
+        expected = reference.to(getattr(torch, dtype))(torch.tensor([ids])).logits[0].float()
+    near = {"float32": 1e-5, "bfloat16": 0.1}[dtype]
+    torch.testing.assert_close(found, expected, rtol=0, atol=near * float(expected.std()))
 
 
 @pytest.mark.parametrize("method", ["fp8", "of-tomorrow"])
