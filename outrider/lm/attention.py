@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 
 from outrider.lm.cpu.attention import PagedAttention
 from outrider.lm.layout import AttentionGroup, BatchLayout, KernelArguments, StaticLayout
-from outrider.lm.softmax import Softmax
+from outrider.lm.softmax import Softmax, counts_rows, tuned_by_position
 from outrider.sampling.tensors import triton_works
 
 NAME = "outrider_paged"
@@ -90,6 +90,8 @@ class LayerCache:
         self.softmax = Softmax(1.0)
         """That of the trial forward."""
         self.trial_calls = 0
+        self.chunk: int | None = None
+        """Positions of a piece, where the configuration cuts the layer's text into pieces."""
         self.layout: BatchLayout | StaticLayout | None = None
         self._store: _Store | None = None
         self._use_kernel = False
@@ -237,7 +239,7 @@ def _attend_group(
     else:
         by_head = picked.reshape(batch, queries, kv_heads, repeats, size).transpose(1, 2)
         folded = by_head.flatten(2, 3)
-    mask = group.mask(softmax.window, repeats, query_THD.dtype)
+    mask = group.mask(softmax, repeats, query_THD.dtype)
     if softmax.softcap is None and softmax.sinks is None:
         out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=softmax.scale)
     else:
@@ -339,7 +341,12 @@ def paged_attention(
     if cache is None:
         raise UnsupportedAttention("attention in modules without a layer_idx")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softmax = Softmax(scale, sliding_window, softcap, s_aux)
+    if cache.chunk is None:
+        softmax = Softmax(scale, sliding_window, softcap, s_aux)
+    else:
+        softmax = Softmax(scale, cache.chunk, softcap, s_aux, chunked=True)
+    if cache.layout is not None and counts_rows(module):
+        query = tuned_by_position(module, query, cache.layout.positions)
     return cache.attend(query, key, value, softmax), None
 
 

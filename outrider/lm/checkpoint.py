@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
 from outrider.errors import OutriderError, Reason
 from outrider.gguf import pretrained
@@ -78,7 +79,7 @@ def _dequantizing(model: str, config: Any) -> dict[str, Any]:
         return {}
     method = dict(quantization).get("quant_method", "by an unnamed method")
     if method != "mxfp4":
-        why = f"its weights are quantised ({method}); use --engine vllm"
+        why = f"its weights are quantised ({method}); --engine vllm may serve them"
         raise support.unsupported(model, why)
     log.info("%s: MXFP4 weights are dequantised, and computed in the model's own type", model)
     return {"quantization_config": Mxfp4Config(dequantize=True)}

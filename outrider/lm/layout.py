@@ -14,6 +14,7 @@ import torch
 
 from outrider.lm.cpu.attention import PagedBatch
 from outrider.lm.pages import KVSequence
+from outrider.lm.softmax import Softmax
 from outrider.protocol.token_tree import ancestor_words, depths
 
 # Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
@@ -128,7 +129,7 @@ class AttentionGroup:
         if len(indices) == 1:
             self.key_count = max_seq_len
             self.contiguous_slots = _contiguous_slots(self._slices[0], size)
-        self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}
+        self._masks: dict[tuple[int | None, bool, int], torch.Tensor | None] = {}
 
     @cached_property
     def rows_BQ(self) -> torch.Tensor:
@@ -164,21 +165,19 @@ class AttentionGroup:
         longest = self.shape[1]
         return self._layout.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
 
-    def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask(self, softmax: Softmax, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the attention mask [B, 1, Q * repeats, keys]: 0 for visible keys, else -inf.
 
-        Each query occurs `repeats` times in a row. With a sliding window a query sees the last
-        `window` positions, including its own. None means that every query sees all keys. Masks are
-        cached, because most layers ask for the same mask.
+        Each query occurs `repeats` times in a row. None means that every query sees all keys. Masks
+        are cached, because most layers ask for the same mask.
         """
-        key = (window, repeats)
+        key = (softmax.window, softmax.chunked, repeats)
         if key not in self._masks:
-            self._masks[key] = self._make_mask(window, repeats, dtype)
+            self._masks[key] = self._make_mask(softmax, repeats, dtype)
         return self._masks[key]
 
-    def _make_mask(
-        self, window: int | None, repeats: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    def _make_mask(self, softmax: Softmax, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
+        window = softmax.window
         if self.shape == (1, 1) and (window is None or self.key_count <= window):
             return None
         slots_BQ = self._padded([part.slots for part in self._slices])
@@ -190,7 +189,7 @@ class AttentionGroup:
             positions_BQ = self._padded([part.positions for part in self._slices])
             key_positions = self._key_positions(key_positions)
         if window is not None:
-            hidden_BQK |= key_positions <= positions_BQ[:, :, None] - window
+            hidden_BQK |= key_positions < softmax.first_seen(positions_BQ)[:, :, None]
         hidden = hidden_BQK.repeat_interleave(repeats, dim=1)[:, None]
         zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         return zeros.masked_fill_(hidden, -torch.inf)
@@ -346,3 +345,8 @@ class StaticLayout:
 
     slot_mapping: torch.Tensor
     kernel: KernelArguments
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The position of each token, [T]."""
+        return self.kernel.positions

@@ -16,6 +16,10 @@ from outrider.lm import attention, trial
 from outrider.lm.attention import LayerCache, UnsupportedAttention
 
 _SHAPE_TOKENS = 4
+_CHUNKED = "chunked_attention"
+_WINDOWED = ("sliding_attention", _CHUNKED)
+_VLLM = "--engine vllm may serve it"
+_HYBRID = "for state-space, linear-attention and hybrid models, use --engine vllm"
 # Most characters of another library's error that a refusal repeats.
 _CAUSE_CHARACTERS = 300
 
@@ -95,6 +99,7 @@ def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCa
     """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise unsupported(name, "its forward takes no logits_to_keep")
+    _cut_into_pieces(name, config, layers)
     ids = torch.zeros(1, _SHAPE_TOKENS, dtype=torch.long, device=next(model.parameters()).device)
     with refusals(name):
         model(input_ids=ids, use_cache=False)
@@ -102,11 +107,25 @@ def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCa
     _check_windows(name, config, layers)
 
 
+def _cut_into_pieces(name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
+    """Tell the layers with chunked attention their pieces: a model has them in its mask alone."""
+    for index, kind in enumerate(getattr(config, "layer_types", None) or []):
+        if kind != _CHUNKED or index not in layers:
+            continue
+        size = getattr(config, "attention_chunk_size", None)
+        if not isinstance(size, int) or size < 1:
+            raise unsupported(name, f"its attention_chunk_size is {size!r}, not a number above 0")
+        layers[index].chunk = size
+
+
 def _check_layers(name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
     count = max(config.num_hidden_layers, len(layers))
     seen = sum(layer.shape is not None for layer in layers.values())
     if seen != count:
-        why = f"{count - seen} of {count} layers do not attend through the attention interface"
+        why = (
+            f"{count - seen} of {count} layers do not attend through the attention interface; "
+            f"{_HYBRID}"
+        )
         raise unsupported(name, why)
     for index, layer in layers.items():
         if layer.trial_calls > 1:
@@ -119,15 +138,17 @@ def _check_windows(name: str, config: Any, layers: Mapping[int, LayerCache]) -> 
     default = "sliding_attention" if stated is not None else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     for index, kind in enumerate(kinds):
-        known = kind in ("full_attention", "sliding_attention")
+        if kind not in ("full_attention", *_WINDOWED):
+            why = f"layer {index} is {kind}, which the paged attention cannot do; {_VLLM}"
+            raise unsupported(name, why)
         window = layers[index].softmax.window
         # The paged attention gets no mask: a layer whose window exists only in the mask would
         # silently attend to too many keys.
-        if not known or (window is not None) != (kind == "sliding_attention"):
+        if (window is not None) != (kind in _WINDOWED):
             why = f"layer {index} is {kind} in a way that the paged attention cannot see"
             raise unsupported(name, why)
         # Shorter windows show in the logits of the trial.
-        if window is not None and window > trial.LONGEST_WINDOW and window != stated:
+        if kind != _CHUNKED and window and window > trial.LONGEST_WINDOW and window != stated:
             why = (
                 f"layer {index} has a window of {window} tokens, its configuration one of {stated}"
             )

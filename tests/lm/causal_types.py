@@ -45,7 +45,7 @@ _BY_SIZE: dict[int, str] = {
         kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim index_topk index_head_dim
         o_lora_rank rotary_dim mamba_d_head mamba_head_dim mamba_chunk_size chunk_size
         linear_key_head_dim linear_value_head_dim linear_head_dim hidden_size_per_layer_input
-        block_multiple_of block_size rel_extent patch_size""",
+        block_multiple_of block_size rel_extent patch_size floor_scale""",
     24: """sliding_window sliding_window_size window_size attention_window_size
         attention_chunk_size local_attention_window_len""",
     32: """expert_ffn_hidden_size moe_intermediate_size shared_expert_intermediate_size

@@ -69,6 +69,7 @@ def attend(
     windowed: bool = False,
     capped: bool = False,
     sinks: bool = False,
+    chunked: bool = False,
     trees: bool = True,
     split: bool = True,
 ) -> Any:
@@ -97,6 +98,7 @@ def attend(
         "SPLIT": split,
         "DOUBLINGS": tiles.doubling_count(CONTEXT) if split else 0,
         "WINDOWED": windowed,
+        "CHUNKED": chunked,
         "CAPPED": capped,
         "SINKS": sinks,
         "TREES": trees,
@@ -124,6 +126,7 @@ def join(
         "LANES": size,
         "DOUBLINGS": tiles.doubling_count(CONTEXT),
         "WINDOWED": windowed,
+        "CHUNKED": False,
         "SINKS": sinks,
     }
     return compiled(triton_attention._join, architecture, types, constants)
@@ -210,6 +213,9 @@ def attention_kernels(architecture: int) -> dict[str, Any]:
         "prompts, bfloat16": attend(architecture, bf16, 128, 512, trees=False),
         "prompts and trees, bfloat16": attend(architecture, bf16, 128, 512),
         "drafts with sinks, bfloat16": attend(architecture, bf16, 64, 6, windowed=True, sinks=True),
+        "drafts in pieces, bfloat16": attend(
+            architecture, bf16, 128, 6, windowed=True, chunked=True
+        ),
         "large heads, bfloat16": attend(architecture, bf16, 256, 512, windowed=True, capped=True),
         "heads of 80, float16": attend(architecture, torch.float16, 80, 6, capped=True),
         "float32": attend(architecture, torch.float32, 128, 512),

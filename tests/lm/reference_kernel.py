@@ -25,6 +25,7 @@ def _attend(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    chunked: bool,
 ) -> torch.Tensor:
     narrow = (cu_seqlens_q, seq_lens, block_table, slots, positions, tree_starts)
     assert {tensor.dtype for tensor in narrow} == {torch.int32}
@@ -47,8 +48,11 @@ def _attend(
         )
         at = torch.arange(count, device=query.device)
         at[tree_start:] = positions[begin:end][slots[begin:end] >= tree_start]
-        distance = positions[begin:end, None] - at
-        seen &= (distance < window) | (window == 0)
+        own = positions[begin:end, None]
+        if chunked:
+            seen &= own // window == at // window
+        elif window:
+            seen &= own - at < window
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), k.float()) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
@@ -107,4 +111,5 @@ def paged_attention(
         softmax.window or 0,
         softmax.softcap or 0.0,
         softmax.sinks,
+        softmax.chunked,
     )

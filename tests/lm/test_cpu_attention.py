@@ -12,7 +12,13 @@ from outrider.lm.softmax import Softmax
 PAGE_COUNT = 64
 SCALE = 0.2
 # Below, among and far above the scores of the keys.
-SINKS = torch.tensor([-torch.inf, -30.0, -1.0, 0.0, 1.0, 2.0, 5.0, 100.0])
+_SINKS = torch.tensor([-torch.inf, -30.0, -1.0, 0.0, 1.0, 2.0, 5.0, 100.0])
+PLAIN = Softmax(SCALE)
+WAYS = [
+    PLAIN,
+    *(Softmax(SCALE, window, chunked=chunked) for window in (1, 19) for chunked in (False, True)),
+    *(Softmax(SCALE, window, sinks=_SINKS) for window in (None, 19)),
+]
 
 
 class Case:
@@ -52,17 +58,14 @@ class Case:
         ]
         self.first_rows = [sum(lengths[:i]) for i in range(len(lengths))]
 
-    def attend(self, window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(self, softmax: Softmax = PLAIN) -> torch.Tensor:
         batch = PagedBatch(
             self.slot_mapping, self.first_rows, self.lengths, self.starts, self.pages
         )
         layer = PagedAttention(self.keys, self.values)
-        softmax = Softmax(SCALE, window, sinks=sinks)
         return layer.attend(batch, self.query, self.key, self.value, softmax)
 
-    def expected(
-        self, window: int | None = None, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def expected(self, softmax: Softmax = PLAIN) -> torch.Tensor:
         """Attend in float32, sequence by sequence; call `attend` first, which fills the cache."""
         out = []
         for row, length, start, pages in zip(
@@ -75,12 +78,15 @@ class Case:
             )
             key = key.repeat_interleave(self.group, 0)
             value = value.repeat_interleave(self.group, 0)
-            distance = torch.arange(start, end)[:, None] - torch.arange(end)
-            seen = (distance >= 0) & (distance < (window or end))
+            own, at = torch.arange(start, end)[:, None], torch.arange(end)
+            window = softmax.window or end
+            near = own // window == at // window if softmax.chunked else own - at < window
+            seen = (own >= at) & near
             query = self.query[0, :, row : row + length].float()
             scores = (query @ key.transpose(1, 2) * SCALE).masked_fill(~seen, -torch.inf)
-            if sinks is not None:
-                scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
+            if softmax.sinks is not None:
+                sinks = softmax.sinks[:, None, None].expand(-1, length, 1)
+                scores = torch.cat([scores, sinks], -1)
             out.append((scores.softmax(-1)[..., :end] @ value).transpose(0, 1))
         return torch.cat(out)
 
@@ -109,10 +115,10 @@ def test_its_output_equals_plain_attention(
 ) -> None:
     starts, lengths, options = SHAPES[shape]
     case = Case(dtype, starts, lengths, **options)
-    for window, sinks in ((None, None), (1, None), (19, None), (None, SINKS), (19, SINKS)):
-        out = case.attend(window, sinks)
+    for softmax in WAYS:
+        out = case.attend(softmax)
         assert out.dtype == dtype
-        expected = case.expected(window, sinks)
+        expected = case.expected(softmax)
         torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -120,7 +126,7 @@ def test_it_stores_keys_and_values_of_tokens_outside_the_slices() -> None:
     case = Case(torch.bfloat16, [20, 40], [3, 2])
     layer = PagedAttention(case.keys, case.values)
     batch = PagedBatch(case.slot_mapping, [], [], [], [])
-    layer.attend(batch, case.query, case.key, case.value, Softmax(SCALE))
+    layer.attend(batch, case.query, case.key, case.value, PLAIN)
     for cache, new in ((case.keys, case.key), (case.values, case.value)):
         torch.testing.assert_close(
             cache.flatten(0, 1)[case.slot_mapping], new[0].transpose(0, 1), atol=0, rtol=0

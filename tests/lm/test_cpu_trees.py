@@ -16,6 +16,7 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GraniteSWAConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -55,6 +56,13 @@ _WINDOWS: dict[str, Any] = {
     "attn_logit_softcapping": 0.5,
     "query_pre_attn_scalar": 16,
 }
+_PIECES: dict[str, Any] = {
+    "intermediate_size_mlp": 96,
+    "moe_layers": [],
+    "attention_chunk_size": 20,
+    "floor_scale": 8,
+    "no_rope_layers": [1, 0, 1],
+}
 # Models that run the forward of `transformers`. Heads of 8 are too small for the C attention.
 OWN_FORWARD: dict[str, PreTrainedConfig] = {
     "C attention": GPT2Config(
@@ -67,6 +75,8 @@ OWN_FORWARD: dict[str, PreTrainedConfig] = {
     "gathered, sinks and windows of 8": GraniteSWAConfig(
         **_SIZES | {"num_attention_heads": 8}, sliding_window=8
     ),
+    "C attention, pieces of 20": Llama4TextConfig(**_SIZES, **_PIECES, head_dim=16),
+    "gathered, pieces of 20": Llama4TextConfig(**_SIZES, **_PIECES, head_dim=8),
     "soft cap, windows of 100": Gemma2Config(**_SIZES, **_WINDOWS, head_dim=16, sliding_window=100),
 }
 

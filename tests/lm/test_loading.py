@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     GptOssConfig,
-    Llama4TextConfig,
     MambaConfig,
     Phi3Config,
     Qwen3NextConfig,
@@ -118,10 +117,6 @@ REFUSED = {
     "own attention code": (
         BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4),
         "2 of 2 layers do not attend",
-    ),
-    "chunked attention by mask": (
-        Llama4TextConfig(**_SMALL, **_HEADS, **_EXPERTS, intermediate_size_mlp=48),
-        "layer 0 is chunked_attention in a way that the paged attention cannot see",
     ),
 }
 

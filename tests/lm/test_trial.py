@@ -158,6 +158,13 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     assert "some of its logits are not numbers in torch.float32" in refusal(model, page_count=4)
 
 
+@pytest.mark.parametrize("size", [0, -8])
+def test_a_piece_of_chunked_attention_has_a_length(size: Any) -> None:
+    model = build(CONFIGS["llama4, pieces and temperatures by position"])
+    model.config.attention_chunk_size = size
+    assert "its attention_chunk_size is" in refusal(model, page_count=8)
+
+
 def test_a_long_window_must_be_the_configurations() -> None:
     model = build(Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=300))
     model.model.layers[1].self_attn.sliding_window = 301

@@ -12,6 +12,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     GraniteSWAConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -57,6 +58,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **_SIZES, **_ALTERNATING, head_dim=16, num_local_experts=4, num_experts_per_tok=2
     ),
     "granite_swa, sinks and alternating windows": GraniteSWAConfig(**_SIZES, **_ALTERNATING),
+    # Texts are longer than a piece, and than the positions that have one temperature.
+    "llama4, pieces and temperatures by position": Llama4TextConfig(
+        **_SIZES,
+        head_dim=16,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        attention_chunk_size=WINDOW,
+        floor_scale=8,
+        no_rope_layers=[1, 0, 1],
+    ),
     "gpt2, learned positions": GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_positions=CONTEXT_LENGTH,

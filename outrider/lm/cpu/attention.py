@@ -152,7 +152,7 @@ class PagedAttention:
             _rows(value),
             out.data_ptr(),
             softmax.scale,
-            softmax.window or 0,
+            -(softmax.window or 0) if softmax.chunked else softmax.window or 0,
             None if sinks is None else sinks.data_ptr(),
         )
         return out

@@ -44,8 +44,16 @@ def _scores(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _first_seen(  # type: ignore[no-untyped-def]  # position: a tensor
+    position, window, CHUNKED: tl.constexpr
+):
+    """Return the first position that a token sees, or one below 0, as `Softmax.first_seen` does."""
+    return position // window * window if CHUNKED else position - window + 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
-    at, slot, position, window, WINDOWED: tl.constexpr
+    at, slot, position, window, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr
 ):
     """Return which keys in the slots `at` each row sees, as if all its tokens were text.
 
@@ -54,18 +62,19 @@ def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensor
     """
     seen = at[None, :] <= slot[:, None]
     if WINDOWED:
-        seen = seen & (at[None, :] > position[:, None] - window)
+        seen = seen & (at[None, :] >= _first_seen(position, window, CHUNKED)[:, None])
     return seen
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _tile_scores(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors and numbers
     q, k, start, at, slot, position, tree_tile, tree_start, words, scale, window, softcap,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, TREES: tl.constexpr, EXACT: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, TREES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Return the scores [rows, keys] of the tile of slots `at` from `start`; -inf where unseen."""
     scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
-    seen = _is_seen(at, slot, position, window, WINDOWED)
+    seen = _is_seen(at, slot, position, window, WINDOWED, CHUNKED)
     scores = tl.where(seen, scores, float("-inf"))
     # A constant condition first: it decides whether the code exists.
     if TREES:  # noqa: SIM102
@@ -77,23 +86,22 @@ def _tile_scores(  # type: ignore[no-untyped-def]  # the arguments are Triton te
 
 @triton.jit
 def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
-    words, depth, window
+    words, hidden
 ):
-    """Return each row's word of ancestors without those that lie before its window.
+    """Return each row's word of ancestors without the first `hidden`, which its window leaves out.
 
-    A word of a token of depth d has d bits, its own included. Ancestors come before their
-    descendants, so the lowest bits are the farthest; all but the highest `window` are cleared.
+    Ancestors come before their descendants, so the lowest bits are the farthest.
     """
-    # A word has at most 64 bits: nothing is cleared for the usual windows.
-    for cleared in range(64 - window):
-        words = tl.where(depth - window > cleared, words & (words - 1), words)
+    # Nothing is cleared where the windows begin before the tree.
+    for cleared in range(tl.max(hidden, 0)):
+        words = tl.where(hidden > cleared, words & (words - 1), words)
     return words
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
     ancestors, positions, at, slot, real, tree_start, window,
-    WINDOWED: tl.constexpr, TREES: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, TREES: tl.constexpr,
 ):  # fmt: skip
     """Return each row's position, and its word of the ancestors that it sees, if there are trees.
 
@@ -105,7 +113,8 @@ def _ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton poin
         words = tl.load(ancestors + at, mask=real & (slot >= tree_start), other=0)
         if WINDOWED:
             position = tl.load(positions + at, mask=real, other=0)
-            words = _visible_ancestors(words, position - tree_start + 1, window)
+            hidden = _first_seen(position, window, CHUNKED) - tree_start
+            words = _visible_ancestors(words, tl.where(real, hidden, 0))
     return position, words
 
 
@@ -193,7 +202,7 @@ def _tile_of(  # type: ignore[no-untyped-def]  # the arguments are Triton pointe
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numbers
     before, count, first_row, tree_start, window, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Return the slots of the keys that a tile of rows sees: begin, at a tile's border, and end.
 
@@ -204,7 +213,7 @@ def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numb
     if WINDOWED:
         # All positions of a tree are `tree_start` or later, in any order.
         first_position = tl.minimum(before + first_row // GROUP, tree_start)
-        begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+        begin = tl.maximum(_first_seen(first_position, window, CHUNKED), 0) // KEYS * KEYS
     return begin, before + last_token + 1
 
 
@@ -214,8 +223,8 @@ def _attend_keys(  # type: ignore[no-untyped-def]  # the arguments are Triton te
     scale, window, softcap, sink,
     KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    TREES: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    CAPPED: tl.constexpr, TREES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attend for a tile of rows over the keys in the slots from `begin` to `end`, see `_fold`.
 
@@ -240,7 +249,7 @@ def _attend_keys(  # type: ignore[no-untyped-def]  # the arguments are Triton te
         k = _load(keys, key_at[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
         scores = _tile_scores(
             q, k, start, at, slot, position, tree_tile, tree_start, words, scale, window, softcap,
-            WINDOWED, CAPPED, TREES, EXACT,
+            WINDOWED, CHUNKED, CAPPED, TREES, EXACT,
         )  # fmt: skip
         v = _load(values, key_at[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
         maximum, total, weighted = _fold(scores, v, maximum, total, weighted, EXACT)
@@ -279,8 +288,8 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, DOUBLINGS: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, TREES: tl.constexpr,
-    EXACT: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    TREES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attend for one tile of rows of one key/value head, over some parts of the keys.
 
@@ -305,7 +314,7 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     real = token < count
     slot = before + token
     row_begin, row_end = _key_range(
-        before, count, first_row, tree_start, window, GROUP, ROWS, KEYS, WINDOWED
+        before, count, first_row, tree_start, window, GROUP, ROWS, KEYS, WINDOWED, CHUNKED
     )
     split = (count <= _WHOLE) & SPLIT
     first_part = tl.program_id(1)
@@ -320,8 +329,9 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     key_lanes = tl.arange(0, KEY_LANES)
     q = _load(query, row_at[:, None], key_lanes[None, :], real[:, None], KEY_SIZE)
     position, words = _ancestors(
-        ancestors, positions, first + token, slot, real, tree_start, window, WINDOWED, TREES
-    )
+        ancestors, positions, first + token, slot, real, tree_start, window, WINDOWED, CHUNKED,
+        TREES,
+    )  # fmt: skip
     sink = tl.full([ROWS], float("-inf"), tl.float32)
     if SINKS:
         of_head = tl.load(sinks + head * GROUP + rows % GROUP).to(tl.float32)
@@ -335,7 +345,7 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
         result, log_total = _attend_keys(
             q, keys, values, block_table + sequence * width, begin, end, head, slot, position,
             tree_start, words, scale, window, softcap, sink, KV_HEADS, KEY_SIZE, VALUE_SIZE,
-            KEY_LANES, VALUE_LANES, PAGE_SIZE, ROWS, KEYS, WINDOWED, CAPPED, TREES, EXACT,
+            KEY_LANES, VALUE_LANES, PAGE_SIZE, ROWS, KEYS, WINDOWED, CHUNKED, CAPPED, TREES, EXACT,
         )  # fmt: skip
         if split:
             part_at = row_at + part * part_rows
@@ -366,6 +376,7 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     LANES: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Join the parts that one row sees into `out` [T, heads, value size], several parts at once.
@@ -381,7 +392,7 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     first = 0
     if WINDOWED:
         position = tl.load(positions + row // HEADS)
-        first = _part_of(tl.maximum(position - window + 1, 0), DOUBLINGS)
+        first = _part_of(tl.maximum(_first_seen(position, window, CHUNKED), 0), DOUBLINGS)
     lanes = tl.arange(0, LANES)
     maximum = tl.full((), float("-inf"), tl.float32)
     if SINKS:
@@ -429,7 +440,11 @@ def paged_attention(
     out = query_THD.new_empty(tokens, query_heads, value_size)
     parts, log_totals = out, out
     window, sinks = softmax.window or 0, out if softmax.sinks is None else softmax.sinks
-    how = {"WINDOWED": softmax.window is not None, "SINKS": softmax.sinks is not None}
+    how = {
+        "WINDOWED": softmax.window is not None,
+        "CHUNKED": softmax.chunked,
+        "SINKS": softmax.sinks is not None,
+    }
     if split:
         log_totals = out.new_empty(part_count, tokens, query_heads, dtype=torch.float32)
         parts = out.new_empty(*log_totals.shape, value_size, dtype=torch.float32)

@@ -313,7 +313,8 @@ INLINE void load_query(struct work *work, int64_t i, const struct rows *query, i
   work->max_score[i] = sink;
 }
 
-// Finds what a query of a slice's token sees: the last `window` places if `window` is above 0.
+// Finds what a query of a slice's token sees: the last `window` places if `window` is above 0; if
+// it is below 0, the places of its own piece of a text that is cut every -`window` places.
 INLINE void find_view(struct work *work, int64_t i, const struct batch *batch, int64_t slice,
                       int64_t token, int64_t window) {
   int64_t place = batch->starts[slice] + token;
@@ -324,6 +325,7 @@ INLINE void find_view(struct work *work, int64_t i, const struct batch *batch, i
   }
   work->last[i] = place;
   work->first[i] = window > 0 && place >= window ? place - window + 1 : 0;
+  if (window < 0) work->first[i] = place - place % -window;
 }
 
 // Attends for up to QUERY_ROWS rows of an item: `rows` rows of each of its key/value heads, from
@@ -389,8 +391,8 @@ static void store_in_cache(const struct layer *layer, const struct batch *batch,
 
 // Stores the batch's keys and values in the cache, then attends. `out` is [tokens, heads,
 // head_size]; only the slices' rows are written. A query sees the keys up to its own position, or
-// the last `window` positions if `window` is above 0; of a tree only its ancestors. `sinks` are one
-// more score for each query head, whose weight goes to no key; null without them.
+// those that `window` leaves, see find_view; of a tree only its ancestors. `sinks` are one more
+// score for each query head, whose weight goes to no key; null without them.
 void outrider_paged_attention(const struct layer *layer, const struct batch *batch,
                               struct rows query, struct rows key, struct rows value, void *out,
                               float scale, int64_t window, const float *sinks) {
