@@ -114,8 +114,7 @@ def parts(console: Console) -> Iterator[Part]:
         is_exactness=True,
     )
     try:
-        with start_status(console, f"looking for {smollm2.NAME} ..."):
-            pretrained(smollm2.NAME)
+        pretrained(smollm2.NAME)
     except OutriderError as error:
         if error.reason is not Reason.MODEL_NOT_FOUND:
             raise
@@ -184,13 +183,15 @@ def _progress(console: Console) -> Progress:
 async def _measure(url: str, part: Part, rows: list[Row], progress: Progress) -> None:
     """Ask every question in every way, one request at a time.
 
-    The ways take turns, so that other work on the machine slows all of them alike.
+    The ways take turns, and their order turns too, so that other work on the machine slows all of
+    them alike.
     """
-    rounds = 1 if part.is_exactness else 2
+    orders = [rows] if part.is_exactness else [rows, rows[::-1]]
     asked = [
         (question, row)
-        for kind, question in part.questions * rounds
-        for row in rows
+        for order in orders
+        for kind, question in part.questions
+        for row in order
         if row.kind == kind
     ]
     task = progress.add_task("prompts", total=len(asked))

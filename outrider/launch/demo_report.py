@@ -14,7 +14,7 @@ from rich.text import Text
 from outrider.launch.client import Answer
 
 _SHOWN_CHARACTERS = 400
-_CAPTION = "greedy, two rounds in turns; measured on this machine, now"
+_CAPTION = "greedy, each asked twice, in turns; measured on this machine, now"
 # Why most steps of an answer had no draft; docs/api.md has the table.
 _PAUSES = {
     "no_drafter": "no drafter works on such a text",

@@ -6,6 +6,7 @@ standard output says why.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -57,9 +58,12 @@ def write_checkpoint(file: Path, directory: Path) -> None:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from outrider.lm.checkpoint import check_names
 
+    # It advises on how to compute with the file's own weights.
+    logging.set_verbosity_error()
     parts = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**parts)
     dtype = _float_dtype(file) or torch.bfloat16
@@ -115,4 +119,7 @@ def join_shards(shards: Sequence[Path], file: Path) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.stderr.isatty():
+        # In a log, progress bars are long lines.
+        os.environ["TQDM_DISABLE"] = "1"
     sys.exit(main(sys.argv[1:]))

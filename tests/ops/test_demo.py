@@ -53,7 +53,7 @@ def test_a_drafter_whose_drafts_are_never_verified_says_why() -> None:
 
 
 def test_the_drafter_of_grammars_is_asked_only_for_answers_with_a_grammar() -> None:
-    schema = {"messages": [], "response_format": {}}
+    schema: dict[str, object] = {"messages": [], "response_format": {}}
     questions = (*QUESTIONS, ("schema", schema))
     part = Part("", "t", "bfloat16", ("ngram", "grammar"), questions, is_exactness=False)
     ways = [(row.kind, row.name) for row in part.rows()]
