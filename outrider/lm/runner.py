@@ -21,6 +21,7 @@ from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.hidden_states import FeatureProjection, HiddenStates
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
+from outrider.lm.same_bits import reason_against
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.sampling.tensors import triton_works
@@ -92,6 +93,17 @@ class ModelRunner:
         self._token_mover = self._make_token_mover()
         if self.device.type == "cpu":
             self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size)
+        self.rows_may_differ: str | None = None
+        """Why a row's logits may have other bits in a forward of other rows; None if they do not.
+
+        The C decoder with AMX computes the rows of trees in another order, which does not count.
+        """
+        if self.decoder is None:
+            self.rows_may_differ = reason_against(self._model, self._layers.values())
+        if self.rows_may_differ is not None:
+            log.info(
+                "%s may answer otherwise when asked again: %s", self._name, self.rows_may_differ
+            )
         self._compare(texts, own)
         # Captured graphs are compared as well.
         self._trial = (texts, own) if self._graphs is not None else None

@@ -13,7 +13,13 @@ import pytest
 import torch
 from builds import BUILDS, use_build
 from tiny_models import build
-from transformers import GemmaConfig, LlamaConfig, MistralConfig
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+)
 from tree_paths import path_to
 
 from outrider.lm.cpu.weights import optimize_for_cpu
@@ -28,11 +34,20 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 3,
     "max_position_embeddings": 512,
 }
-# A sliding window is what the C decoder leaves to the model's own forward.
+# The C decoder leaves sliding windows and other activations to the model's own forward.
 CONFIGS = {
     "C decoder": LlamaConfig(**SIZES),
     "own forward": MistralConfig(**SIZES, sliding_window=50),
-    "own forward with GELU": GemmaConfig(**SIZES, head_dim=64, hidden_activation="gelu"),
+    "own forward with GELU": LlamaConfig(**SIZES, hidden_act="gelu"),
+}
+PYTORCHS: dict[str, tuple[PreTrainedConfig, str]] = {
+    "no whole tiles": (LlamaConfig(**SIZES | {"intermediate_size": 1411}), "down_proj"),
+    "experts": (MixtralConfig(**SIZES | {"intermediate_size": 64}), "products"),
+    "no linear layers": (GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4), "c_attn"),
+    "heads of 72": (
+        LlamaConfig(**SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}),
+        "attends",
+    ),
 }
 TEXT = 150
 CUTS = {
@@ -70,6 +85,7 @@ def make_runner(name: str, build_name: str, dtype: torch.dtype) -> ModelRunner:
         optimize_for_cpu(model)
         runner = ModelRunner(model, page_count=100)
     assert (runner.decoder is not None) == (name == "C decoder")
+    assert runner.rows_may_differ is None
     return runner
 
 
@@ -131,3 +147,12 @@ def test_a_row_of_a_large_tree_has_the_bits_of_its_path(
         path = [7, *(tree[i - 1] for i in path_to(row, parents))]
         chain = runner.forward([SequenceSlice(path, 100, PAGES, 1)])
         assert torch.equal(rows[row], chain[0])
+
+
+@pytest.mark.parametrize(("config", "part"), PYTORCHS.values(), ids=PYTORCHS.keys())
+def test_a_model_with_parts_of_pytorch_says_why_its_rows_may_differ(
+    config: PreTrainedConfig, part: str
+) -> None:
+    model = build(config).to(torch.bfloat16)
+    optimize_for_cpu(model)
+    assert part in str(ModelRunner(model, page_count=100).rows_may_differ)

@@ -148,7 +148,7 @@ class Knowing(Drafter):
         batch = DraftBatch()
         for number, committed in self._committed.items():
             length = len(committed)
-            known = next(text for text in self._texts if text[:length] == committed)
+            known = next((text for text in self._texts if text[:length] == committed), [])
             ahead = known[length : length + 6]
             if length % 2 and len(ahead) > 3:
                 ahead[3] = 17

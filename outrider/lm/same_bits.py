@@ -1,0 +1,39 @@
+"""Whether a row's logits have the same bits however many rows its forward has.
+
+Our C kernels for CPUs keep one order of sums for all numbers of rows. Other products and attentions
+choose their code by the number of rows. docs/losslessness.md says what follows for texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from outrider.lm.attention import LayerCache
+from outrider.lm.cpu.weights import LeanLinear, PackedLinear
+
+
+def reason_against(model: Any, layers: Iterable[LayerCache]) -> str | None:
+    """Return why the bits of a row of the model's own forward may differ; None if they do not.
+
+    `layers` are the allocated caches of its attention layers.
+    """
+    if next(model.parameters()).device.type != "cpu":
+        return "on a GPU the code of a product depends on the number of rows"
+    if any(layer.cpu_attention is None for layer in layers):
+        return "PyTorch attends in some of its layers"
+    names = [name for name, module in model.named_modules() if _multiplies_by_pytorch(module)]
+    if names:
+        return f"PyTorch computes some of its products, the first in {names[0]}"
+    return None
+
+
+def _multiplies_by_pytorch(module: torch.nn.Module) -> bool:
+    """Whether the module has a matrix other than an embedding's or one of our kernels."""
+    if isinstance(module, LeanLinear | PackedLinear):
+        return True
+    if isinstance(module, torch.nn.Embedding):
+        return False
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
