@@ -226,6 +226,14 @@ _ROWS = (
         template_marks=("<minimax:tool_call>",),
     ),
     ToolFormat(
+        "harmony",
+        # The token that ends a call ends the answer, too.
+        (CallMarks("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),),
+        separator="",
+        thought=THOUGHTS["harmony"],
+        template_marks=("<|channel|>commentary", "<|call|>"),
+    ),
+    ToolFormat(
         "llama",
         (CallMarks('{"name": "{name}", "parameters": ', "}"),),
         begins_as_text=True,

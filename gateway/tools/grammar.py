@@ -47,7 +47,10 @@ def calls_grammar(
     elif answer is not None and form.begins_as_text:
         body = {"type": "json_schemas", "schemas": [_schema(answer), *calls.as_json()]}
     elif answer is not None:
-        body = _or([calls.alone(), {"type": "json_schema", "json_schema": _schema(answer)}])
+        content: Json = {"type": "json_schema", "json_schema": _schema(answer)}
+        if thought is not None and thought.is_message:
+            content = _sequence([_const(thought.after), content])
+        body = _or([calls.alone(), content])
     else:
         body = calls.within_text()
     if thought is not None and state != "over":
@@ -144,7 +147,9 @@ def _after_thought(
     thought: Thought, state: ThoughtState, body: Json, calls: _Calls, *, is_text: bool
 ) -> Json:
     """A thought before the body. A call that begins within the thought ends it."""
-    after = [] if is_text or not thought.after else [_const(thought.after)]
+    # A message of content has its own beginning, and one with a call another.
+    is_layout = thought.after and not thought.is_message
+    after = [_const(thought.after)] if is_layout and not is_text else []
     ended = {"type": "tag", "begin": thought.end, "content": _sequence([*after, body]), "end": ""}
     direct = []
     for tag in calls.tags():

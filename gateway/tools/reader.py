@@ -85,7 +85,8 @@ class Reading:
     @property
     def literals(self) -> tuple[str, ...]:
         """All texts that the reader looks for."""
-        of_thought = () if self.thought is None else (self.thought.begin, self.thought.end)
+        thought = self.thought
+        of_thought = () if thought is None else (thought.begin, thought.end, thought.after)
         return (*of_thought, *(() if self.form is None else self.form.literals))
 
 
@@ -106,6 +107,8 @@ class AnswerReader:
         # Whether a call that has not yet begun would end a thought.
         self._ends_thought = False
         self._thought_may_begin = reading.thought is not None and not reading.begins_in_thought
+        # Whether a message of content may begin.
+        self._message_may_begin = reading.thought is not None and reading.thought.is_message
         self._call_count = 0
         self._step: Callable[[list[Part]], bool] = self._content
         if reading.begins_in_thought:
@@ -213,6 +216,8 @@ class AnswerReader:
         self._blanks = []
         self._trims = True
         self._ends_thought = False
+        assert self._reading.thought is not None
+        self._message_may_begin = self._thought_may_begin = self._reading.thought.is_message
 
     def _add_reasoning(self, text: str, parts: list[Part]) -> None:
         """Add to the thought, but hold the line breaks at its end."""
@@ -231,6 +236,15 @@ class AnswerReader:
 
     def _content(self, parts: list[Part]) -> bool:
         """Take content up to the next thought, call or section."""
+        if self._message_may_begin:
+            assert self._reading.thought is not None
+            begin = self._reading.thought.after
+            if self._buffer.startswith(begin):
+                self._buffer = self._buffer.removeprefix(begin)
+                self._message_may_begin = self._thought_may_begin = False
+                return True
+            if begin.startswith(self._buffer):
+                return False
         is_alone = self._reading.is_either or self._reading.is_bound
         if is_alone and not self._call_count:
             text = self._buffer.lstrip()
@@ -288,7 +302,7 @@ class AnswerReader:
         self._trims = False
         solid = text.rstrip()
         if solid:
-            self._thought_may_begin = False
+            self._thought_may_begin = self._message_may_begin = False
         if self._reading.form is None and not self._thought_may_begin:
             solid = text
         if solid:

@@ -16,6 +16,17 @@ class Thought:
     begin: str
     end: str
     after: str = ""
+    is_message: bool = False
+    """Whether thought, content and calls are messages of one answer, as in harmony.
+
+    The end of a thought then begins the next message, as the prompt's end does, and `after` begins
+    a message of content, with a thought before it or without. Several thoughts may follow.
+    """
+
+    @property
+    def shown(self) -> str:
+        """A chat template with this text has such thoughts."""
+        return self.begin if self.is_message else self.end
 
     def state(self, prompt: str, continued: str = "") -> ThoughtState:
         """Where an answer to this prompt begins.
@@ -23,7 +34,7 @@ class Thought:
         `continued` is the text of a message that the answer goes on with; empty for none.
         """
         text = prompt.rstrip()
-        if text.endswith(self.end):
+        if text.endswith(self.end) and not self.is_message:
             # Such as the empty thought of a model that is not to think.
             return "over"
         if text.endswith(self.begin.rstrip()):
@@ -40,11 +51,17 @@ THOUGHTS = {
     "seed": Thought("<seed:think>", "</seed:think>"),
     "command": Thought("<|START_THINKING|>", "<|END_THINKING|>"),
     "gemma_4": Thought("<|channel>thought\n", "<channel|>"),
+    "harmony": Thought(
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant",
+        "<|channel|>final<|message|>",
+        is_message=True,
+    ),
 }
-"""All formats by name. The first whose end a chat template shows is the model's."""
+"""All formats by name. The first that a chat template shows is the model's."""
 
 
 def shown_thought(template: str, known: Thought | None) -> Thought | None:
     """The format that a chat template shows, best the `known` one; None for none."""
     marks = THOUGHTS.values() if known is None else (known, *THOUGHTS.values())
-    return next((mark for mark in marks if mark.end in template), None)
+    return next((mark for mark in marks if mark.shown in template), None)

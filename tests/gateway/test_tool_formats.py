@@ -279,6 +279,11 @@ def test_each_character_is_placed_in_its_part_of_the_answer(form: ToolFormat) ->
         ("[TOOL_CALLS]f[ARGS]{} [/THINK]", "mistral", "[THINK]"),
         ("<｜tool▁calls▁begin｜>```json</think>", "deepseek_r1", "<think>"),
         ('<|start_header_id|> "parameters": ', "llama", None),
+        (
+            "<|channel|>analysis<|message|> <|channel|>commentary <|call|>",
+            "harmony",
+            "<|channel|>analysis<|message|>",
+        ),
         ("plain", None, None),
         ("plain </think>", None, "<think>"),
     ],
@@ -301,7 +306,12 @@ def test_a_named_format_counts_more_than_the_template() -> None:
 THINKING = [form for form in FORMATS.values() if form.thought is not None]
 
 
-@pytest.mark.parametrize("form", THINKING, ids=lambda form: form.name)
+ONE_THOUGHT = [
+    form for form in THINKING if form.thought is not None and not form.thought.is_message
+]
+
+
+@pytest.mark.parametrize("form", ONE_THOUGHT, ids=lambda form: form.name)
 @pytest.mark.parametrize("step", [1, 4, 1000])
 def test_an_answer_has_one_thought_at_most(form: ToolFormat, step: int) -> None:
     """Its marks in the content are text: the model may write about them, and hide nothing so."""
@@ -326,7 +336,8 @@ def test_a_call_within_a_thought_ends_the_thought(libraries: Libraries, form: To
         grammar = calls_grammar(form, use_of(form, forced=forced), form.thought, "open")
         trial = Trial(libraries, 4096, (EOS,))
         compiled = compile_only(libraries, trial.translated(grammar))
-        for between in ("", f"{form.thought.end}{form.thought.after}"):
+        after = "" if form.thought.is_message else form.thought.after
+        for between in ("", f"{form.thought.end}{after}"):
             matcher = compiled.matcher()
             assert matcher.accept_bytes(f"I look.\n{between}{call}".encode())
             assert matcher.accept(EOS)
