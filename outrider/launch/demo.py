@@ -183,8 +183,8 @@ def _progress(console: Console) -> Progress:
 async def _measure(url: str, part: Part, rows: list[Row], progress: Progress) -> None:
     """Ask every question in every way, one request at a time.
 
-    The ways take turns, and their order turns too, so that other work on the machine slows all of
-    them alike.
+    The ways take turns, and their order turns too, so that other work on the machine slows no way
+    more than another.
     """
     orders = [rows] if part.is_exactness else [rows, rows[::-1]]
     asked = [

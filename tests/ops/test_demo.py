@@ -43,6 +43,12 @@ def test_a_text_that_differs_is_told_and_fails_the_part_of_exactness(
     assert reported(answer(speculative=DRAFTED), is_exactness=is_exactness)[0] == 0
 
 
+def test_the_quicker_of_two_answers_counts_for_speed() -> None:
+    slow, quick = (Answer("So.", 8, seconds, None, None) for seconds in (4.0, 2.0))
+    row = Row("fact", "plain", {}, [slow, quick])
+    assert row.tokens_per_s == 4.0
+
+
 def test_a_drafter_whose_drafts_are_never_verified_says_why() -> None:
     _, printed = reported(answer(speculative=UNDRAFTED, paused=PAUSED), is_exactness=False)
     assert "fact with ngram: no draft, since too few guesses would be accepted" in printed
