@@ -27,7 +27,7 @@ def flags(*verifiers: ScriptedVerifier) -> list[str]:
 
 
 async def gauges(port: int) -> dict[str, float]:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
     samples = [
         sample for family in text_string_to_metric_families(text) for sample in family.samples

@@ -53,7 +53,7 @@ async def test_operators_see_it_as_a_drafter(stack: Stack) -> None:
     assert head.acceptance_rate is not None
     assert head.acceptance_rate > 0
     assert head.token_s is not None
-    async with httpx.AsyncClient() as scraper:
+    async with httpx.AsyncClient(timeout=60) as scraper:
         page = (await scraper.get(f"http://127.0.0.1:{METRICS_PORT}/metrics")).text
     for name in ("spec_decode_num_accepted_tokens_total", "drafter_proposed_tokens_total"):
         rows = re.findall(rf"^outrider:{name}\{{(.*)\}} ([\d.e+]+)$", page, re.MULTILINE)

@@ -96,7 +96,7 @@ async def running_rig(
     """Run a gateway with its clients during the block."""
     async with (
         running(chosen, Metrics()) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
         openai.AsyncOpenAI(
             base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0
         ) as client,

@@ -193,7 +193,7 @@ async def test_plain_addresses_stay_beside_a_name(prompts: Prompts) -> None:
 
 async def test_a_gateway_process_finds_its_verifier_by_name(prompts: Prompts) -> None:
     async with gateway_process(prompts, verifier="dns:localhost:{port}") as (gateway, _):
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             [verifier] = (await http.get(f"{gateway.url}/readyz")).json()["verifiers"]
         [name] = [word for word in gateway.arguments if word.startswith("dns:")]
         assert verifier["address"] == name.replace("dns:localhost", "127.0.0.1")

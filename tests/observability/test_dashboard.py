@@ -93,7 +93,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 async def all_scraped(url: str, count: int) -> None:
     """Wait until every process was scraped, so that later counts are growth."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         deadline = time.monotonic() + 60
         while True:
             try:

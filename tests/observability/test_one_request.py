@@ -120,7 +120,7 @@ async def test_a_request_is_followed_by_its_id(monkeypatch: pytest.MonkeyPatch) 
         usage = await asked(gateway)
         await until(lambda: lines(gateway.output(), "gateway.access"))
         line = check_logs(gateway.output(), stack.verifier.output(), usage)
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             own = (await client.get(f"{gateway.url}/metrics")).text
             theirs = (await client.get(metrics)).text
         check_metrics(own, theirs, line)

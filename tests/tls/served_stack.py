@@ -57,7 +57,7 @@ class Served:
     def http(self, port: int, tls: Tls | None) -> httpx.AsyncClient:
         """A client of an HTTP port, with a certificate, or without one for None."""
         if self.certificates is None:
-            return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
+            return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
         verify = trusting(self.certificates.ca, tls)
         return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=verify)
 

@@ -74,7 +74,7 @@ async def test_clients_need_no_certificate_unless_it_is_asked_for(site: Site) ->
         assert made.http_url.startswith("https://")
         assert await status(made, site, None) == 200
         assert (await outcome(made, None, site)).code() is grpc.StatusCode.UNAVAILABLE
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             with pytest.raises(httpx.TransportError):
                 await client.get(made.http_url.replace("https", "http") + "/livez")
 

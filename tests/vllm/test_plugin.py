@@ -41,7 +41,7 @@ class VllmServer:
         self.process = Process("", command=["env", *settings, *command])
 
     async def wait_ready(self) -> None:
-        async with httpx.AsyncClient() as client, asyncio.timeout(START_S):
+        async with httpx.AsyncClient(timeout=60) as client, asyncio.timeout(START_S):
             while True:
                 assert self.process.popen.poll() is None, self.process.output()
                 try:
@@ -67,7 +67,7 @@ class VllmServer:
 
     async def accepted(self) -> float:
         """Draft tokens accepted so far, by vLLM's own count."""
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             page = (await client.get(f"{self.url}/metrics")).text
         name = "vllm:spec_decode_num_accepted_tokens_total"
         return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
