@@ -6,6 +6,7 @@ standard output says why.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -58,12 +59,12 @@ def write_checkpoint(file: Path, directory: Path) -> None:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from outrider.lm.checkpoint import check_names
 
     # It advises on how to compute with the file's own weights.
-    logging.set_verbosity_error()
+    transformers_logging.set_verbosity(logging.ERROR)
     parts = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**parts)
     dtype = _float_dtype(file) or torch.bfloat16
