@@ -57,7 +57,7 @@ def write_tasks(folder: Path) -> list[str]:
         "doc_to_target": "label",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
-    tasks = {"choice": choice}
+    tasks: dict[str, dict[str, Any]] = {"choice": choice}
     for way, speculation in SPECULATION.items():
         tasks[way] = {
             "output_type": "generate_until",

@@ -12,7 +12,7 @@ from json_schemas import schemas
 from test_grammar import BAD, OTHERS
 
 from outrider.errors import OutriderError
-from outrider.grammar.backends import TextMatcher
+from outrider.grammar.backends import Compiled, TextMatcher
 from outrider.grammar.guard import Guard
 from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 
@@ -141,10 +141,10 @@ def test_random_texts_of_the_answer_are_checked(monkeypatch: pytest.MonkeyPatch)
     checked: list[Grammar] = []
     was = Guard.check
 
-    def check(self: Guard, compiled: object, grammar: Grammar) -> None:
+    def check(self: Guard, compiled: Compiled, grammar: Grammar) -> None:
         checked.append(grammar)
         # It would refuse an answer that is no JSON, so the text has no thought.
-        was(self, compiled, grammar)  # type: ignore[arg-type]
+        was(self, compiled, grammar)
 
     monkeypatch.setattr(Guard, "check", check)
     own = schema(NESTED | {"title": "of this test alone"})

