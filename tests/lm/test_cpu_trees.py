@@ -262,8 +262,8 @@ def test_attention_to_a_tree_equals_plain_attention(
     with pytest.MonkeyPatch.context() as patch:
         use_build(build_name, patch)
         attention = PagedAttention(keys, values)
-    by_head = (t[None].transpose(1, 2) for t in (query, key, value))
-    out = attention.attend(layout.cpu_batch, *by_head, Softmax(0.2, window))
+    q, k, v = (t[None].transpose(1, 2) for t in (query, key, value))
+    out = attention.attend(layout.cpu_batch, q, k, v, Softmax(0.2, window))
     held_keys, held_values = (held[pages].flatten(0, 1)[: part.end] for held in (keys, values))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     expected = plain_attention(part, query, held_keys, held_values, window)
