@@ -1,6 +1,6 @@
 """SmolLM2 in bfloat16 writes the same text however the engine comes to compute it, on a CPU.
 
-`python -m pytest -m slow -s tests/losslessness/test_same_text.py` prints a row for each way.
+`python -m pytest -m slow -s tests/losslessness/test_same_request.py` prints a row for each way.
 OUTRIDER_TEST_CHATS sets the number of chats; docs/losslessness.md says what is promised.
 """
 
