@@ -36,6 +36,7 @@ def planned(
         found = assignment(engine, name)
         found.asked = True
         found.rate = AcceptanceRate(rate, 8)
+        found.drafter_rates.by_run[0] = found.rate
         found.drafter.round_trip.observe(seconds)
     return engine
 
@@ -56,13 +57,19 @@ def test_a_drafter_that_pays_is_asked_beside_the_chosen_one(quick_s: float) -> N
 
 
 def test_a_second_drafter_is_not_asked_where_it_costs_or_adds_too_little() -> None:
-    assert asked(planned(replace(TREES, draft_trees=False))) == {"good"}
     assert asked(planned(quick_rate=0.001)) == {"good"}
     engine = planned()
     drafter = assignment(engine, "quick").drafter
     drafter.on_target_cores = True
-    drafter.token_time.observe(0.0001)
+    drafter.token_time.observe(0.005)
     assert asked(engine) == {"good"}
+
+
+def test_without_trees_a_drafter_that_costs_little_stands_in_for_the_chosen_one() -> None:
+    engine = planned(replace(TREES, draft_trees=False))
+    assert asked(engine) == {"good", "quick"}
+    plan = make_plan(engine, 6)
+    assert [each.drafter.id for _, each in plan.wait_for] != ["quick"]
 
 
 @pytest.mark.parametrize("on_target_cores", [False, True])

@@ -6,9 +6,9 @@ import math
 
 from outrider.protocol.draft_messages import Window
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
-from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, DrafterRates, SiblingRates
 from verifier_svc.state.drafter import LONG_MEMORY, Drafter
-from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.state.sequence import RUN_CLASSES, Assignment, Sequence
 from verifier_svc.state.trie import Trie
 from verifier_svc.verification.rule_choice import choose_distribution
 
@@ -37,17 +37,20 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
         trusted=drafter.trusted,
     )
     kind = _kind(sequence)
-    drafter_rate = drafter.rates.get(kind)
-    if drafter_rate is None:
-        drafter_rate = AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=LONG_MEMORY)
-        drafter.rates[kind] = drafter_rate
-    rate = AcceptanceRate(drafter_rate, limit)
+    drafter_rates = drafter.rates.get(kind)
+    if drafter_rates is None:
+        all_runs = AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=LONG_MEMORY)
+        by_run = [
+            AcceptanceRate(all_runs, _KNOWN_POSITIONS, decay=LONG_MEMORY)
+            for _ in range(RUN_CLASSES)
+        ]
+        drafter_rates = drafter.rates[kind] = DrafterRates(all_runs, by_run)
     return Assignment(
         drafter,
         trie,
         distribution,
-        rate,
-        drafter_rate,
+        [AcceptanceRate(rate, limit) for rate in drafter_rates.by_run],
+        drafter_rates,
         trie.window,
         draft_tokens=1,
         sent_length=length,

@@ -235,7 +235,7 @@ class DraftExchange:
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
             trie = assignment.trie
-            guessed = 0 if assignment is verified else min(len(trie.main_path), len(new_token_ids))
+            guessed = min(len(trie.main_path), len(new_token_ids))
             skipped = trie.node_count == 0 and trie.ready(1)
             offered = assignment.final_length(planned)
             walk = trie.advance(new_token_ids)
@@ -244,9 +244,11 @@ class DraftExchange:
                 self._metrics.walked(drafter, walk)
                 if span.traceparent:
                     lookups.append(f"{drafter.id}: {walk.result.value}, {walk.wasted} wasted")
-            if guessed:
+            right = min(walk.on_main_path, guessed)
+            if guessed and assignment is not verified:
                 # The step did not verify these guesses, such as a probe's; the commit judges them.
-                assignment.observe_acceptance(guessed, min(walk.on_main_path, guessed))
+                assignment.observe_acceptance(guessed, right)
+            assignment.follow(guessed, right, skipped=skipped)
             if assignment.asked and assignment.asked_at:
                 assignment.count_silence(now)
             passes_on = passes_on or (assignment.asked and drafter.is_doubtful)

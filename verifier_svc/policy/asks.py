@@ -7,6 +7,15 @@ from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.merged_tries import is_sampled
 from verifier_svc.state.sequence import Assignment, Sequence
 
+# A drafter is listened to if it guesses in this share of a plain step, and at least this share of
+# its first guesses are right. Wherever it computes, it may slow down the target in that time.
+_LISTENING_SHARE = 0.05
+_LEAST_RIGHT = 0.05
+# After each so many steps without a right guess it is asked half as often, down to every eighth
+# step.
+_IDLE_STEPS = 16
+_MOST_HALVINGS = 3
+
 Drafts = list[tuple[Sequence, Assignment, int]]
 """(sequence, assignment, draft tokens) of each draft."""
 
@@ -64,6 +73,37 @@ def trials(
         for assignment in sequence.assignments.values()
         if assignment.drafter in tried and assignment not in known
     ]
+
+
+def listened(
+    decoding: list[Sequence], drafts: Drafts, limit: int, decode_step_s: float, step: int
+) -> Drafts:
+    """Drafts of at most `limit` tokens that no step waits for, of drafters that guess for little.
+
+    Of such a drafter, such as one that looks up n-grams, mostly too few guesses are right for a
+    wait. But where a text begins to repeat itself, the commit shows that a guess was right, and the
+    rest of the draft is there for the next step.
+    """
+    known = {assignment for _, assignment, _ in drafts}
+    return [
+        (sequence, assignment, min(limit, assignment.drafter.hello.max_draft_tokens))
+        for sequence in decoding
+        for assignment in sequence.assignments.values()
+        if assignment not in known
+        and _is_heard(assignment, decode_step_s)
+        and step % (1 << min(assignment.idle_steps // _IDLE_STEPS, _MOST_HALVINGS)) == 0
+    ]
+
+
+def _is_heard(assignment: Assignment, decode_step_s: float) -> bool:
+    drafter = assignment.drafter
+    return (
+        drafter.proven
+        and not drafter.silent
+        and drafter.token_time.value <= _LISTENING_SHARE * decode_step_s
+        and drafter.latency(1) <= decode_step_s
+        and assignment.drafter_rates.by_run[0].by_position[0] >= _LEAST_RIGHT
+    )
 
 
 def companions(drafts: Drafts, paying: frozenset[Drafter], price: float) -> Drafts:

@@ -50,7 +50,7 @@ class Plan:
     measuring: bool = False
     """Whether no drafter is asked, so that baseline steps can be measured."""
     paying: frozenset[Drafter] = _NOBODY
-    """Drafters whose drafts make up for the wait for them."""
+    """Drafters whose drafts make up for the wait for them, and drafters that nobody waits for."""
     considered: frozenset[Drafter] = _NOBODY
     """Drafters that had a decoding sequence."""
     unprobed: frozenset[Drafter] = _NOBODY

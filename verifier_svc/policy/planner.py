@@ -123,6 +123,7 @@ class Planner:
             unknown = self._credible(newcomers - considered)
             drafts = drafts + self._first_drafts(reading, unknown, choice, prices)
         draft_tokens = asks.draft_tokens(drafts)
+        listened = self._listened(decoding, drafts, choice, prices, step)
         asked = drafts
         if self._trees:
             asked = drafts + asks.companions(drafts, choice.drafters, choice.price)
@@ -130,6 +131,7 @@ class Planner:
         trials = asks.trials(decoding, drafters, asked, unprobed)
         tokens |= asks.asked_tokens(trials, False, prices.decode_step_s)
         rate = choice.rate or prices.rate
+        tokens |= asks.asked_tokens(listened, False, prices.decode_step_s)
         wait_for, wait_s = drafts_to_wait_for(
             decoding, draft_tokens, prices, rate, now_s, self._draft_policy
         )
@@ -139,7 +141,7 @@ class Planner:
             speedup=max(rate * prices.decode_step_s / prices.batch, 1.0),
             price=choice.price,
             planned_ids=frozenset([sequence.id for sequence in (*decoding, *reading)]),
-            draft_tokens=draft_tokens,
+            draft_tokens=draft_tokens | self._ready_tokens(drafts, listened, prices),
             token_prices=prices.token_prices if self._trees else (),
             fixed=self._tokens_policy.kind != "goodput",
             asks=tokens,
@@ -148,10 +150,39 @@ class Planner:
             wait_for=wait_for,
             wait_s=wait_s,
             policy=self._draft_policy,
-            paying=choice.drafters,
+            paying=choice.drafters.union([assignment.drafter for _, assignment, _ in listened]),
             considered=considered,
             unprobed=unprobed,
         )
+
+    def _listened(
+        self,
+        decoding: list[Sequence],
+        drafts: Drafts,
+        choice: _Choice,
+        prices: Prices,
+        step: int,
+    ) -> Drafts:
+        """`asks.listened`, if steps with these drafters have not exhausted their budget."""
+        if self._by_limit or prices.decode_step_s == 0.0:
+            return []
+        found = asks.listened(decoding, drafts, prices.limit, prices.decode_step_s, step)
+        drafters = choice.drafters.union([assignment.drafter for _, assignment, _ in found])
+        return found if self.budget.allows(prices.batch, drafters) else []
+
+    def _ready_tokens(self, drafts: Drafts, listened: Drafts, prices: Prices) -> dict[int, int]:
+        """Draft tokens to verify, by sequence id, of a draft that nobody waits for but is there."""
+        every = [*drafts, *listened]
+        probs = sorted([prob for _, each, count in every for prob in each.rate.survival[:count]])
+        price = price_of_tokens(probs, prices.token_prices)
+        planned = asks.draft_tokens(drafts)
+        return {
+            sequence.id: max(
+                planned.get(sequence.id, 0),
+                min(assignment.rate.tokens_worth(price, count), sequence.most_draft_tokens),
+            )
+            for sequence, assignment, count in listened
+        }
 
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
         """A plan that asks no drafter, because there is none or to measure baseline steps.

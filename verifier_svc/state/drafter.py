@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.protocol.model_info import DrafterInfo
-from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SiblingRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, DrafterRates, Latency, SiblingRates
 from verifier_svc.state.acceptance_watch import AcceptanceWatch
 
 # Right guesses that a new drafter must make before it counts as much as the others.
@@ -83,7 +83,7 @@ class Drafter:
     """From a verdict that asks for a draft to its first message, without the drafting time."""
     token_time: Latency = field(default_factory=Latency)
     """Time to draft one token."""
-    rates: dict[tuple[bool, bool, bool], AcceptanceRate] = field(default_factory=dict)
+    rates: dict[tuple[bool, bool, bool], DrafterRates] = field(default_factory=dict)
     """Acceptance over all its sequences, by kind of traffic: the prior of a new sequence."""
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0, decay=LONG_MEMORY))
     """How long its drafts are, as in `Assignment.lengths`: the prior of a new sequence."""
@@ -168,7 +168,7 @@ class Drafter:
     @property
     def merit(self) -> float:
         """The share of its asks that bring a right first token, to compare drafters."""
-        rates = [rate.by_position[0] for rate in self.rates.values()]
+        rates = [rates.all_runs.by_position[0] for rates in self.rates.values()]
         return self.answer_rate * max(rates, default=0.0)
 
     def tell(self, now: float, step_s: float) -> None:

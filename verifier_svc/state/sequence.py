@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import mul
@@ -18,7 +19,7 @@ from outrider.protocol.messages import (
     TokenChunk,
     TokenRequest,
 )
-from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, DrafterRates, SiblingRates
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.trie import Trie
@@ -33,6 +34,14 @@ _RECENT = 0.2
 _EAGER_BACKOFF = 2
 FIRST_BACKOFF = 8
 _LONGEST_BACKOFF = 256
+# Runs of at least so many tokens have acceptance rates of their own.
+_RUNS = (1, 4)
+RUN_CLASSES = len(_RUNS) + 1
+
+
+def run_class(run: int) -> int:
+    """Which acceptance rate a draft after a run of right guesses has."""
+    return bisect_right(_RUNS, run)
 
 
 @dataclass(eq=False, slots=True)
@@ -43,10 +52,10 @@ class Assignment:
     trie: Trie
     distribution: DraftDistribution
     """How the drafter is to choose its draft tokens."""
-    rate: AcceptanceRate
-    """Acceptance of this sequence's drafts."""
-    drafter_rate: AcceptanceRate
-    """Acceptance over all the drafter's sequences of this kind of traffic."""
+    rates: list[AcceptanceRate]
+    """Acceptance of this sequence's drafts, by `run_class` of the run before the draft."""
+    drafter_rates: DrafterRates
+    """The same over all the drafter's sequences of this kind of traffic."""
     window: Window
     """How far the drafter may run ahead, by the last message to it; its trie has room for more."""
     draft_tokens: int
@@ -92,6 +101,38 @@ class Assignment:
     """Features that wait for the verdict of their tokens."""
     told_at: float = 0.0
     """When the last message to the drafter was written (seconds)."""
+    run: int = 0
+    """The last committed tokens that it guessed in a row, as far as its guesses were there in time.
+
+    A text that repeats itself goes on doing so, and one that does not goes on too: the run says
+    more about the next draft than what the drafter did for other texts.
+    """
+    idle_steps: int = 0
+    """Steps since a step committed a guess of its."""
+    rate: AcceptanceRate = field(init=False)
+    """Of `rates`, that of a draft after the present run."""
+
+    def __post_init__(self) -> None:
+        self.rate = self.rates[0]
+
+    def set_run(self, run: int) -> None:
+        """Note how many of the last committed tokens it has guessed in a row."""
+        self.run = run
+        self.rate = self.rates[run_class(run)]
+
+    def follow(self, guessed: int, right: int, *, skipped: bool) -> None:
+        """Update the run after a commit that judged its first `guessed` main guesses.
+
+        The first `right` of them were right. Without a guess the run is over, unless a guess may
+        still come: `DraftMessage` judges late drafts.
+        """
+        self.idle_steps = 0 if right else self.idle_steps + 1
+        if right < guessed:
+            self.set_run(0)
+        elif guessed:
+            self.set_run(self.run + right)
+        elif skipped:
+            self.set_run(0)
 
     @property
     def takes_features(self) -> bool:
@@ -158,7 +199,7 @@ class Assignment:
     def observe_acceptance(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` tokens; its first `accepted` tokens were right."""
         self.rate.observe(drafted, accepted)
-        self.drafter_rate.observe(drafted, accepted)
+        self.drafter_rates.observe(run_class(self.run), drafted, accepted)
         if drafted:
             self.drafter.count_guess(accepted > 0)
         if 0 < drafted == accepted and not self.asked:

@@ -1,0 +1,109 @@
+"""A drafter that guesses for next to nothing is asked even where its drafts are not awaited."""
+
+import pytest
+from fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
+
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
+from outrider.protocol.messages import TokenRequest
+from verifier_svc.engine.config import EngineConfig
+from verifier_svc.engine.loop import Engine
+from verifier_svc.policy.plan import Plan
+from verifier_svc.state.sequence import Assignment
+
+STEP_S = 0.010
+
+
+def rarely_right(token_s: float = 0.0001) -> tuple[Engine, Assignment]:
+    """A drafter that takes an eighth of a step to answer and is right once in ten times.
+
+    After a right guess most guesses are right.
+    """
+    engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
+    drafter = ScriptedDrafter(engine)
+    drafter.prove()
+    for drafted in (0, 1, 8):
+        engine.cost.calibrate(1, 1 + drafted, STEP_S * (1 + 0.2 * drafted))
+    drafter.handle.round_trip.observe(STEP_S / 8)
+    drafter.handle.token_time.observe(token_s)
+    sequence = engine.submit(TokenRequest([1, 2], 400, GREEDY), Client())
+    engine.step()
+    assignment = sequence.assignments["scripted"]
+    for turn in range(100):
+        observe(assignment, run=0, accepted=int(turn % 10 == 0))
+        observe(assignment, run=8, accepted=8)
+    assignment.set_run(0)
+    return engine, assignment
+
+
+def observe(assignment: Assignment, run: int, accepted: int) -> None:
+    """Count a draft of 8 tokens after a run of right guesses."""
+    assignment.set_run(run)
+    assignment.observe_acceptance(8, accepted)
+
+
+def test_the_rate_after_a_right_guess_is_not_that_after_a_wrong_one() -> None:
+    _, assignment = rarely_right()
+    rare = assignment.rate.by_position[0]
+    assignment.follow(3, 3, skipped=False)
+    after_three = assignment.rate
+    assignment.follow(3, 3, skipped=False)
+    assert assignment.run == 6
+    assert assignment.rate.by_position[0] > 0.9 > 0.2 > rare
+    assert assignment.rate is not after_three
+    for guessed, right, skipped in ((2, 1, False), (0, 0, True)):
+        assignment.set_run(6)
+        assignment.follow(guessed, right, skipped=skipped)
+        assert assignment.rate.by_position[0] == rare
+
+
+def test_a_run_goes_on_where_no_guess_has_come_yet() -> None:
+    _, assignment = rarely_right()
+    assignment.set_run(6)
+    assignment.follow(0, 0, skipped=False)
+    assert assignment.run == 6
+
+
+@pytest.mark.parametrize(("run", "waits"), [(0, False), (8, True)])
+def test_a_step_waits_for_a_draft_only_within_a_run(run: int, waits: bool) -> None:
+    engine, assignment = rarely_right()
+    make_plan(engine)
+    assignment.set_run(run)
+    assignment.asked = True
+    assignment.answered_length = 1
+    plan = make_plan(engine)
+    assert plan.asks[assignment] == 8 + (not waits)
+    assert bool(plan.wait_for) is waits
+    assert assignment not in plan.probes
+
+
+def test_a_drafter_that_takes_time_is_only_probed() -> None:
+    engine, assignment = rarely_right(token_s=0.2 * STEP_S)
+    assert assignment not in make_plan(engine, 3).asks
+
+
+def test_a_draft_that_nobody_waits_for_is_verified_as_far_as_it_pays() -> None:
+    engine, assignment = rarely_right()
+    plan = make_plan(engine)
+    assert plan.draft_tokens.get(assignment_sequence(engine), 0) == 0
+    assignment.set_run(8)
+    assert make_plan(engine).draft_tokens[assignment_sequence(engine)] == 8
+
+
+def plan_of(engine: Engine, step: int) -> Plan:
+    """The plan of a step of this number."""
+    running = engine.scheduler.running.values()
+    return engine.planner.plan(running, engine.drafting.plan, step, engine.clock())
+
+
+def assignment_sequence(engine: Engine) -> int:
+    [sequence_id] = engine.sequences
+    return sequence_id
+
+
+def test_after_many_steps_in_vain_it_is_asked_less_often() -> None:
+    engine, assignment = rarely_right()
+    asked: list[int] = []
+    for idle_steps in (0, 16, 32, 48, 480):
+        assignment.idle_steps = idle_steps
+        asked.append(sum(assignment in plan_of(engine, step).asks for step in range(16)))
+    assert asked == [16, 8, 4, 2, 2]
