@@ -76,34 +76,39 @@ def trials(
 
 
 def listened(
-    decoding: list[Sequence], drafts: Drafts, limit: int, decode_step_s: float, step: int
+    decoding: list[Sequence],
+    drafters: frozenset[Drafter],
+    drafts: Drafts,
+    limit: int,
+    decode_step_s: float,
+    step: int,
 ) -> Drafts:
-    """Drafts of at most `limit` tokens that no step waits for, of drafters that guess for little.
+    """Drafts of at most `limit` tokens that no step waits for, of `drafters` that guess for little.
 
     Of such a drafter, such as one that looks up n-grams, mostly too few guesses are right for a
     wait. But where a text begins to repeat itself, the commit shows that a guess was right, and the
     rest of the draft is there for the next step.
     """
+    heard = {
+        drafter
+        for drafter in drafters
+        if drafter.proven
+        and not drafter.silent
+        and drafter.token_time.value <= _LISTENING_SHARE * decode_step_s
+        and drafter.latency(1) <= decode_step_s
+    }
+    if not heard:
+        return []
     known = {assignment for _, assignment, _ in drafts}
     return [
         (sequence, assignment, min(limit, assignment.drafter.hello.max_draft_tokens))
         for sequence in decoding
         for assignment in sequence.assignments.values()
-        if assignment not in known
-        and _is_heard(assignment, decode_step_s)
+        if assignment.drafter in heard
+        and assignment not in known
         and step % (1 << min(assignment.idle_steps // _IDLE_STEPS, _MOST_HALVINGS)) == 0
-    ]
-
-
-def _is_heard(assignment: Assignment, decode_step_s: float) -> bool:
-    drafter = assignment.drafter
-    return (
-        drafter.proven
-        and not drafter.silent
-        and drafter.token_time.value <= _LISTENING_SHARE * decode_step_s
-        and drafter.latency(1) <= decode_step_s
         and assignment.drafter_rates.by_run[0].by_position[0] >= _LEAST_RIGHT
-    )
+    ]
 
 
 def companions(drafts: Drafts, paying: frozenset[Drafter], price: float) -> Drafts:

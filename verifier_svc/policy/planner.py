@@ -123,7 +123,7 @@ class Planner:
             unknown = self._credible(newcomers - considered)
             drafts = drafts + self._first_drafts(reading, unknown, choice, prices)
         draft_tokens = asks.draft_tokens(drafts)
-        listened = self._listened(decoding, drafts, choice, prices, step)
+        listened = self._listened(decoding, drafters, drafts, choice, prices, step)
         asked = drafts
         if self._trees:
             asked = drafts + asks.companions(drafts, choice.drafters, choice.price)
@@ -158,20 +158,24 @@ class Planner:
     def _listened(
         self,
         decoding: list[Sequence],
+        drafters: frozenset[Drafter],
         drafts: Drafts,
         choice: _Choice,
         prices: Prices,
         step: int,
     ) -> Drafts:
         """`asks.listened`, if steps with these drafters have not exhausted their budget."""
-        if self._by_limit or prices.decode_step_s == 0.0:
+        step_s = prices.decode_step_s
+        if self._by_limit or step_s == 0.0:
             return []
-        found = asks.listened(decoding, drafts, prices.limit, prices.decode_step_s, step)
-        drafters = choice.drafters.union([assignment.drafter for _, assignment, _ in found])
-        return found if self.budget.allows(prices.batch, drafters) else []
+        found = asks.listened(decoding, drafters, drafts, prices.limit, step_s, step)
+        together = choice.drafters.union([assignment.drafter for _, assignment, _ in found])
+        return found if self.budget.allows(prices.batch, together) else []
 
     def _ready_tokens(self, drafts: Drafts, listened: Drafts, prices: Prices) -> dict[int, int]:
         """Draft tokens to verify, by sequence id, of a draft that nobody waits for but is there."""
+        if not listened:
+            return {}
         every = [*drafts, *listened]
         probs = sorted([prob for _, each, count in every for prob in each.rate.survival[:count]])
         price = price_of_tokens(probs, prices.token_prices)
