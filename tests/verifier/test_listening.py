@@ -76,8 +76,11 @@ def test_a_step_waits_for_a_draft_only_within_a_run(run: int, waits: bool) -> No
     assert assignment not in plan.probes
 
 
-def test_a_drafter_that_takes_time_is_only_probed() -> None:
+def test_a_drafter_that_takes_time_or_the_targets_device_is_only_probed() -> None:
     engine, assignment = rarely_right(token_s=0.2 * STEP_S)
+    assert assignment not in make_plan(engine, 3).asks
+    engine, assignment = rarely_right()
+    assignment.drafter.is_local = True
     assert assignment not in make_plan(engine, 3).asks
 
 

@@ -94,6 +94,8 @@ def listened(
         for drafter in drafters
         if drafter.proven
         and not drafter.silent
+        # Within the verifier's process it takes the target's device.
+        and not drafter.is_local
         and drafter.token_time.value <= _LISTENING_SHARE * decode_step_s
         and drafter.latency(1) <= decode_step_s
     }
