@@ -72,7 +72,7 @@ def test_an_unknown_rule_of_acceptance_is_refused_by_field(value: Any) -> None:
             "grammar",
             "must have one of json_schema, json_object, regex, ebnf, choice, structural_tag;",
         ),
-        (b"\x3a\x02hi", "grammar.7", "a field with the number 7, which this version does not know"),
+        (b"\x42\x02hi", "grammar.8", "a field with the number 8, which this version does not know"),
     ],
 )
 def test_requests_refuse_an_unknown_grammar_and_drafters_ignore_it(
