@@ -160,6 +160,11 @@ class AnswerReader:
         is_past_call = self._step in (self._read_arguments, self._call_end)
         return f"tool_calls[{self._call_count - is_past_call}]"
 
+    @property
+    def _may_be_content(self) -> bool:
+        """Whether a call that has begun may be content after all."""
+        return self._may_be_other and not (self._section_end or self._reading.is_forced)
+
     def finish(self) -> list[Part]:
         """The text that was held back. Call it once, after the last text."""
         parts: list[Part] = []
@@ -170,7 +175,7 @@ class AnswerReader:
             # Blanks next to calls are layout. An answer without calls keeps its blanks.
             if self._blanks and not self._call_count:
                 parts.append(Content("".join(self._blanks)))
-        elif self._step == self._call and self._may_be_other and not self._section_end:
+        elif self._step == self._call and self._may_be_content:
             self._no_call(parts)
             return joined([*parts, *self.finish()])
         # What remains else was cut off within the texts around a call, and says nothing.
