@@ -68,8 +68,7 @@ def test_remote_drafters_serve_more_clients_by_the_time_that_drafting_took_here(
     there, _ = found["on another host"]
     assert 3 < here < there
     # arXiv 2606.25091: 1 + γ t_d / t_v times as many clients at the same rate.
-    # Of seven clients here, one more or less is a seventh.
-    assert there / here == pytest.approx(1 + depth * DRAFT_S / VERIFY_S, rel=0.2)
+    assert there / here == pytest.approx(1 + depth * DRAFT_S / VERIFY_S, rel=0.1)
 
 
 def test_the_rate_holds_for_the_share_of_requests() -> None:
@@ -99,7 +98,7 @@ def test_several_remote_drafters_share_the_sequences() -> None:
     slow = replace(situation.far, cost="here")
     simulator = Simulator(situation)
     one, four = (simulator.run(replace(slow, count=n), 0.9).speed for n in (1, 4))
-    assert four > 1.15 * one
+    assert four > 1.2 * one
 
 
 def test_the_command_prints_clients_by_place(

@@ -44,23 +44,29 @@ def observe(assignment: Assignment, run: int, accepted: int) -> None:
 def test_the_rate_after_a_right_guess_is_not_that_after_a_wrong_one() -> None:
     _, assignment = rarely_right()
     rare = assignment.rate.by_position[0]
-    assignment.follow(3, 3, skipped=False)
+    assignment.follow(3, 3, STEP_S, skipped=False)
     after_three = assignment.rate
-    assignment.follow(3, 3, skipped=False)
+    assignment.follow(3, 3, STEP_S, skipped=False)
     assert assignment.run == 6
     assert assignment.rate.by_position[0] > 0.9 > 0.2 > rare
     assert assignment.rate is not after_three
     for guessed, right, skipped in ((2, 1, False), (0, 0, True)):
         assignment.set_run(6)
-        assignment.follow(guessed, right, skipped=skipped)
+        assignment.follow(guessed, right, STEP_S, skipped=skipped)
         assert assignment.rate.by_position[0] == rare
 
 
 def test_a_run_goes_on_where_no_guess_has_come_yet() -> None:
     _, assignment = rarely_right()
     assignment.set_run(6)
-    assignment.follow(0, 0, skipped=False)
+    assignment.follow(0, 0, STEP_S, skipped=False)
     assert assignment.run == 6
+
+
+def test_a_drafter_that_takes_time_has_no_run() -> None:
+    _, assignment = rarely_right(token_s=0.2 * STEP_S)
+    assignment.follow(3, 3, STEP_S, skipped=False)
+    assert assignment.run == 0
 
 
 @pytest.mark.parametrize(("run", "waits"), [(0, False), (8, True)])

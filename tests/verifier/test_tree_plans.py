@@ -36,7 +36,7 @@ def planned(
         found = assignment(engine, name)
         found.asked = True
         found.rate = AcceptanceRate(rate, 8)
-        found.drafter_rates.by_run[0] = found.rate
+        found.drafter_rates[0] = found.rate
         found.drafter.round_trip.observe(seconds)
     return engine
 

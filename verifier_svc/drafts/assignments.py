@@ -6,7 +6,7 @@ import math
 
 from outrider.protocol.draft_messages import Window
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
-from verifier_svc.state.acceptance_rate import AcceptanceRate, DrafterRates, SiblingRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
 from verifier_svc.state.drafter import LONG_MEMORY, Drafter
 from verifier_svc.state.sequence import RUN_CLASSES, Assignment, Sequence
 from verifier_svc.state.trie import Trie
@@ -39,17 +39,15 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
     kind = _kind(sequence)
     drafter_rates = drafter.rates.get(kind)
     if drafter_rates is None:
-        all_runs = AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=LONG_MEMORY)
-        by_run = [
-            AcceptanceRate(all_runs, _KNOWN_POSITIONS, decay=LONG_MEMORY)
+        drafter_rates = drafter.rates[kind] = [
+            AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=LONG_MEMORY)
             for _ in range(RUN_CLASSES)
         ]
-        drafter_rates = drafter.rates[kind] = DrafterRates(all_runs, by_run)
     return Assignment(
         drafter,
         trie,
         distribution,
-        [AcceptanceRate(rate, limit) for rate in drafter_rates.by_run],
+        [AcceptanceRate(rate, limit) for rate in drafter_rates],
         drafter_rates,
         trie.window,
         draft_tokens=1,

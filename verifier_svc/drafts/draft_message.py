@@ -145,7 +145,8 @@ def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: l
     # it is evidence.
     if contradicted or not assignment.asked:
         assignment.observe_acceptance(right + contradicted, right)
-    assignment.set_run(0 if contradicted else max(assignment.run, right))
+    if contradicted:
+        assignment.set_run(0)
 
 
 def record_draft(

@@ -248,7 +248,7 @@ class DraftExchange:
             if guessed and assignment is not verified:
                 # The step did not verify these guesses, such as a probe's; the commit judges them.
                 assignment.observe_acceptance(guessed, right)
-            assignment.follow(guessed, right, skipped=skipped)
+            assignment.follow(guessed, right, self.plan.decode_step_s, skipped=skipped)
             if assignment.asked and assignment.asked_at:
                 assignment.count_silence(now)
             passes_on = passes_on or (assignment.asked and drafter.is_doubtful)

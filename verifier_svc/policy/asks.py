@@ -7,12 +7,10 @@ from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.merged_tries import is_sampled
 from verifier_svc.state.sequence import Assignment, Sequence
 
-# A drafter is listened to if it guesses in this share of a plain step, and at least this share of
-# its first guesses are right. Wherever it computes, it may slow down the target in that time.
-_LISTENING_SHARE = 0.05
+# A drafter is listened to if at least this share of its first guesses are right.
 _LEAST_RIGHT = 0.05
-# After each so many steps without a right guess it is asked half as often, down to every eighth
-# step.
+# A drafter without a right guess for `_IDLE_STEPS` steps is asked every second step. Every further
+# `_IDLE_STEPS` steps halve that again, `_MOST_HALVINGS` times in all.
 _IDLE_STEPS = 16
 _MOST_HALVINGS = 3
 
@@ -94,9 +92,7 @@ def listened(
         for drafter in drafters
         if drafter.proven
         and not drafter.silent
-        # Within the verifier's process it takes the target's device.
-        and not drafter.is_local
-        and drafter.token_time.value <= _LISTENING_SHARE * decode_step_s
+        and drafter.is_quick(decode_step_s)
         and drafter.latency(1) <= decode_step_s
     }
     if not heard:
@@ -109,7 +105,7 @@ def listened(
         if assignment.drafter in heard
         and assignment not in known
         and step % (1 << min(assignment.idle_steps // _IDLE_STEPS, _MOST_HALVINGS)) == 0
-        and assignment.drafter_rates.by_run[0].by_position[0] >= _LEAST_RIGHT
+        and assignment.drafter_rates[0].by_position[0] >= _LEAST_RIGHT
     ]
 
 

@@ -6,7 +6,6 @@ from collections import deque
 from itertools import accumulate
 from operator import mul
 from statistics import median
-from typing import NamedTuple
 
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 
@@ -43,7 +42,6 @@ class AcceptanceRate:
 
     __slots__ = (
         "_accepted",
-        "_changes",
         "_decay",
         "_expected",
         "_judged",
@@ -51,6 +49,7 @@ class AcceptanceRate:
         "_rates",
         "_survival",
         "_valid",
+        "version",
     )
 
     def __init__(
@@ -67,8 +66,9 @@ class AcceptanceRate:
         self._decay = decay
         self._accepted = [0.0] * count
         self._judged = [0.0] * count
-        self._changes = 0
-        # The lists below hold for this version.
+        self.version = 0
+        """Grows with each draft that changes a rate."""
+        # The lists below hold for this sum of versions, its own and the prior's.
         self._valid = -1
         self._rates: list[float] = []
         self._survival: list[float] = []
@@ -86,31 +86,26 @@ class AcceptanceRate:
         if accepted < known:
             judged[accepted] = judged[accepted] * decay + 1.0
             hits[accepted] *= decay
-        elif self._valid == self.version and self._survival[-1] == 1.0:
+        elif self._valid == self.version + self._prior.version and self._survival[-1] == 1.0:
             return  # all rates are 1, and a draft that is right to its end leaves them so
-        self._changes += 1
-
-    @property
-    def version(self) -> int:
-        """Grows with each draft that changes a rate, here or in the prior."""
-        return self._changes + self._prior.version
+        self.version += 1
 
     @property
     def by_position(self) -> list[float]:
         """The rates of all positions."""
-        if self._valid != self.version:
+        if self._valid != self.version + self._prior.version:
             self._refresh()
         return self._rates
 
     @property
     def survival(self) -> list[float]:
         """Probability that at least 1, 2, … draft tokens are accepted."""
-        if self._valid != self.version:
+        if self._valid != self.version + self._prior.version:
             self._refresh()
         return self._survival
 
     def _refresh(self) -> None:
-        self._valid = self.version
+        self._valid = self.version + self._prior.version
         accepted = self._accepted
         judged = self._judged
         rates = [
@@ -129,7 +124,7 @@ class AcceptanceRate:
         One plus the sum of the survival probabilities. With one rate a for all positions it is
         (1 - a^(k+1)) / (1 - a) for k draft tokens (Leviathan et al. 2023, eq. 1).
         """
-        if self._valid != self.version:
+        if self._valid != self.version + self._prior.version:
             self._refresh()
         expected = self._expected
         return expected[count] if count < len(expected) else expected[-1]
@@ -141,7 +136,7 @@ class AcceptanceRate:
         """
         if count == 0:
             return 1.0
-        if self._valid != self.version:
+        if self._valid != self.version + self._prior.version:
             self._refresh()
         survival = self._survival
         return survival[count - 1] if count < len(survival) else survival[-1]
@@ -157,20 +152,6 @@ class AcceptanceRate:
                 break
             count += 1
         return count
-
-
-class DrafterRates(NamedTuple):
-    """A drafter's acceptance over all its sequences of one kind of traffic."""
-
-    all_runs: AcceptanceRate
-    by_run: list[AcceptanceRate]
-    """By the run of right guesses before a draft, see `Assignment.rates`; `all_runs` is the prior
-    of each."""
-
-    def observe(self, run: int, drafted: int, accepted: int) -> None:
-        """Count a draft after a run of this class, as `AcceptanceRate.observe`."""
-        self.all_runs.observe(drafted, accepted)
-        self.by_run[run].observe(drafted, accepted)
 
 
 class SiblingRates:

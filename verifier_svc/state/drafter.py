@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch
 from outrider.protocol.model_info import DrafterInfo
-from verifier_svc.state.acceptance_rate import AcceptanceRate, DrafterRates, Latency, SiblingRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SiblingRates
 from verifier_svc.state.acceptance_watch import AcceptanceWatch
 
 # Right guesses that a new drafter must make before it counts as much as the others.
@@ -31,6 +31,9 @@ _WRONG_STEPS = 4
 LONG_MEMORY = 0.99
 # Weight of the newest answer in a drafter's `answer_rate`.
 _RECENT_ANSWER = 0.05
+# A quick drafter makes a guess in at most this share of a plain step. Wherever it computes, it may
+# slow down the target in that time.
+_QUICK_SHARE = 0.05
 # Memory that a message takes besides its size on the wire, and that each of its tokens and of its
 # proposals and skips takes. A message of 4096 skips fills the budget of an untaken stream.
 _MESSAGE_BYTES = 1024
@@ -83,8 +86,9 @@ class Drafter:
     """From a verdict that asks for a draft to its first message, without the drafting time."""
     token_time: Latency = field(default_factory=Latency)
     """Time to draft one token."""
-    rates: dict[tuple[bool, bool, bool], DrafterRates] = field(default_factory=dict)
-    """Acceptance over all its sequences, by kind of traffic: the prior of a new sequence."""
+    rates: dict[tuple[bool, bool, bool], list[AcceptanceRate]] = field(default_factory=dict)
+    """Acceptance over all its sequences, by kind of traffic and then as in `Assignment.rates`: the
+    priors of a new sequence."""
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0, decay=LONG_MEMORY))
     """How long its drafts are, as in `Assignment.lengths`: the prior of a new sequence."""
     sibling_rates: dict[tuple[bool, bool, bool], SiblingRates] = field(default_factory=dict)
@@ -167,8 +171,11 @@ class Drafter:
 
     @property
     def merit(self) -> float:
-        """The share of its asks that bring a right first token, to compare drafters."""
-        rates = [rates.all_runs.by_position[0] for rates in self.rates.values()]
+        """The share of its asks that bring a right first token, to compare drafters.
+
+        Quick drafters bring more within a run.
+        """
+        rates = [by_run[0].by_position[0] for by_run in self.rates.values()]
         return self.answer_rate * max(rates, default=0.0)
 
     def tell(self, now: float, step_s: float) -> None:
@@ -236,6 +243,14 @@ class Drafter:
     def busy_s(self, draft_tokens: int) -> float:
         """Seconds that the target loses while this drafter drafts `draft_tokens` on its cores."""
         return draft_tokens * self.token_time.value if self.on_target_cores else 0.0
+
+    def is_quick(self, decode_step_s: float) -> bool:
+        """Whether its drafts take next to nothing of plain steps of `decode_step_s` seconds.
+
+        A drafter within the verifier's process takes the target's device.
+        """
+        guess_s = self.token_time.value
+        return not self.is_local and guess_s <= _QUICK_SHARE * decode_step_s
 
     @property
     def accepts_sequences(self) -> bool:

@@ -19,7 +19,7 @@ from outrider.protocol.messages import (
     TokenChunk,
     TokenRequest,
 )
-from verifier_svc.state.acceptance_rate import AcceptanceRate, DrafterRates, SiblingRates
+from verifier_svc.state.acceptance_rate import AcceptanceRate, SiblingRates
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.trie import Trie
@@ -34,7 +34,7 @@ _RECENT = 0.2
 _EAGER_BACKOFF = 2
 FIRST_BACKOFF = 8
 _LONGEST_BACKOFF = 256
-# Runs of at least so many tokens have acceptance rates of their own.
+# Drafts after runs of less than 1, of 1 to 3, and of 4 and more tokens have a rate each.
 _RUNS = (1, 4)
 RUN_CLASSES = len(_RUNS) + 1
 
@@ -54,7 +54,7 @@ class Assignment:
     """How the drafter is to choose its draft tokens."""
     rates: list[AcceptanceRate]
     """Acceptance of this sequence's drafts, by `run_class` of the run before the draft."""
-    drafter_rates: DrafterRates
+    drafter_rates: list[AcceptanceRate]
     """The same over all the drafter's sequences of this kind of traffic."""
     window: Window
     """How far the drafter may run ahead, by the last message to it; its trie has room for more."""
@@ -104,13 +104,14 @@ class Assignment:
     run: int = 0
     """The last committed tokens that it guessed in a row, as far as its guesses were there in time.
 
-    A text that repeats itself goes on doing so, and one that does not goes on too: the run says
-    more about the next draft than what the drafter did for other texts.
+    Only of quick drafters, such as lookups: a text that repeats itself mostly goes on doing so, so
+    the run says more about the next draft than the drafter's guesses for other texts. The run of
+    other drafters stays 0.
     """
     idle_steps: int = 0
-    """Steps since a step committed a guess of its."""
+    """Steps since the last step that committed one of its guesses; counted as `run` is."""
     rate: AcceptanceRate = field(init=False)
-    """Of `rates`, that of a draft after the present run."""
+    """The rate of `rates` that holds for a draft after the present run."""
 
     def __post_init__(self) -> None:
         self.rate = self.rates[0]
@@ -120,12 +121,14 @@ class Assignment:
         self.run = run
         self.rate = self.rates[run_class(run)]
 
-    def follow(self, guessed: int, right: int, *, skipped: bool) -> None:
-        """Update the run after a commit that judged its first `guessed` main guesses.
+    def follow(self, guessed: int, right: int, decode_step_s: float, *, skipped: bool) -> None:
+        """Update a quick drafter's run after a commit that judged `guessed` of its main guesses.
 
-        The first `right` of them were right. Without a guess the run is over, unless a guess may
-        still come: `DraftMessage` judges late drafts.
+        The first `right` of them were right. Without a guess the run goes on, unless the drafter
+        said that it has none.
         """
+        if not self.drafter.is_quick(decode_step_s):
+            return
         self.idle_steps = 0 if right else self.idle_steps + 1
         if right < guessed:
             self.set_run(0)
@@ -199,7 +202,7 @@ class Assignment:
     def observe_acceptance(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` tokens; its first `accepted` tokens were right."""
         self.rate.observe(drafted, accepted)
-        self.drafter_rates.observe(run_class(self.run), drafted, accepted)
+        self.drafter_rates[run_class(self.run)].observe(drafted, accepted)
         if drafted:
             self.drafter.count_guess(accepted > 0)
         if 0 < drafted == accepted and not self.asked:
