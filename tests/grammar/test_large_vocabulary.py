@@ -160,7 +160,9 @@ def test_the_guard_has_time_for_half_of_its_texts_and_more(
         return ends[-1]
 
     monkeypatch.setattr(Walker, "text", text)
-    vocabulary.trial.translated(grammar_for(EVERYDAY[name]))
+    grammar = grammar_for(EVERYDAY[name])
+    vocabulary.trial.translated(grammar)
+    vocabulary.trial.check_texts(grammar)
     assert len(ends) > guard._MAX_TEXTS // 2
     assert any(ends)
 

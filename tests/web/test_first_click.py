@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
-from statistics import median
 
 import pytest
 from playwright.async_api import Browser, Locator, expect
@@ -21,8 +20,6 @@ pytestmark = [
 ]
 
 TRIES = 5
-LEAST_GAIN = 1.2
-LEAST_GUESSED = 0.3
 GUESSED = ".token[class*='by-']"
 HEIGHT = 900
 
@@ -39,12 +36,8 @@ async def is_above_the_fold(shown: Locator) -> bool:
     return box is not None and box["y"] >= 0 and box["y"] + box["height"] <= HEIGHT
 
 
-async def first_click(browser: Browser, url: str) -> tuple[float, float]:
-    """Open the page and click once.
-
-    Returns how many times as fast the drafted text was, and the share of its tokens that a drafter
-    guessed.
-    """
+async def first_click(browser: Browser, url: str) -> float:
+    """Open the page and click once. Returns how many times as fast the drafted text was."""
     page = await browser.new_page(viewport={"width": 1440, "height": HEIGHT})
     await page.goto(url)
     await expect(page.locator("#status")).to_have_text("ready")
@@ -57,25 +50,21 @@ async def first_click(browser: Browser, url: str) -> tuple[float, float]:
     items = json.loads(await drafted.locator("pre").inner_text())["items"]
     assert [(item["quantity"], item["price"]) for item in items] == [(3, 12.5), (1, 80), (2, 7.25)]
     tokens, guessed = drafted.locator(".token"), drafted.locator(GUESSED)
-    share = await guessed.count() / await tokens.count()
-    if share:
-        # The pane shows the end of the text.
-        assert await is_above_the_fold(guessed.last)
-        colors = {
-            await token.evaluate("token => getComputedStyle(token).backgroundColor")
-            for token in (guessed.last, plain.locator(".token").first)
-        }
-        assert len(colors) == 2
+    assert await guessed.count() > await tokens.count() / 2
+    # The pane shows the end of the text.
+    assert await is_above_the_fold(guessed.last)
+    colors = {
+        await token.evaluate("token => getComputedStyle(token).backgroundColor")
+        for token in (guessed.last, plain.locator(".token").first)
+    }
+    assert len(colors) == 2
     ratio = float((await page.locator("#factor").inner_text()).removesuffix("×"))
     await page.close()
-    return ratio, share
+    return ratio
 
 
 async def test_the_first_click_shows_a_real_answer_its_gain_and_who_wrote_its_tokens(
     browser: Browser, url: str
 ) -> None:
-    clicks = [await first_click(browser, url) for _ in range(TRIES)]
-    # One click on a busy machine may gain nothing.
-    ratio, share = (median(each) for each in zip(*clicks, strict=True))
-    assert share > LEAST_GUESSED, clicks
-    assert ratio >= LEAST_GAIN, clicks
+    ratios = [await first_click(browser, url) for _ in range(TRIES)]
+    assert sum(ratio >= 1.5 for ratio in ratios) >= TRIES - 1, ratios
