@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.launch.prompts import CODE, EXTRACTION, REWRITING
+from outrider.launch.prompts import CODE, EXTRACTION, REWRITING, object_schema
 
 _CHATS = (
     "What is a list in Python, and how does it differ from a tuple?",
@@ -34,26 +34,17 @@ KINDS = {
 """Pairs (kind, prompt); chats are rendered in the bundled pair's template."""
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
 _TEXT = {"type": "string", "maxLength": 24}
-_PERSON = _object(
+_PERSON = object_schema(
     name=_TEXT, age={"type": "integer", "minimum": 0, "maximum": 120}, job=_TEXT, city=_TEXT
 )
 _FUNCTIONS = {
-    "save_person": _object(
+    "save_person": object_schema(
         **_PERSON["properties"],
         state={"enum": ["working", "retired", "unknown"]},
         notify={"type": "boolean"},
     ),
-    "search_person": _object(name=_TEXT, city=_TEXT),
+    "search_person": object_schema(name=_TEXT, city=_TEXT),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -9,12 +10,13 @@ from itertools import chain, zip_longest
 
 import pytest
 import torch
+from stack import Client
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.errors import OutriderError
 from outrider.gguf import pretrained
-from outrider.protocol.messages import TokenChunk
+from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.smollm2 import gguf_file
 from outrider.tokenizer import end_token_ids, load_tokenizer
 
@@ -89,6 +91,22 @@ def smollm2() -> str:
         return gguf_file()
     except OutriderError as error:
         pytest.skip(error.message)
+
+
+async def answers(client: Client, requests: list[TokenRequest]) -> list[list[TokenChunk]]:
+    """The answers to the requests, of which eight run at once."""
+    places = asyncio.Semaphore(8)
+
+    async def one(request: TokenRequest) -> list[TokenChunk]:
+        async with places:
+            return await client.generate(request)
+
+    return await asyncio.gather(*map(one, requests))
+
+
+def tokens_of(chunks: list[TokenChunk]) -> list[int]:
+    """All tokens of an answer."""
+    return [token for chunk in chunks for token in chunk.token_ids]
 
 
 @dataclass(eq=False)

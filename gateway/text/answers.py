@@ -13,7 +13,7 @@ from gateway.tools.grammar import calls_grammar
 from gateway.tools.reader import Reading
 from gateway.tools.thoughts import Thought, ThoughtState
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.grammar.kinds import FreeThought
+from outrider.grammar.kinds import FreeThought, Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def with_calls_and_thought(
     use = _use(options)
     grammar = request.tokens.grammar
     if use is None and grammar is not None:
-        return _behind_thought(request, options, prompt, answers.thought)
+        return _behind_thought(request, grammar, options, prompt, answers.thought)
     thought = answers.thought if options.splits_thought else None
     state = _state(thought, prompt, options, is_bound=grammar is not None or _is_forced(use))
     if use is None and state == "over":
@@ -101,11 +101,13 @@ def _is_forced(use: ToolUse | None) -> bool:
 
 
 def _behind_thought(
-    request: TextRequest, options: AnswerOptions, prompt: Prompt, thought: Thought | None
+    request: TextRequest,
+    grammar: Grammar,
+    options: AnswerOptions,
+    prompt: Prompt,
+    thought: Thought | None,
 ) -> TextRequest:
     """The request whose grammar binds what follows the thought, and how to read the answer."""
-    grammar = request.tokens.grammar
-    assert grammar is not None
     state = _state(thought, prompt, options, is_bound=True)
     if thought is None or state == "over" or grammar.thought is not None:
         # The grammar holds from the first token, so its text is content.

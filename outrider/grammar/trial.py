@@ -86,7 +86,7 @@ class Trial:
             raise invalid(grammar.field, problem) from cause
 
     def _answer(self, grammar: Grammar) -> Compiled:
-        """What the grammar binds. A random text would hardly come to the end of a thought."""
+        """Compile the grammar without its thought, which hardly any random text would end."""
         alone = replace(grammar, thought=None)
         return compile_only(self._libraries, translate(alone, self._libraries.specials))
 

@@ -66,7 +66,7 @@ class Part:
         ]
 
     def _ways(self, question: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """What a question's request says of speculation, by the name of the way."""
+        """The field `speculation` of the question's requests, by the name of the way to decode."""
         common = {"metrics": True, "always_draft": self.is_exactness}
         specs = map(DrafterSpec.parse, self.drafters)
         names = [spec.options.get("id", spec.family) for spec in specs]

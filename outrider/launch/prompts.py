@@ -61,7 +61,8 @@ DEMO_PROMPTS = (*CODE, *REWRITING, *EXTRACTION)
 """14 pairs (kind, prompt); chats are rendered in the bundled pair's template."""
 
 
-def _object(**properties: Any) -> dict[str, Any]:
+def object_schema(**properties: Any) -> dict[str, Any]:
+    """The JSON schema of an object with these properties and no other."""
     return {
         "type": "object",
         "properties": properties,
@@ -70,8 +71,10 @@ def _object(**properties: Any) -> dict[str, Any]:
     }
 
 
-_ITEM = _object(name={"type": "string"}, quantity={"type": "integer"}, price={"type": "number"})
-_SCHEMA = _object(items={"type": "array", "items": _ITEM})
+_ITEM = object_schema(
+    name={"type": "string"}, quantity={"type": "integer"}, price={"type": "number"}
+)
+_SCHEMA = object_schema(items={"type": "array", "items": _ITEM})
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "order", "schema": _SCHEMA}}
 
 

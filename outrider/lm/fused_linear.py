@@ -35,8 +35,8 @@ class FusedLinear:
     ) -> None:
         """`make` gets a layer, and weight and bias of all `layers`, to compute their outputs.
 
-        `contiguous` copies the outputs out of the product. Those of a single row are contiguous as
-        they are, and torch computes the GELU of strided numbers by other code, with other bits.
+        `contiguous` copies the outputs out of the product. torch computes the GELU of strided
+        numbers with other bits, and the outputs of a single row are contiguous without a copy.
         """
         self._contiguous = contiguous
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]

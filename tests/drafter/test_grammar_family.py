@@ -215,7 +215,7 @@ async def test_nothing_is_guessed_within_a_thought_and_the_answer_after_it_is(
     writer.write(">")
     assert (await writer.chain()).startswith("\n\n{")
     writer.write('\n\n{"name":')
-    # The blanks of the answer, not those of the thought.
+    # The drafter learns the blanks of the answer, and leaves out the blanks of the thought.
     writer.write('"A",')
     assert (await writer.chain()).startswith('"ok":')
 

@@ -1,11 +1,10 @@
-"""SmolLM2's texts in float32 are those of transformers, with every drafter, in six languages.
+"""In float32 SmolLM2 writes the texts of transformers, with every drafter, in six languages.
 
 OUTRIDER_SMOLLM2_TEXTS is the number of texts: bench/results/2026-11-29-smollm2-exact has 200.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from smollm2_texts import TOKENS, Reference, is_chat, smollm2
+from smollm2_texts import TOKENS, Reference, answers, is_chat, smollm2, tokens_of
 from stack import ROOT, Client, Stack, running
 
 from outrider.grammar.kinds import Grammar, GrammarKind
@@ -63,21 +62,6 @@ def stack(reference: Reference) -> Iterator[Stack]:
         stack.add_drafter(name, name, *options.get(name, []))
     with running(stack):
         yield stack
-
-
-async def answers(client: Client, requests: list[TokenRequest]) -> list[list[TokenChunk]]:
-    """The answers to the requests, of which eight run at once."""
-    places = asyncio.Semaphore(8)
-
-    async def one(request: TokenRequest) -> list[TokenChunk]:
-        async with places:
-            return await client.generate(request)
-
-    return await asyncio.gather(*map(one, requests))
-
-
-def tokens_of(chunks: list[TokenChunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
 
 
 def forwards(found: list[list[TokenChunk]]) -> int:

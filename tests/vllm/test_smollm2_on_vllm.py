@@ -1,19 +1,17 @@
-"""SmolLM2's texts on vLLM in float32 are those of transformers and of our own engine."""
+"""In float32, vLLM writes the same texts of SmolLM2 as transformers and as our own engine."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
 from conftest import FLAGS, START_S
-from smollm2_texts import TOKENS, Reference, smollm2
+from smollm2_texts import TOKENS, Reference, answers, smollm2, tokens_of
 from stack import ROOT, Client, Stack, running
 
 from outrider.protocol.messages import (
     SamplingParams,
     SpeculationOptions,
-    TokenChunk,
     TokenRequest,
 )
 
@@ -35,20 +33,6 @@ def stack_of(file: str, *flags: str) -> Stack:
     draft = str(ROOT / "models/draft-2048")
     stack.add_drafter("model", "model", "--model", draft, "--target", file)
     return stack
-
-
-async def answers(client: Client, requests: list[TokenRequest]) -> list[list[TokenChunk]]:
-    places = asyncio.Semaphore(8)
-
-    async def one(request: TokenRequest) -> list[TokenChunk]:
-        async with places:
-            return await client.generate(request)
-
-    return await asyncio.gather(*map(one, requests))
-
-
-def tokens_of(chunks: list[TokenChunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
 
 
 async def test_texts_are_those_of_transformers_and_seeds_those_of_our_own_engine() -> None:
