@@ -36,8 +36,11 @@ async def is_above_the_fold(shown: Locator) -> bool:
     return box is not None and box["y"] >= 0 and box["y"] + box["height"] <= HEIGHT
 
 
-async def first_click(browser: Browser, url: str) -> float:
-    """Open the page and click once. Returns how many times as fast the drafted text was."""
+async def first_click(browser: Browser, url: str) -> tuple[float, float]:
+    """Open the page and click once.
+
+    Returns how many times as fast the drafted text was, and drafters' share of its tokens.
+    """
     page = await browser.new_page(viewport={"width": 1440, "height": HEIGHT})
     await page.goto(url)
     await expect(page.locator("#status")).to_have_text("ready")
@@ -50,7 +53,7 @@ async def first_click(browser: Browser, url: str) -> float:
     items = json.loads(await drafted.locator("pre").inner_text())["items"]
     assert [(item["quantity"], item["price"]) for item in items] == [(3, 12.5), (1, 80), (2, 7.25)]
     tokens, guessed = drafted.locator(".token"), drafted.locator(GUESSED)
-    assert await guessed.count() > await tokens.count() / 2
+    share = await guessed.count() / await tokens.count()
     # The pane shows the end of the text.
     assert await is_above_the_fold(guessed.last)
     colors = {
@@ -60,11 +63,12 @@ async def first_click(browser: Browser, url: str) -> float:
     assert len(colors) == 2
     ratio = float((await page.locator("#factor").inner_text()).removesuffix("×"))
     await page.close()
-    return ratio
+    return ratio, share
 
 
 async def test_the_first_click_shows_a_real_answer_its_gain_and_who_wrote_its_tokens(
     browser: Browser, url: str
 ) -> None:
-    ratios = [await first_click(browser, url) for _ in range(TRIES)]
-    assert sum(ratio >= 1.5 for ratio in ratios) >= TRIES - 1, ratios
+    clicks = [await first_click(browser, url) for _ in range(TRIES)]
+    # Another program may take the processor during one of the tries.
+    assert sum(ratio >= 1.5 and share > 0.5 for ratio, share in clicks) >= TRIES - 1, clicks
