@@ -98,6 +98,7 @@ async def _streams(
             max_draft_tokens=family.max_draft_tokens,
             distributions=family.distributions,
             feature_request=family.feature_request,
+            requires_grammar=family.requires_grammar,
             placement=place.describe(family.device),
         )
 

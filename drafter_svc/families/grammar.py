@@ -137,6 +137,7 @@ class GrammarFamily(Family):
     """Drafts for the sequences of one connection that have a grammar; skips all others."""
 
     name = "grammar"
+    requires_grammar = True
     settings = GrammarSettings
 
     def __init__(

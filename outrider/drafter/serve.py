@@ -75,6 +75,7 @@ async def _serve(
             max_draft_tokens=strategy.max_draft_tokens,
             distributions=strategy.distributions,
             feature_request=strategy.feature_request,
+            requires_grammar=strategy.requires_grammar,
             placement=Placement(
                 "local", platform.node(), strategy.device, architecture=platform.machine()
             ),

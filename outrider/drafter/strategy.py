@@ -27,6 +27,8 @@ class Strategy(ABC):
     device = "cpu"
     feature_request: FeatureRequest | None = None
     """The target's hidden states that it reads, if it reads any."""
+    requires_grammar = False
+    """Whether it drafts only for sequences with a grammar; others are not opened to it."""
     fatal: tuple[type[Exception], ...] = ()
 
     def welcomed(self, welcome: Welcome) -> None:

@@ -74,6 +74,8 @@ class Hello:
     """Most sequences at a time; 0 for no limit."""
     feature_request: FeatureRequest | None = None
     """The features that it can use; None if it uses none."""
+    requires_grammar: bool = False
+    """Whether it drafts only for sequences with a grammar."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,9 @@ class _PauseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseReas
     PAUSE_REASON_UNSPECIFIED: _PauseReason.ValueType  # 0
     """A reason that only a later version knows."""
     PAUSE_REASON_NO_DRAFTER: _PauseReason.ValueType  # 1
-    """No drafter works on the sequence: none that the request allows is connected, or all are full."""
+    """No drafter works on the sequence: none that the request allows is connected, all are full, or
+    they require a grammar and the request has none.
+    """
     PAUSE_REASON_TOO_SLOW: _PauseReason.ValueType  # 2
     """Drafts would cost more time than the tokens that they save."""
     PAUSE_REASON_LOW_ACCEPTANCE: _PauseReason.ValueType  # 3
@@ -189,7 +191,9 @@ class PauseReason(_PauseReason, metaclass=_PauseReasonEnumTypeWrapper):
 PAUSE_REASON_UNSPECIFIED: PauseReason.ValueType  # 0
 """A reason that only a later version knows."""
 PAUSE_REASON_NO_DRAFTER: PauseReason.ValueType  # 1
-"""No drafter works on the sequence: none that the request allows is connected, or all are full."""
+"""No drafter works on the sequence: none that the request allows is connected, all are full, or
+they require a grammar and the request has none.
+"""
 PAUSE_REASON_TOO_SLOW: PauseReason.ValueType  # 2
 """Drafts would cost more time than the tokens that they save."""
 PAUSE_REASON_LOW_ACCEPTANCE: PauseReason.ValueType  # 3

@@ -203,6 +203,7 @@ class Hello(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     FEATURE_REQUEST_FIELD_NUMBER: _builtins.int
+    REQUIRES_GRAMMAR_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """Unique among connected drafters; 1 to 128 printable characters. With mutual TLS it is the
     common name of the drafter's certificate, or begins with that name and a slash.
@@ -219,6 +220,10 @@ class Hello(_message.Message):
     """
     max_sequence_count: _builtins.int
     """Most sequences that it accepts at once; 0 means no limit."""
+    requires_grammar: _builtins.bool
+    """Whether it drafts only for sequences with a grammar. The verifier opens no other sequences to
+    it. A verifier that does not know this field opens them all the same: skip them.
+    """
     @_builtins.property
     def distributions(self) -> _containers.RepeatedScalarFieldContainer[Global___DraftDistribution.ValueType]:
         """The distributions it can send; ONE_HOT is implied."""
@@ -247,10 +252,11 @@ class Hello(_message.Message):
         capabilities: _abc.Iterable[Global___Capability.ValueType] | None = ...,
         max_sequence_count: _builtins.int = ...,
         feature_request: Global___FeatureRequest | None = ...,
+        requires_grammar: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["feature_request", b"feature_request", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "feature_request", b"feature_request", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "feature_request", b"feature_request", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "requires_grammar", b"requires_grammar", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,6 +79,7 @@ class Recorder:
             output_tokens=request.output_tokens,
             kind=request.kind,
             guesses=text.guesses,
+            grammar=request.grammar is not None,
             prompt_ids=request.prompt,
             output_ids=text.output[: request.output_tokens + _BEYOND],
         )

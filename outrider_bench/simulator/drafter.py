@@ -133,6 +133,7 @@ class DrafterActor:
             MAX_DRAFT_TOKENS,
             placement=placement,
             feature_request=self.family.feature_request,
+            requires_grammar=spec.requires_grammar,
         )
 
         def enter() -> None:

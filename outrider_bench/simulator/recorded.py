@@ -35,6 +35,8 @@ class RecordedRequest(BaseModel):
     drafter guesses the token, - if it guesses another one, 1 to 9 if the token is that alternative
     to its guess (for `drafts_by: model`), and . if it has no guess. The scenario's acceptance of
     such a drafter is ignored."""
+    grammar: bool = False
+    """Whether the request has a grammar. Some drafters draft for no other requests."""
     prompt_ids: list[int] = Field(default_factory=list)
     """The prompt's tokens. Drafters that look up need these and `output_ids`."""
     output_ids: list[int] = Field(default_factory=list)

@@ -94,6 +94,9 @@ class DrafterSpec(_Part, LinkShape):
     in_process: bool = False
     """Whether it is a head in the verifier's process: its messages cost nothing."""
 
+    requires_grammar: bool = False
+    """Draft only for recorded requests with a grammar."""
+
     cost: str = "model"
     """Name of an entry in the cost table's `drafting`."""
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 
 from outrider.errors import OutriderError
+from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol.messages import (
     SamplingParams,
     SpeculationOptions,
@@ -26,6 +27,8 @@ from verifier_svc.state.sequence import Sequence
 
 UNREAD_CHUNKS = 400
 """Chunks of an answer that fit the buffers between its client and the verifier."""
+# The grammar of every request that has one. Texts are recorded, so nothing is masked.
+_GRAMMAR = Grammar(GrammarKind.JSON_OBJECT)
 UNREAD_S = 60.0
 """How long the gateway waits for a client that does not read."""
 
@@ -193,6 +196,7 @@ class Traffic:
             tenant=recorded.tenant,
             prompt_ids=prompt,
             reads=recorded.reads,
+            grammar=_GRAMMAR if recorded.grammar else None,
         )
         text.tokens = [*recorded.output_ids]
         text.hard = [False] * len(text.tokens)
@@ -243,6 +247,7 @@ class Traffic:
             ignore_eos=True,
             speculation=SpeculationOptions(enabled=self._speculates),
             tenant=text.tenant,
+            grammar=text.grammar,
         )
 
         def submit() -> None:

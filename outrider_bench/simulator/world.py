@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
+from outrider.grammar.kinds import Grammar
+
 if TYPE_CHECKING:
     from drafter_svc.families.head_worker import Offer
 
@@ -48,6 +50,8 @@ class Text:
     """The prompt's tokens if they were recorded. `number` replaces the first one."""
     reads: bool = True
     """Whether the client reads the answer."""
+    grammar: Grammar | None = None
+    """The request's grammar. It has no effect on the text."""
 
     @property
     def prompt(self) -> list[int]:

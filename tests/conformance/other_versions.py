@@ -22,7 +22,13 @@ _FILES = (_duration, common_pb2, drafts_pb2, verifier_pb2)
 _SERVICE = "outrider.v1.VerifierService"
 # What an older version lacks.
 _REMOVED = {
-    "Hello": {"capabilities", "feature_request", "placement", "max_sequence_count"},
+    "Hello": {
+        "capabilities",
+        "feature_request",
+        "placement",
+        "max_sequence_count",
+        "requires_grammar",
+    },
     "Welcome": {"capabilities", "feature_width"},
     "StepBatch": {"features"},
     "Opened": {"grammar", "prediction_token_ids", "traceparent", "tree_tokens"},

@@ -46,6 +46,7 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         assert stream.said.drafter_id == "d1"
         assert stream.said.family == find_family(family).name
         assert stream.said.placement.kind == "local"
+        assert not stream.said.requires_grammar
         assert await health(port) == SERVING
         await stream.drafted(opened(1, TEXT))
         # Only the draft model loads torch.
@@ -54,6 +55,17 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         started = time.monotonic()
         assert await asyncio.wait_for(process.wait(), 10) == 0
         assert time.monotonic() - started < 2
+
+
+async def test_a_drafter_of_grammars_says_that_it_requires_them(
+    verifier: ScriptedVerifier,
+) -> None:
+    target = str(ROOT / "models/target")
+    verifier.serve(replace(READY, tokenizer_fingerprint=fingerprint(load_tokenizer(target))))
+    flags = ["--family", "grammar", "--target", target, "--verifier", verifier.address]
+    async with drafter(*flags):
+        stream = await asyncio.wait_for(verifier.accepted(), 60)
+        assert stream.said.requires_grammar
 
 
 @pytest.mark.parametrize(

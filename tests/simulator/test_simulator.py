@@ -173,6 +173,20 @@ def test_recorded_guesses_decide_what_a_drafter_drafts(tmp_path: Path, guess: st
         assert (counters.get("proposed_tokens", 0) > 0) == (guess == "-")
 
 
+@pytest.mark.parametrize("requires", [False, True])
+def test_a_drafter_that_requires_a_grammar_gets_requests_with_one(
+    tmp_path: Path, *, requires: bool
+) -> None:
+    recording = tmp_path / "requests.jsonl"
+    line = '{"prompt_tokens": 8, "output_tokens": 40, "grammar": %s}\n'
+    recording.write_text(line % "false" + line % "true")
+    drafters = [{"name": "d", "acceptance": 1.0, "requires_grammar": requires}]
+    simulation = Simulation(scenario(recording=str(recording), drafters=drafters), 2)
+    simulation.run()
+    counts = [request.stats.draft_token_count for request in simulation.traffic.requests]
+    assert [count > 0 for count in counts] == [not requires, True]
+
+
 def test_a_recording_with_an_unknown_guess_is_refused_by_line(tmp_path: Path) -> None:
     recording = tmp_path / "requests.jsonl"
     recording.write_text('{"prompt_tokens": 8, "output_tokens": 2, "guesses": {"good": "+x"}}\n')

@@ -8,6 +8,7 @@ from fake_model import GREEDY, Client, ScriptedDrafter, exposition, make_engine
 from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError, Reason
+from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.messages import SpeculationOptions, TokenRequest
 from verifier_svc.drafts.roster import MOST_LOST
@@ -50,6 +51,28 @@ def test_a_drafter_gets_no_more_sequences_than_its_hello_allows() -> None:
     engine.drain_inbox()
     opened = [opened.sequence_id for batch in drafter.received for opened in batch.opened]
     assert opened == [first.id]
+
+
+@pytest.mark.parametrize("thought", [None, FreeThought("<think>", "</think>")])
+def test_a_drafter_that_requires_a_grammar_gets_no_other_sequence(
+    thought: FreeThought | None,
+) -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    grammar = Grammar(GrammarKind.JSON_OBJECT, thought=thought)
+    running = engine.submit(request([1, 2], 20, grammar=grammar), Client())
+    engine.submit(request([3, 4], 20), Client())
+    engine.step()
+    drafter = ScriptedDrafter(engine, "grammar", "grammar", requires_grammar=True)
+    ScriptedDrafter(engine, "any", "any")
+    by_family = SpeculationOptions(drafter_family="grammar")
+    later = engine.submit(request([5], 20, grammar=grammar), Client())
+    engine.submit(request([6], 20, speculation=by_family), Client())
+    for _ in range(4):
+        engine.step()
+    told = [each.sequence_id for batch in drafter.received for each in batch.opened]
+    told += [each.sequence_id for batch in drafter.received for each in batch.verdicts]
+    assert set(told) == {running.id, later.id}
+    assert set(running.assignments) == {"grammar", "any"}
 
 
 def test_the_verifiers_own_faults_put_no_drafter_in_quarantine() -> None:

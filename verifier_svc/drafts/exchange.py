@@ -140,8 +140,7 @@ class DraftExchange:
         """
         if sequence.max_draft_tokens == 0:
             return
-        options = sequence.request.speculation
-        chosen = self.roster.choose(options, sequence.assignments, sequence.past_drafters)
+        chosen = self.roster.choose(sequence.request, sequence.assignments, sequence.past_drafters)
         _make_room(sequence, PLACES - len(chosen))
         for drafter in chosen:
             assignment = new_assignment(sequence, drafter, self._sampled_drafts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
-from outrider.protocol.messages import SpeculationOptions
+from outrider.protocol.messages import SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.drafter import Drafter
 
@@ -118,18 +118,19 @@ class Roster:
         return faults[-1] + _QUARANTINE_S - self._clock()
 
     def choose(
-        self, options: SpeculationOptions, assigned: Iterable[str], past: Collection[str] = ()
+        self, request: TokenRequest, assigned: Iterable[str], past: Collection[str] = ()
     ) -> list[Drafter]:
         """The drafters to assign a sequence to besides `assigned`, without those in `past` (ids).
 
-        The request allows each of them, and a sequence has at most `PLACES` drafters in all.
-        Assigned drafters that became doubtful do not count: the caller takes the sequence from them
-        if their places are needed. First comes the proven drafter with the fewest sequences of each
-        family that the sequence lacks. If there are more families than places, the drafters with
-        the most merit come first and leave a place to drafters on trial. Drafters on trial follow
-        in turn. A single doubtful drafter comes last, and only if it has no other sequence or the
-        request names it.
+        The request allows each of them, and has a grammar if they require it. A sequence has at
+        most `PLACES` drafters in all. Assigned drafters that became doubtful do not count: the
+        caller takes the sequence from them if their places are needed. First comes the proven
+        drafter with the fewest sequences of each family that the sequence lacks. If there are more
+        families than places, the drafters with the most merit come first and leave a place to
+        drafters on trial. Drafters on trial follow in turn. A single doubtful drafter comes last,
+        and only if it has no other sequence or the request names it.
         """
+        options = request.speculation
         if not options.enabled:
             return []
         present = [self.connected[name] for name in assigned if name in self.connected]
@@ -139,7 +140,7 @@ class Roster:
             if drafter not in present
             and drafter.id not in past
             and drafter.accepts_sequences
-            and _allows(options, drafter)
+            and _allows(request, drafter)
         ]
         awake = [each for each in present if not each.is_doubtful]
         proven = _by_family([each for each in found if each.proven and not each.silent], awake)
@@ -195,10 +196,14 @@ class Roster:
         ]
 
 
-def _allows(options: SpeculationOptions, drafter: Drafter) -> bool:
-    """Whether the request may have this drafter."""
+def _allows(request: TokenRequest, drafter: Drafter) -> bool:
+    """Whether the request may have this drafter, and the drafter can draft for it."""
+    options = request.speculation
+    hello = drafter.hello
+    if hello.requires_grammar and request.grammar is None:
+        return False
     by_id = options.drafter_id in ("", drafter.id)
-    return by_id and options.drafter_family in ("", drafter.hello.family)
+    return by_id and options.drafter_family in ("", hello.family)
 
 
 def _next_turn(drafter: Drafter) -> tuple[int, int]:

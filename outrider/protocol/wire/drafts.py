@@ -61,6 +61,7 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
         placement=placement_from_proto(proto.placement),
         max_sequence_count=proto.max_sequence_count,
         feature_request=feature_request_from_proto(proto),
+        requires_grammar=proto.requires_grammar,
     )
 
 
@@ -106,6 +107,7 @@ def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
         distributions=[proto_enum(kind) for kind in sorted(hello.distributions)],
         placement=placement_to_proto(hello.placement),
         max_sequence_count=hello.max_sequence_count,
+        requires_grammar=hello.requires_grammar,
     )
     request = hello.feature_request
     if request is not None:
