@@ -24,6 +24,7 @@ from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.same_bits import reason_against
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.protocol.draft_messages import FINAL_STATE
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.tensors import triton_works
 from outrider.tokenizer import end_token_ids, token_ids
 
@@ -84,7 +85,7 @@ class ModelRunner:
         self.page_count = page_count or self._default_page_count(bounds, memory_share)
         # The texts of the trial may need more pages than a small cache has.
         pages = max(self.page_count, texts.page_count)
-        longest = min(self.context_length, pages * self.page_size)
+        longest = min(self._most_slots, pages * self.page_size)
         if self._takes_graphs():
             self._graphs = self._make_graphs(longest, spare_page=pages)
             # The padding of a graph's batch goes to one more page after the last.
@@ -128,6 +129,11 @@ class ModelRunner:
             token for token in _eos_token_ids(self._model, config) if token < self.vocab_size
         )
 
+    @property
+    def _most_slots(self) -> int:
+        """Most slots of a sequence: the branches of a tree may lie beyond the last position."""
+        return self.context_length + MAX_TREE_TOKENS
+
     def _allocate(self, pages: int, max_seq_len: int) -> None:
         for layer in self._layers.values():
             layer.allocate(pages, self.page_size, max_seq_len, self.dtype, self.device)
@@ -138,7 +144,7 @@ class ModelRunner:
         if undo is None:
             return
         pages = texts.page_count
-        self._allocate(pages, min(self.context_length, pages * self.page_size))
+        self._allocate(pages, min(self._most_slots, pages * self.page_size))
         try:
             self._compare(texts, own)
         except OutriderError as cause:
@@ -440,8 +446,8 @@ class ModelRunner:
 
     def _largest_step_bytes(self, bounds: Bounds) -> int:
         """Measure the memory of the largest step, over a cache of one page."""
-        self._allocate(1, self.context_length)
-        graphs = self._make_graphs(self.context_length, spare_page=0)
+        self._allocate(1, self._most_slots)
+        graphs = self._make_graphs(self._most_slots, spare_page=0)
         try:
             return memory.largest_step_bytes(graphs.largest_forward(bounds), len(buckets(bounds)))
         except torch.OutOfMemoryError as cause:

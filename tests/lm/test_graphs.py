@@ -275,6 +275,29 @@ def test_trees_of_64_and_prompts_behind_many_tokens_run_in_graphs(
     assert capture.replays == len(long_batches())
 
 
+def test_a_tree_may_have_slots_beyond_the_context(capture: Capture) -> None:
+    """Its last tokens have positions within the context. The other sequence keeps its pages."""
+    runner = ModelRunner(build(CONFIGS["llama"]), page_size=16, page_count=40)
+    runner.capture(Bounds(sequences=2, tokens_each=1 + MAX_TREE_TOKENS, tokens=80))
+    assert runner.context_length == 256
+    texts, pages = [text(1, 255), text(2, 40)], [list(range(20)), list(range(30, 33))]
+    for ids, own in zip(texts, pages, strict=True):
+        runner.forward([SequenceSlice(ids[:-1], 0, own, 0)])
+    tree = text(3, MAX_TREE_TOKENS)
+    batch = [
+        SequenceSlice([texts[0][-1], *tree], 254, pages[0], 1 + len(tree), [0] * len(tree)),
+        SequenceSlice(texts[1][-1:], 39, pages[1], 1),
+    ]
+    paths = [texts[0], *[[*texts[0], token] for token in tree], texts[1]]
+    wanted = expected(build(CONFIGS["llama"]), paths, [1] * len(paths))
+    capture.replays = 0
+    for _ in range(2):
+        torch.testing.assert_close(runner.forward(batch), wanted, atol=1e-4, rtol=0)
+        batch.reverse()
+        wanted = wanted.roll(1, 0)
+    assert capture.replays == 2
+
+
 def test_capture_goes_on_with_smaller_buckets_after_memory_ran_out(
     capture: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
