@@ -144,6 +144,15 @@ class PagePool:
         sequence.num_computed_tokens = len(sequence.digests) * self.page_size
         return sequence.num_computed_tokens
 
+    def known_pages(self, hashes: list[bytes], token_ids: Sequence[int], salt: str) -> int:
+        """How many full pages of `token_ids` are cached; `match_prefix` finds no more of them.
+
+        `hashes` belongs to one text with one salt, is empty at first, and keeps the block hashes.
+        """
+        for i in range(len(hashes), len(token_ids) // self.page_size):
+            hashes.append(self._digest(hashes, token_ids, i, salt))
+        return sum(map(self._by_digest.__contains__, hashes))
+
     def cache_pages(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
         """Make the full pages of committed `token_ids` findable.
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fake_model import EOS, GREEDY, VOCAB, Client, ScriptedDrafter, exposition, finish, make_engine
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import OutriderError, Reason
-from outrider.lm.pages import KVSequence
+from outrider.lm.pages import KVSequence, PagePool
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenRequest, TokenSource
 from verifier_svc.engine.config import EngineConfig
@@ -197,6 +198,31 @@ def test_the_youngest_of_a_tenants_sequences_is_preempted() -> None:
         engine.step()
     assert list(engine.scheduler.running) == [older.id]
     assert list(engine.scheduler.waiting) == [younger]
+
+
+def test_a_text_that_waits_for_pages_is_hashed_once_and_shares_pages_as_soon_as_that_suffices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two requests of one prompt fit the cache only once the first has written most of it."""
+    config = EngineConfig(max_batch_tokens=4)
+    engine, model = make_engine(page_count=12, page_size=4, eos_bias=-99, config=config)
+    hashed: list[int] = []
+    digest = PagePool._digest
+
+    def watch(pool: PagePool, before: Any, tokens: Any, index: int, salt: str) -> bytes:
+        hashed.append(index)
+        return digest(pool, before, tokens, index, salt)
+
+    monkeypatch.setattr(PagePool, "_digest", watch)
+    prompt = [i % 7 for i in range(33)]
+    clients = [Client(), Client()]
+    for client in clients:
+        engine.submit(request(prompt, 3), client)
+    finish(engine)
+    assert [client.tokens for client in clients] == [model.greedy(prompt, 3)] * 2
+    assert clients[1].chunks[-1].cached_token_count == 24
+    # The first request looks for its first page and enters it, the second one waits and shares it.
+    assert hashed.count(0) == 4
 
 
 def test_a_draft_for_which_no_page_is_free_is_not_counted_for_its_drafter() -> None:

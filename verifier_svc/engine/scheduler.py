@@ -290,6 +290,8 @@ class Scheduler:
                 loser = self._loser_of_place(sequence.request.tenant)
                 if loser is None:
                     break
+            if loser is None and self._lacks_pages(sequence):
+                break
             # Scoring a token needs the logits before it, which the cache does not hold.
             limit = sequence.unscored.start - 1 if sequence.unscored else None
             tenant = sequence.request.tenant
@@ -346,6 +348,19 @@ class Scheduler:
         for victim in self._losers_of_pages(sequence):
             self._preempt(victim)
         return self.pool.reserve(sequence.kv, length)
+
+    def _lacks_pages(self, sequence: Sequence) -> bool:
+        """Whether a sequence gets no pages, even if it shares all that the cache has of its text.
+
+        A sequence that waits for pages is asked about at every step, so nothing is hashed again.
+        """
+        tenant = sequence.request.tenant
+        if len(self.tenants) > 1 or tenant not in self.tenants:
+            return False  # it may take pages from another tenant
+        missing = -(-len(sequence.tokens) // self.pool.page_size) - self.pool.free_count
+        if missing <= 0:
+            return False
+        return self.pool.known_pages(sequence.page_hashes, sequence.tokens, tenant) < missing
 
     def _losers_of_pages(self, sequence: Sequence) -> list[Sequence]:
         """Whom to preempt for a sequence's pages; nobody if their tenants would then have less.

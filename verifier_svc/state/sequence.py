@@ -287,6 +287,8 @@ class Sequence:
     past_drafters: set[str] = field(default_factory=set)
     """Ids of drafters that lost the sequence to other drafters. None of them gets it again."""
     cached_token_count: int = 0
+    page_hashes: list[bytes] = field(default_factory=list)
+    """Block hashes of its full pages, as far as it had to wait for pages."""
     unsent: TokenChunk | None = None
     matcher: Matcher | None = None
     """The state of the request's grammar after the committed output but its last `grammar_lag`."""
