@@ -24,6 +24,8 @@ from random_trees import TreeGrafter, random_tree
 from toy_grammars import NoRepeats
 from tree_paths import path_to
 
+from outrider.protocol.draft_messages import Proposal
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import (
     DraftDistribution,
     SamplingParams,
@@ -32,6 +34,7 @@ from outrider.protocol.messages import (
     TokenRequest,
     TokenSource,
 )
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence as Request
@@ -102,6 +105,31 @@ SETTINGS = {
     "bans and bias": SamplingParams(banned_token_ids=(2, 5), logit_bias=((EOS, -2.0), (1, 1.0))),
     "truncated": SamplingParams(top_k=4, top_p=0.9, min_p=0.02),
 }
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_no_forward_computes_a_position_behind_prompt_and_answer(trees: bool) -> None:
+    """A context that has room for these tokens has room for their drafts."""
+    config = EngineConfig(DraftTokensPolicy("fixed", 6), draft_trees=trees)
+    engine, model = make_engine(config=config, always_draft=True, eos_bias=-9.0)
+    drafter = ScriptedDrafter(engine)
+    right = model.greedy([1, 2], 40)
+    last: list[int] = []
+    model.broken = lambda slices: last.append(max(slices[0].positions))
+    sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY, ignore_eos=True), Client())
+    engine.drain_inbox()
+    while engine.sequences:
+        written = len(sequence.tokens) - 2
+        ahead = right[written : written + 8]
+        parents = list(range(8))
+        if trees:
+            # Each token has a sibling.
+            ahead, parents = [*ahead, *map(other, ahead)], parents * 2
+        drafter.send(Proposal(sequence.id, len(sequence.tokens), ahead, parents))
+        engine.step()
+    # The answer's last token is computed by no forward.
+    assert max(last) == 2 + 20 - 2
+    assert sequence.stats.accepted_token_count > 10
 
 
 @pytest.mark.parametrize("grammar", [False, True], ids=["free", "grammar"])
