@@ -171,7 +171,10 @@ class Loader:
         bounds = Bounds(settings.max_sequences, 1 + config.largest_draft, config.max_batch_tokens)
         runner = self._load_model(bounds)
         pool = PagePool(runner.page_count, runner.page_size, prefix_caching=settings.prefix_caching)
-        context_length = min(runner.context_length, pool.page_count * pool.page_size)
+        held = pool.page_count * pool.page_size
+        context_length = min(runner.context_length, held)
+        told = "the KV cache holds %d tokens in %.2f GiB; a request has at most %d"
+        log.info(told, held, runner.cache_bytes / 2**30, context_length)
         known = ModelInfo(
             model_id=self.info.model_id,
             aliases=self.info.aliases,

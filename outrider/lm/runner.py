@@ -243,6 +243,11 @@ class ModelRunner:
         self._trial = None
 
     @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache, on the model's device."""
+        return sum(array.nbytes for array in self._cache_arrays())
+
+    @property
     def graph_count(self) -> int:
         """Number of CUDA graphs."""
         return self._graphs.count if self._graphs is not None else 0
