@@ -6,14 +6,14 @@ The keys of the first row tell the format. Nothing is downloaded, and nothing is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outrider_bench.prompts import KINDS
+from outrider_bench.prompts import GRAMMARS, KINDS
 from outrider_bench.yaml_file import first_problem
 
 
@@ -34,6 +34,8 @@ class Prompt(BaseModel):
     kind: str
     text: str = ""
     chat: tuple[Message, ...] = ()
+    structured_outputs: Mapping[str, Any] | None = None
+    """The grammar of the answer, as the field of a request."""
 
 
 class _Said(BaseModel):
@@ -65,6 +67,9 @@ class _Row(BaseModel):
     prompt: str = Field("", min_length=1)
     """HumanEval, and any other text to be continued."""
 
+    structured_outputs: dict[str, Any] | None = None
+    """The grammar of the answer, as a request to Outrider states it."""
+
     def asked(self) -> str | list[Message] | None:
         """The text or chat; None if nobody asks anything in this row."""
         said = [each.value for each in self.conversations if each.speaker in ("human", "user")]
@@ -86,7 +91,13 @@ def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
     Without a file, the bundled prompts. Raises ValueError that names the file's line, or the kind.
     """
     if file is None:
-        texts = {kind: [Prompt(kind=kind, text=text) for _, text in KINDS[kind]] for kind in KINDS}
+        texts = {
+            kind: [
+                Prompt(kind=kind, text=text, structured_outputs=GRAMMARS.get(kind))
+                for _, text in prompts
+            ]
+            for kind, prompts in KINDS.items()
+        }
         wanted = kinds or _USUAL
     else:
         texts = read(file)
@@ -133,10 +144,11 @@ def _prompts(path: Path, content: str) -> Iterator[Prompt]:
         if field not in found.model_fields_set:
             raise ValueError(f"{path}: {place}: {field}: is missing, which the first row has")
         kind, asked = found.category or path.stem, found.asked()
+        grammar = found.structured_outputs
         if isinstance(asked, str):
-            yield Prompt(kind=kind, text=asked)
+            yield Prompt(kind=kind, text=asked, structured_outputs=grammar)
         elif asked is not None:
-            yield Prompt(kind=kind, chat=tuple(asked))
+            yield Prompt(kind=kind, chat=tuple(asked), structured_outputs=grammar)
 
 
 def _rows(path: Path, content: str) -> Iterator[tuple[str, Any]]:

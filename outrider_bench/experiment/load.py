@@ -31,6 +31,8 @@ class Asked:
     temperature: float
     tenant: str
     """Drafters keep the n-grams of different tenants apart."""
+    ignore_eos: bool = True
+    """Whether answers go on behind their end, to the length that the request states."""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ async def play(
     sample.counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
     played = Played(sample)
     for request, answer in zip(requests, answers, strict=True):
-        _read(request, answer, started, played)
+        _read(request, answer, started, played, may_end=not asked.ignore_eos)
     return played
 
 
@@ -115,7 +117,7 @@ async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
         "speculation": {**asked.speculation, "metrics": True},
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        "ignore_eos": True,
+        "ignore_eos": asked.ignore_eos,
         **({} if request.seed is None else {"seed": request.seed}),
     }
     if request.grammar is not None:
@@ -130,8 +132,13 @@ async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
     return answer
 
 
-def _read(request: Request, answer: _Answer, started: float, played: Played) -> None:
-    """Add an answer to `played`; `started` is when the first request was sent."""
+def _read(
+    request: Request, answer: _Answer, started: float, played: Played, *, may_end: bool = False
+) -> None:
+    """Add an answer to `played`; `started` is when the first request was sent.
+
+    An answer without a grammar that ends early is an error, unless it `may_end`.
+    """
     if answer.error:
         played.errors.append(answer.error)
         return
@@ -148,8 +155,8 @@ def _read(request: Request, answer: _Answer, started: float, played: Played) -> 
             last = at
             count = now
     played.texts.append(text)
-    ends_early = request.grammar is not None and 0 < count < request.output_tokens
-    if count != request.output_tokens and not ends_early:
+    may_end = may_end or request.grammar is not None
+    if count != request.output_tokens and not (may_end and 0 < count < request.output_tokens):
         played.errors.append(f"an answer has {count} tokens, not {request.output_tokens}")
     if count == 0:
         return

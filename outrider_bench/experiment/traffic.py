@@ -6,7 +6,7 @@ They are the same for every way of decoding, and for measurement and prediction.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError
 from outrider.tokenizer import load_tokenizer
-from outrider_bench import prompt_files, prompts
+from outrider_bench import prompt_files
 from outrider_bench.experiment.spec import Workload
-from outrider_bench.prompt_files import Prompt
+from outrider_bench.prompt_files import Message, Prompt
 
 _GOLDEN = 0.618034
 _FEWEST = 8
@@ -43,13 +43,18 @@ class Encoder:
     def __init__(self, model: Path) -> None:
         self._model = model
         self._tokenizer = load_tokenizer(str(model))
-        self._known: dict[Prompt, list[int]] = {}
+        self._known: dict[tuple[str, tuple[Message, ...]], list[int]] = {}
 
     def ids(self, prompt: Prompt) -> list[int]:
         """The prompt's ids; raises ValueError for a chat if the model has no chat template."""
-        if prompt not in self._known:
-            self._known[prompt] = self._encode(prompt)
-        return self._known[prompt]
+        key = prompt.text, prompt.chat
+        if key not in self._known:
+            self._known[key] = self._encode(prompt)
+        return self._known[key]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of an answer's ids."""
+        return str(self._tokenizer.decode(ids))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not prompt.chat:
@@ -74,13 +79,13 @@ def requests_of(workload: Workload, encoder: Encoder, verifier: int = 0) -> list
     Each verifier gets prompts and arrivals of its own. The last prompt of each kind is kept for
     warming up.
     """
-    own = _Prompts(workload, encoder)
+    own = _Prompts(workload)
     kinds = own.kinds
     found = []
     for i, (at, output) in enumerate(_arrivals(workload, verifier)):
         kind = kinds[i % len(kinds)]
-        ids = own.get(kind, i + verifier * len(kinds))
-        found.append(Request(at, kind, ids, output, _seed(workload, i), own.grammar(kind)))
+        prompt = own.get(kind, i + verifier * len(kinds))
+        found.append(request_of(prompt, encoder, output, _seed(workload, i), at))
     return found
 
 
@@ -89,13 +94,21 @@ def warm_up_of(workload: Workload, encoder: Encoder) -> list[Request]:
 
     Two for each request under way, and at least one of each kind.
     """
-    own = _Prompts(workload, encoder)
+    own = _Prompts(workload)
     found = []
     for i in range(max(2 * workload.under_way, len(own.kinds))):
         kind = own.kinds[i % len(own.kinds)]
-        seed, grammar = _seed(workload, i), own.grammar(kind)
-        found.append(Request(0.0, kind, own.kept(kind), workload.output_tokens, seed, grammar))
+        tokens, seed = workload.output_tokens, _seed(workload, i)
+        found.append(request_of(own.kept(kind), encoder, tokens, seed))
     return found
+
+
+def request_of(
+    prompt: Prompt, encoder: Encoder, output_tokens: int, seed: int | None, at: float = 0.0
+) -> Request:
+    """The request that asks for a prompt's answer."""
+    ids = encoder.ids(prompt)
+    return Request(at, prompt.kind, ids, output_tokens, seed, prompt.structured_outputs)
 
 
 def _arrivals(workload: Workload, place: int) -> Iterator[tuple[float, int]]:
@@ -121,26 +134,20 @@ def _poisson(workload: Workload, place: int) -> Iterator[float]:
 
 
 class _Prompts:
-    """A workload's prompts by kind, each encoded when it is asked for."""
+    """A workload's prompts by kind."""
 
-    def __init__(self, workload: Workload, encoder: Encoder) -> None:
+    def __init__(self, workload: Workload) -> None:
         self._of_kinds = prompt_files.of(workload.prompts, workload.kinds)
         self.kinds = list(self._of_kinds)
-        self._has_grammars = workload.prompts is None
-        self._encoder = encoder
 
-    def get(self, kind: str, i: int) -> list[int]:
+    def get(self, kind: str, i: int) -> Prompt:
         """The prompt of the i-th request. The last of a kind is kept, unless it is the only one."""
         usual = self._of_kinds[kind][:-1] or self._of_kinds[kind]
-        return self._encoder.ids(usual[i // len(self.kinds) % len(usual)])
+        return usual[i // len(self.kinds) % len(usual)]
 
-    def kept(self, kind: str) -> list[int]:
+    def kept(self, kind: str) -> Prompt:
         """The prompt of this kind for warming up."""
-        return self._encoder.ids(self._of_kinds[kind][-1])
-
-    def grammar(self, kind: str) -> Mapping[str, Any] | None:
-        """The grammar of this kind's answers; own prompts have none."""
-        return prompts.GRAMMARS.get(kind) if self._has_grammars else None
+        return self._of_kinds[kind][-1]
 
 
 def _seed(workload: Workload, i: int) -> int | None:

@@ -128,6 +128,18 @@ def test_categories_are_asked_in_turn_and_their_last_prompt_is_kept(tmp_path: Pa
     assert {request.kind for request in requests_of(only, encoder)} == {"schema"}
 
 
+def test_the_grammar_of_a_row_is_its_requests(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    grammars = [{"json": {"type": "integer"}}, {"choice": ["yes", "no"]}, None]
+    rows = [{"prompt": ASKED, "structured_outputs": grammar} for grammar in grammars]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    encoder = Encoder(Path("models/target"))
+    workload = Workload.model_validate({"prompts": path, "waves": 8})
+    requests = requests_of(workload, encoder)
+    assert [request.grammar for request in requests] == grammars[:2] * 4
+    assert warm_up_of(workload, encoder)[0].grammar is None
+
+
 def test_chats_are_rendered_by_the_targets_template(tmp_path: Path) -> None:
     encoder = Encoder(Path("models/target"))
     chat = Prompt.model_validate({"kind": "x", "chat": [{"role": "user", "content": "Hi"}]})
