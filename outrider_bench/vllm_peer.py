@@ -1,8 +1,9 @@
 """`python outrider_bench/vllm_peer.py`: vLLM in its own virtual environment and process.
 
 It says "ready" and answers each JSON line with one.
-In: {"prompts": [[ids]], "batch": n, "lengths": [n]}.
-Out: the fields of `outrider_bench.sample.Sample`.
+In: {"prompts": [[ids]], "batch": n, "lengths": [n]}, and optionally {"temperature": x,
+"seeds": [n], "grammars": [structured_outputs or null], "ignore_eos": true}.
+Out: {"sample": the fields of `outrider_bench.sample.Sample`, "output_ids": [[ids]]}.
 `batch` requests are kept under way, a new one for each that ends. Imports Outrider only for
 `--drafts`, which has vLLM's scheduler take drafts from drafters that dial
 OUTRIDER_VERIFIER_LISTEN.
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--max-sequences", type=int, required=True)
     parser.add_argument("--speculative", help="JSON of vLLM's speculative_config")
+    parser.add_argument("--count-drafts", action="store_true", help="return counters of drafts")
     parser.add_argument("--drafts", type=int, help="draft tokens of Outrider's drafters")
     arguments = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
@@ -44,7 +46,7 @@ def main() -> None:
     if arguments.drafts:
         runner: Any = importlib.import_module("verifier_svc.vllm.runner")
         ours = runner.engine_arguments(arguments.drafts, v2=runner.uses_v2())
-    engine = vllm.LLM(
+    llm = vllm.LLM(
         arguments.target,
         dtype=arguments.dtype,
         max_model_len=2048,
@@ -52,28 +54,63 @@ def main() -> None:
         # vLLM warms up with a forward of as many, for minutes by default. No load has more at once.
         max_num_batched_tokens=1024,
         enable_prefix_caching=False,
-        disable_log_stats=True,
+        disable_log_stats=not arguments.count_drafts,
         **ours,
-    ).llm_engine
+    )
     answers.write("ready\n")
     answers.flush()
     for line in sys.stdin:
-        answers.write(json.dumps(_run(vllm, engine, json.loads(line))) + "\n")
+        before = _drafts(llm) if arguments.count_drafts else {}
+        answer = _run(vllm, llm.llm_engine, json.loads(line))
+        after = _drafts(llm) if arguments.count_drafts else {}
+        counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        answer["sample"]["counters"] = counters
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
+def _drafts(llm: Any) -> dict[str, float]:
+    """vLLM's counters of drafts so far, under the keys of `sample.counter_keys`."""
+    found = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:spec_decode_num_"):
+            name = metric.name.removeprefix("vllm:")
+            for position, value in enumerate(getattr(metric, "values", ())):
+                found[f"{name}.{position}"] = float(value)
+            if hasattr(metric, "value"):
+                found[name] = float(metric.value)
+    return found
+
+
+def _params(vllm: Any, task: dict[str, Any], number: int) -> Any:
+    """The sampling of a task's request."""
+    grammar = (task.get("grammars") or {number: None})[number]
+    if grammar is not None:
+        outputs: Any = importlib.import_module("vllm.sampling_params").StructuredOutputsParams
+        # vLLM takes a tag as text.
+        grammar = outputs(**{k: json.dumps(v) for k, v in grammar.items()})
+    return vllm.SamplingParams(
+        max_tokens=task["lengths"][number],
+        temperature=task.get("temperature", 0.0),
+        seed=(task.get("seeds") or {number: None})[number],
+        ignore_eos=task.get("ignore_eos", True),
+        structured_outputs=grammar,
+        detokenize=False,
+    )
+
+
 def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
-    how = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     waiting = list(enumerate(task["prompts"]))
     begun: dict[str, float] = {}
     first: dict[str, float] = {}
-    tokens, ttft, tpot = 0, [], []
+    output_ids: dict[int, list[int]] = {}
+    ttft, tpot = [], []
     started = time.perf_counter()
     while waiting or begun:
         while waiting and len(begun) < task["batch"]:
             number, prompt = waiting.pop(0)
             begun[str(number)] = time.perf_counter()
-            params = vllm.SamplingParams(max_tokens=task["lengths"][number], **how)
+            params = _params(vllm, task, number)
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
         for output in engine.step():
             now, count = time.perf_counter(), len(output.outputs[0].token_ids)
@@ -81,11 +118,13 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
                 first[output.request_id] = now
                 ttft.append(now - begun[output.request_id])
             if output.finished:
-                tokens += count
+                output_ids[int(output.request_id)] = list(output.outputs[0].token_ids)
                 tpot.append((now - first[output.request_id]) / max(count - 1, 1))
                 del begun[output.request_id]
     seconds = time.perf_counter() - started
-    return {"tokens": tokens, "seconds": seconds, "ttft": ttft, "tpot": tpot}
+    tokens = sum(map(len, output_ids.values()))
+    sample = {"tokens": tokens, "seconds": seconds, "ttft": ttft, "tpot": tpot}
+    return {"sample": sample, "output_ids": [ids for _, ids in sorted(output_ids.items())]}
 
 
 if __name__ == "__main__":

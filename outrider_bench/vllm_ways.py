@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,9 @@ from outrider_bench.experiment.launches import SYNTHETIC_PATH
 from outrider_bench.experiment.run import Peer
 from outrider_bench.experiment.traffic import Request
 from outrider_bench.sample import Sample
+
+Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Sends a task to a process, and returns its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +75,12 @@ async def started(pair: Pair, way: str, python: Path, max_sequences: int) -> Asy
     """
     arguments, drafter = ways(pair)[way]
     listen = f"127.0.0.1:{free_port()}"
-    root = str(Path(__file__).parents[1])
-    environment = _vllm_threads(python)
+    environment = {}
     if "--drafts" in arguments:
-        environment |= {"OUTRIDER_VERIFIER_LISTEN": listen, "PYTHONPATH": root}
-    peer = str(Path(__file__).with_name("vllm_peer.py"))
-    command = [str(python), peer, str(pair.target), "--dtype", pair.dtype]
-    command += ["--max-sequences", str(max_sequences), *arguments]
-    async with line_peer(*command, environment=environment) as ask:
+        root = str(Path(__file__).parents[1])
+        environment = {"OUTRIDER_VERIFIER_LISTEN": listen, "PYTHONPATH": root}
+    flags = ["--dtype", pair.dtype, "--max-sequences", str(max_sequences), *arguments]
+    async with process(python, pair.target, flags, environment) as ask:
         handle = None
         if drafter:
             words = ("--verifier", listen, "--id", "1", *drafter)
@@ -88,7 +89,8 @@ async def started(pair: Pair, way: str, python: Path, max_sequences: int) -> Asy
         async def decode(requests: Sequence[Request], batch: int) -> Sample:
             prompts = [request.prompt for request in requests]
             lengths = [request.output_tokens for request in requests]
-            sample = await ask({"prompts": prompts, "batch": batch, "lengths": lengths})
+            task = {"prompts": prompts, "batch": batch, "lengths": lengths}
+            sample = Sample(**(await ask(task))["sample"])
             if handle is not None and not await handle.alive():
                 raise RuntimeError(f"the drafter died: {(await handle.tail())[-5:]}")
             return sample
@@ -100,10 +102,22 @@ async def started(pair: Pair, way: str, python: Path, max_sequences: int) -> Asy
                 await handle.stop()
 
 
+def process(
+    python: Path,
+    target: Path,
+    flags: Sequence[str],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> AbstractAsyncContextManager[Ask]:
+    """Start vllm_peer.py with the Python of vLLM's virtual environment, as `line_peer` does."""
+    peer = str(Path(__file__).with_name("vllm_peer.py"))
+    variables = {**_vllm_threads(python), **environment}
+    return line_peer(str(python), peer, str(target), *flags, environment=variables)
+
+
 @asynccontextmanager
 async def line_peer(
     *command: str, environment: Mapping[str, str] = MappingProxyType({})
-) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[Sample]]]:
+) -> AsyncIterator[Ask]:
     """Start a process, with these further variables, that answers each JSON line with one.
 
     Waits for the line with which the process says that it is ready. Processes that load at once
@@ -127,10 +141,11 @@ async def line_peer(
                 raise RuntimeError(f"{' '.join(command[:3])} died: {_tail(errors.read())}")
             return read
 
-        async def ask(task: dict[str, Any]) -> Sample:
-            """Send a task as a line, and read its sample."""
+        async def ask(task: dict[str, Any]) -> dict[str, Any]:
+            """Send a task as a line, and read its answer."""
             send.write(json.dumps(task).encode() + b"\n")
-            return Sample(**json.loads(await line()))
+            answer: dict[str, Any] = json.loads(await line())
+            return answer
 
         try:
             await line()

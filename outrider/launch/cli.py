@@ -28,6 +28,7 @@ _LAB = {
     "predict": "Run an experiment file in the simulator.",
     "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
     "bench": "Measure tokens/s of each drafter, beside vLLM.",
+    "table": "Compare every way of drafting on a published model, by kind of prompt.",
     "chaos": "Play faults against a real stack under traffic, and check every request.",
 }
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -1,0 +1,1 @@
+"""`outrider lab table`: every way of drafting on one published model, by kind of prompt."""

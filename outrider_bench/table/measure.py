@@ -1,0 +1,177 @@
+"""Asks every way every prompt, in turns, and writes a row for each answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import chain, cycle, islice
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.gguf import pretrained
+from outrider_bench import prompt_files
+from outrider_bench.console import progress
+from outrider_bench.experiment import machine
+from outrider_bench.experiment.traffic import Encoder, Request, request_of
+from outrider_bench.prompt_files import Prompt
+from outrider_bench.settings import TableSettings
+from outrider_bench.table import peers, ways
+from outrider_bench.table.report import markdown
+from outrider_bench.table.rows import Row, Turn
+from outrider_bench.table.ways import MOST_TOKENS, Way
+
+_ROOT = Path(__file__).parents[2]
+_WARM_UP_TOKENS = 48
+_UNCOUNTED = "warm-up"
+
+
+def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prompt]]:
+    """Up to `settings.count` prompts of each kind that fit, and one more to warm up with.
+
+    Raises ValueError that names the file and the line, or the kind with too few prompts.
+    """
+    found: dict[str, list[Prompt]] = {}
+    for path in settings.prompts:
+        for kind, prompts in prompt_files.read(path).items():
+            own = found.setdefault(kind, [])
+            short = (p for p in prompts if len(encoder.ids(p)) + settings.tokens <= MOST_TOKENS)
+            # A data set may have more than anybody wants to wait for.
+            own += islice(short, settings.count + 1 - len(own))
+    fewest = max(settings.batches) + 1
+    for kind, prompts in found.items():
+        if len(prompts) < fewest:
+            known = f"{len(prompts)} of at most {MOST_TOKENS - settings.tokens} tokens"
+            raise ValueError(f"prompts: kind {kind} has {known}; batches need {fewest}")
+    return found
+
+
+def turns(settings: TableSettings, kinds: Mapping[str, Sequence[object]]) -> Iterator[Turn]:
+    """All turns in order: each cell has some of every kind early, if time runs out."""
+    for number in range(settings.rounds):
+        for batch in settings.batches:
+            for temperature in settings.temperatures:
+                for place in range(settings.count // batch):
+                    for kind, prompts in kinds.items():
+                        if (place + 1) * batch < len(prompts):
+                            yield Turn(number, kind, batch, temperature, place)
+
+
+async def run(settings: TableSettings, command: str, console: Console) -> Path:
+    """Measure until all is done or the minutes are over, and return the file with the table.
+
+    An interrupted run has the table of its rows so far. Raises ValueError or OutriderError for
+    wrong settings, and StackFailed, OSError or RuntimeError when a process fails.
+    """
+    began = time.monotonic()
+    target = Path(pretrained(settings.target))
+    encoder = Encoder(target)
+    prompts = prompts_of(settings, encoder)
+    folder = settings.out / f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}"
+    folder.mkdir(parents=True)
+    warnings = list(machine.warnings())
+    async with AsyncExitStack() as running:
+        console.print("starting a stack for each kind of drafter, which takes a minute or two")
+        found, missing = await ways.started(settings, target, running)
+        found += await peers.started(settings, target, encoder, running)
+        for line in (*warnings, *(f"left out: {each}" for each in missing)):
+            console.print(line, markup=False)
+        about = {
+            "command": command,
+            "commit": machine.commit(_ROOT),
+            "machine": asdict(machine.this_machine()),
+            "warnings": warnings,
+            "missing": missing,
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
+            "settings": settings.model_dump(mode="json"),
+        }
+        (folder / "run.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+        until = began + 60 * settings.minutes if settings.minutes else math.inf
+        rows: list[Row] = []
+        table = folder / "table.md"
+        try:
+            with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+                async for row in measured(settings, prompts, encoder, found, until):
+                    rows.append(row)
+                    file.write(row.line() + "\n")
+        finally:
+            table.write_text(markdown(rows, about), encoding="utf-8")
+    return table
+
+
+async def measured(
+    settings: TableSettings,
+    prompts: Mapping[str, Sequence[Prompt]],
+    encoder: Encoder,
+    found: Sequence[Way],
+    until: float,
+) -> AsyncIterator[Row]:
+    """Yield the rows of all turns that begin before `until`; the order of the ways goes on."""
+    todo = list(turns(settings, prompts))
+    every = chain.from_iterable(prompts.values())
+    await _compile(found, every, encoder, settings.temperatures[0])
+    warm: set[tuple[int, float]] = set()
+    with progress() as bar:
+        task = bar.add_task("turns", total=len(todo))
+        for number, turn in enumerate(todo):
+            if time.monotonic() > until:
+                return
+            bar.update(task, description=f"{turn.kind}, batch {turn.batch}")
+            cell = turn.batch, turn.temperature
+            if cell not in warm:
+                warm.add(cell)
+                await _warm_up(found, cell, [kept for *_, kept in prompts.values()], encoder)
+            asked = _requests(turn, prompts[turn.kind], encoder, settings.tokens)
+            first = number % len(found)
+            for way in (*found[first:], *found[:first]):
+                if way.takes(asked) and not (way.always and turn.round):
+                    answer = await way.ask(asked, turn.temperature, _tenant(way, turn))
+                    yield Row.of(turn, way.name, answer, always=way.always)
+            bar.advance(task)
+
+
+def _requests(
+    turn: Turn, prompts: Sequence[Prompt], encoder: Encoder, tokens: int
+) -> list[Request]:
+    """The turn's requests; each way gets the same, with the same seeds."""
+    first = turn.number * turn.batch
+    return [
+        request_of(prompts[place], encoder, tokens, 1000 * turn.round + place)
+        for place in range(first, first + turn.batch)
+    ]
+
+
+def _tenant(way: Way, turn: Turn) -> str:
+    """A name under which no n-grams of the turn's prompts are known."""
+    words = way.name, way.always, turn.round, turn.batch, turn.temperature
+    return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+async def _compile(
+    found: Sequence[Way], prompts: Iterable[Prompt], encoder: Encoder, temperature: float
+) -> None:
+    """Have every process compile each grammar, which takes as long as many tokens."""
+    distinct = {json.dumps(each.structured_outputs): each for each in prompts}
+    for prompt in distinct.values():
+        request = request_of(prompt, encoder, 2, 0)
+        for way in found:
+            if request.grammar is not None and way.takes([request]) and not way.always:
+                await way.ask([request], temperature, _UNCOUNTED)
+
+
+async def _warm_up(
+    found: Sequence[Way], cell: tuple[int, float], prompts: Sequence[Prompt], encoder: Encoder
+) -> None:
+    """Ask each way for answers that do not count, so that its process learns what steps cost."""
+    batch, temperature = cell
+    requests = [request_of(prompt, encoder, _WARM_UP_TOKENS, 0) for prompt in prompts]
+    for way in found:
+        able = [request for request in requests if way.takes([request])]
+        if able and way.most >= batch and not way.always:
+            await way.ask(list(islice(cycle(able), batch)), temperature, _UNCOUNTED)

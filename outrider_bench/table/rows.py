@@ -1,0 +1,75 @@
+"""A row of the table's raw measurements: one way's answers to prompts that were asked at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from outrider_bench.sample import PER_POSITION, Sample
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Prompts of one kind that every way is asked, one way after the other."""
+
+    round: int
+    kind: str
+    batch: int
+    temperature: float
+    number: int
+    """Of the prompts, among those of the kind in such batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one way did in a turn. Times are in seconds."""
+
+    turn: Turn
+    way: str
+    always: bool
+    """Whether each step had a draft, even where that is slower."""
+    tokens: int
+    seconds: float
+    forwards: int
+    """Of the target, each counted once for each sequence in it."""
+    drafts: int
+    """Drafts that were verified."""
+    accepted: tuple[int, ...]
+    """Drafts of which the token at this position was accepted."""
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, turn: Turn, way: str, answer: Answer, *, always: bool = False) -> Self:
+        """The row of a way's answer."""
+        sample, counts = answer.sample, answer.drafts
+        accepted = int(counts.get("spec_decode_num_accepted_tokens", 0))
+        positions = sum(name.startswith(PER_POSITION) for name in counts)
+        return cls(
+            turn,
+            way,
+            always,
+            sample.tokens,
+            sample.seconds,
+            sample.tokens - accepted if answer.forwards is None else answer.forwards,
+            int(counts.get("spec_decode_num_drafts", 0)),
+            tuple(int(counts[f"{PER_POSITION}{i}"]) for i in range(positions)),
+            answer.texts,
+        )
+
+    def line(self) -> str:
+        """The row as a line of JSON."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A way's answers in a turn; `forwards` only where drafts do not say them."""
+
+    sample: Sample
+    drafts: Mapping[str, float]
+    texts: tuple[str, ...]
+    forwards: int | None = None

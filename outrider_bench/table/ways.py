@@ -1,0 +1,159 @@
+"""The ways of decoding that the table compares, and the stacks that serve them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from outrider_bench.experiment.launches import Endpoint
+from outrider_bench.experiment.load import Asked, play
+from outrider_bench.experiment.places import Places
+from outrider_bench.experiment.spec import Experiment, Workload
+from outrider_bench.experiment.stack import drafting, own_head, servers
+from outrider_bench.experiment.traffic import Request
+from outrider_bench.settings import TableSettings
+from outrider_bench.table.rows import PLAIN, Answer
+
+Ask = Callable[[Sequence[Request], float, str], Awaitable[Answer]]
+"""Asks a way for the answers to requests at once, at a temperature, for a tenant."""
+MOST_TOKENS = 2048
+"""Of a prompt and its answer, as vLLM's process takes them."""
+MOST_AT_ONCE = 8
+"""Requests under way."""
+# Of 16 tokens each.
+_PAGES = MOST_AT_ONCE * MOST_TOKENS // 16
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of decoding that is ready to be asked."""
+
+    name: str
+    ask: Ask
+    always: bool = False
+    grammars: Literal["any", "needed", "none"] = "any"
+    """Whether it answers with a grammar."""
+    most: int = MOST_AT_ONCE
+    """Requests that it takes at once."""
+
+    def takes(self, requests: Sequence[Request]) -> bool:
+        """Whether it can answer these requests at once."""
+        has = requests[0].grammar is not None
+        fits = {"any": True, "needed": has, "none": not has}[self.grammars]
+        return fits and len(requests) <= self.most
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A verifier with drafters, and the ways that it serves: names, and whom a request names."""
+
+    drafters: dict[str, dict[str, Any]]
+    ways: dict[str, dict[str, Any]]
+    threads: int
+
+    def experiment(self, target: Path) -> Experiment:
+        """What to start."""
+        settings = {"max_sequences": MOST_AT_ONCE, "page_count": _PAGES}
+        served = {"model": target, "dtype": "auto", "threads": self.threads, "settings": settings}
+        names = [*self.drafters]
+        return Experiment.model_validate(
+            {"name": "table", "target": served, "drafters": self.drafters, "use": names}
+        )
+
+
+def stacks(settings: TableSettings) -> tuple[list[Stack], list[str]]:
+    """The stacks with a way that the settings ask for, and a line for each drafter that is missing.
+
+    Each stack is as `outrider serve` starts it: a draft model gets a core of the target's.
+    """
+    cores = len(os.sched_getaffinity(0))
+    missing = []
+    cheap = ["ngram", "suffix", "grammar"]
+    if find_spec("arctic_inference") is None:
+        cheap.remove("suffix")
+        missing.append("suffix: arctic-inference is not installed")
+    beside = {"transport": "unix"}
+    plain = {PLAIN: {"enabled": False}}
+    found = [
+        Stack(
+            {family: {"family": family, **beside} for family in cheap},
+            plain | {family: {"drafter_family": family} for family in cheap},
+            cores,
+        )
+    ]
+    for name in ("eagle3", "mtp"):
+        if _is_there(name, getattr(settings, name), missing):
+            head = {"family": "head", "model": getattr(settings, name), "transport": "in-process"}
+            own = {name: {"drafter_family": "head"}, f"ngram + {name}": {}}
+            ngram = {"family": "ngram", **beside}
+            found.append(Stack({"head": head, "ngram": ngram}, own, cores))
+    if _is_there("draft", settings.draft, missing):
+        model = {"family": "model", "model": settings.draft, "threads": 1, **beside}
+        found.append(Stack({"model": model}, {"draft model": {}}, max(1, cores - 1)))
+    wanted = [
+        Stack(
+            stack.drafters,
+            {name: who for name, who in stack.ways.items() if name == PLAIN or settings.asks(name)},
+            stack.threads,
+        )
+        for stack in found
+    ]
+    return [stack for stack in wanted if stack.ways], missing
+
+
+def has_model(folder: Path) -> bool:
+    """Whether a folder has a model or a head."""
+    return (folder / "config.json").is_file()
+
+
+def _is_there(name: str, folder: Path, missing: list[str]) -> bool:
+    if has_model(folder):
+        return True
+    missing.append(f"{name}: {folder} is not a model")
+    return False
+
+
+async def started(
+    settings: TableSettings, target: Path, running: AsyncExitStack
+) -> tuple[list[Way], list[str]]:
+    """Start everything until `running` is closed. Plain decoding is the first way.
+
+    Also returns a line for each way that is missing. Raises StackFailed or RuntimeError if a
+    process does not start.
+    """
+    found: list[Way] = []
+    wanted, missing = stacks(settings)
+    places = Places()
+    for stack in wanted:
+        experiment = stack.experiment(target)
+        head = own_head(experiment, target)
+        serving = await running.enter_async_context(
+            servers(experiment.target, target, places, head)
+        )
+        await running.enter_async_context(drafting(experiment, serving, places))
+        [endpoint] = serving.endpoints
+        for name, who in stack.ways.items():
+            grammars: Literal["any", "needed"] = "needed" if name == "grammar" else "any"
+            found.append(Way(name, _ours(endpoint, who), grammars=grammars))
+            if name != PLAIN:
+                always = _ours(endpoint, {**who, "always_draft": True})
+                found.append(Way(name, always, always=True, grammars=grammars, most=1))
+    return found, missing
+
+
+def _ours(endpoint: Endpoint, speculation: Mapping[str, Any]) -> Ask:
+    async def ask(requests: Sequence[Request], temperature: float, tenant: str) -> Answer:
+        workload = Workload.model_validate({"batch": len(requests)})
+        asked = Asked(speculation, temperature, tenant, ignore_eos=False)
+        played = await play(requests, workload, endpoint, asked)
+        if played.errors:
+            raise RuntimeError(played.errors[0])
+        kinds = played.sample.by_kind
+        return Answer(played.sample, kinds.get(requests[0].kind, {}), tuple(played.texts))
+
+    return ask
