@@ -154,16 +154,20 @@ class GatewayProcess(Process):
 
 
 class Stack:
-    """A verifier with the bundled or another target in float32, and drafters by name."""
+    """A verifier with the bundled or another target, and drafters by name."""
 
     def __init__(
-        self, *verifier_flags: str, module: str = "verifier_svc", target: str = TARGET
+        self,
+        *verifier_flags: str,
+        module: str = "verifier_svc",
+        target: str = TARGET,
+        dtype: str = "float32",
     ) -> None:
         """`module` is the verifier's."""
         self.address = f"127.0.0.1:{free_port()}"
         # One thread: OpenMP's threads meet at barriers, which cost more than they gain on a machine
         # that is busy with tests.
-        flags = ["--dtype", "float32", "--threads", "1", "--listen", self.address, *verifier_flags]
+        flags = ["--dtype", dtype, "--threads", "1", "--listen", self.address, *verifier_flags]
         self.verifier = Process(module, "--target", target, *flags)
         self.drafters: dict[str, Process] = {}
 
