@@ -1,7 +1,7 @@
 """Ask long chats of a running gateway, and print a table of times, tokens, cache hits and memory.
 
     outrider serve smollm2 &
-    python bench/traffic/long_contexts.py --port 8000 1024 4096 8000
+    python bench/traffic/long_contexts.py --port 8000 1024 4096 7900
 
 A length is that of a file in the user's message, in tokens. The first turn is asked plainly, then
 with drafts where they pay, then always with drafts; the last two find its prompt in the prefix
@@ -118,6 +118,8 @@ def ask(
     text = ""
     usage: dict[str, Any] = {}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.is_error:
+            raise SystemExit(f"the gateway refused: {response.read().decode()}")
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -130,7 +132,7 @@ def ask(
                 first = verifier.now()
             usage = chunk.get("usage") or usage
     if not usage or first is None:
-        raise SystemExit(f"no answer, status {response.status_code}")
+        raise SystemExit("the answer has no text")
     return Answer(text, first.since(started), verifier.now().since(first), usage)
 
 
