@@ -1,6 +1,6 @@
 """In bfloat16 a request has the same text with every drafter, each a process, on a CPU.
 
-`python -m pytest -m slow -s tests/e2e/test_same_text.py` prints a row for each drafter.
+`python -m pytest -m slow -s tests/e2e/test_bfloat16_texts.py` prints a row for each drafter.
 OUTRIDER_TEST_CHATS sets the number of chats. tests/losslessness/test_same_request.py has the ways
 of one engine, and test_survival.py has verifiers that are lost.
 """
