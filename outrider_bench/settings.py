@@ -14,6 +14,13 @@ from outrider.process.config import Dtype, Settings
 MAX_ACCEPTANCE = 0.99
 """Highest chance that a draft token is accepted."""
 
+TABLE_WAYS = (
+    *("ngram", "suffix", "grammar", "eagle3", "ngram + eagle3", "mtp", "ngram + mtp"),
+    *("draft model", "vllm", "vllm, ngram", "vllm, eagle3", "vllm, draft model"),
+    *("transformers", "transformers, prompt lookup", "transformers, assisted"),
+)
+"""The ways of `outrider lab table` beside plain decoding."""
+
 
 class BenchSettings(Settings):
     """Measure each drafter beside plain decoding, and beside vLLM, in one run."""
@@ -73,7 +80,7 @@ class TableSettings(Settings):
 
     prompts: list[Path] = Field([Path("bench/traffic/table-prompts.jsonl")], min_length=1)
     """Files of prompts: JSON of Spec-Bench, MT-Bench or ShareGPT, rows with `messages` or `prompt`,
-    or lines of text. Give several after commas."""
+    or lines of text. Repeat it for more files."""
 
     count: int = Field(3, ge=1, le=1000)
     """Prompts of each kind; one more of each is asked before, and not counted."""
@@ -93,7 +100,8 @@ class TableSettings(Settings):
     """Begin no further prompt after so many minutes; 0 sets no limit."""
 
     ways: list[str] = Field(["*"])
-    """Patterns of the ways to measure beside plain decoding, such as 'ngram*' or 'vllm*'."""
+    """Patterns of the ways to measure beside plain decoding, such as 'ngram*' or 'vllm*'; repeat it
+    for more patterns."""
 
     transformers: bool = False
     """Measure prompt lookup and assisted generation of transformers as well."""
@@ -108,6 +116,10 @@ class TableSettings(Settings):
     def _fits_together(self) -> Self:
         if max(self.batches) > self.count:
             raise ValueError(f"count must be at least {max(self.batches)}, as a batch is")
+        for pattern in self.ways:
+            if not fnmatch.filter(TABLE_WAYS, pattern):
+                known = "; ".join(TABLE_WAYS)
+                raise ValueError(f"ways: no way is called {pattern!r}; there are {known}")
         return self
 
     def asks(self, name: str) -> bool:

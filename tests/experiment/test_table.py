@@ -16,7 +16,7 @@ from outrider_bench.commands.table import main
 from outrider_bench.experiment.traffic import Encoder, Request
 from outrider_bench.prompt_files import Prompt, read
 from outrider_bench.sample import Sample
-from outrider_bench.settings import TableSettings
+from outrider_bench.settings import TABLE_WAYS, TableSettings
 from outrider_bench.table.measure import measured, prompts_of, turns
 from outrider_bench.table.report import markdown
 from outrider_bench.table.rows import Answer, Row, Turn
@@ -190,8 +190,10 @@ def test_a_missing_drafter_is_named_and_a_pattern_leaves_plain_decoding(tmp_path
     assert "ngram" not in ways
     here = {"eagle3": "models/heads/eagle3", "mtp": "models/heads/mtp", "draft": "models/draft"}
     found, _ = stacks(_settings(**here))
-    names = {name for stack in found for name in stack.ways}
-    assert {"eagle3", "ngram + eagle3", "mtp", "draft model"} <= names
+    names = {name for stack in found for name in stack.ways} - {"plain"}
+    assert {"eagle3", "ngram + eagle3", "mtp", "draft model"} <= names <= {*TABLE_WAYS}
+    with pytest.raises(ValueError, match=r"no way is called 'ngram,grammar'; there are ngram; "):
+        _settings(ways=["ngram,grammar"])
 
 
 @pytest.mark.slow
