@@ -197,6 +197,7 @@ def test_a_missing_drafter_is_named_and_a_pattern_leaves_plain_decoding(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_command_measures_all_of_our_ways(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
