@@ -28,10 +28,16 @@ pytestmark = pytest.mark.slow  # A model of 135 million parameters in float32.
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SpeculationOptions(enabled=False)
 HAS_SUFFIX = find_spec("arctic_inference") is not None
-DRAFTERS = ["ngram", "model", "grammar", *(["suffix"] if HAS_SUFFIX else [])]
+FAMILIES = {
+    "ngram": "ngram",
+    **({"suffix": "suffix"} if HAS_SUFFIX else {}),
+    "grammar": "grammar",
+    "another vocabulary": "model",
+    "eagle3": "head",
+}
 WAYS = {
     "no drafter": PLAIN,
-    **{name: SpeculationOptions(drafter_id=name, always_draft=True) for name in DRAFTERS},
+    **{name: SpeculationOptions(drafter_id=name, always_draft=True) for name in FAMILIES},
     "all at once": SpeculationOptions(always_draft=True),
 }
 FREE = {name: options for name, options in WAYS.items() if name != "grammar"}
@@ -51,15 +57,16 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def stack(reference: Reference) -> Iterator[Stack]:
-    """The model with each drafter that there is for it; the draft model has another vocabulary."""
+    """The model with each drafter that there is for it."""
     stack = Stack("--max-sequences", "8", target=reference.file)
-    draft = str(ROOT / "models/draft-2048")
+    target = ["--target", reference.file]
     options = {
-        "model": ["--model", draft, "--target", reference.file],
-        "grammar": ["--target", reference.file],
+        "grammar": target,
+        "another vocabulary": ["--model", str(ROOT / "models/draft-2048"), *target],
+        "eagle3": ["--head", str(ROOT / "models/smollm2/eagle3"), *target],
     }
-    for name in DRAFTERS:
-        stack.add_drafter(name, name, *options.get(name, []))
+    for name, family in FAMILIES.items():
+        stack.add_drafter(name, family, *options.get(name, []))
     with running(stack):
         yield stack
 

@@ -8,17 +8,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 2**20
-# The bundled pair of models, without which nothing runs, and other drafters of its target.
+# The bundled pair of models, without which nothing runs, and other drafters of its target and of
+# SmolLM2.
 LARGE = {
     "models/target/model.safetensors",
     "models/draft/model.safetensors",
     "models/draft-2048/model.safetensors",
-    "models/pard/model.safetensors",
-    "models/heads/dflash/model.safetensors",
-    "models/heads/dspark/model.safetensors",
     "models/heads/eagle3/model.safetensors",
-    "models/heads/medusa/model.safetensors",
     "models/heads/mtp/model.safetensors",
+    "models/smollm2/eagle3/model.safetensors",
 }
 
 

@@ -1,0 +1,59 @@
+"""vLLM reads the head that was trained for SmolLM2, and accepts as much of its drafts as we do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from smollm2_texts import Reference, answers, is_chat, smollm2, tokens_of
+from stack import ROOT, Client, Stack, running
+
+from outrider.gguf import pretrained
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+
+pytestmark = pytest.mark.slow  # A model of 135 million parameters on both engines.
+
+HEAD = str(ROOT / "models/smollm2/eagle3")
+DRAFTS = 4
+TOKENS = 64
+SCRIPT = str(Path(__file__).with_name("drafted_by_vllm.py"))
+
+
+def rounds_of_vllm(file: str, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """The greedy texts that vLLM writes with the head, and how many drafts it verified."""
+    done = subprocess.run(
+        [sys.executable, SCRIPT, pretrained(file), HEAD, str(DRAFTS)],
+        input=json.dumps({"prompts": prompts, "tokens": TOKENS}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    return found["texts"], found["rounds"]
+
+
+async def test_both_engines_accept_the_same_drafts_of_the_trained_head() -> None:
+    """The head's own rounding may differ, so a few drafts may. The texts may not."""
+    reference = Reference(smollm2())
+    prompts = [prompt for index, prompt in enumerate(reference.prompts) if is_chat(index)]
+    options = SpeculationOptions(always_draft=True, draft_tokens=DRAFTS)
+    asked = [
+        TokenRequest(prompt, TOKENS, SamplingParams(temperature=0.0), speculation=options)
+        for prompt in prompts
+    ]
+    stack = Stack("--max-sequences", "8", target=reference.file)
+    stack.add_drafter("head", "head", "--head", HEAD, "--target", reference.file)
+    with running(stack):
+        async with Client(stack.address) as client:
+            found = await answers(client, asked)
+    texts, rounds = rounds_of_vllm(reference.file, prompts)
+    assert list(map(tokens_of, found)) == texts
+    ours = sum(chunks[-1].stats.draft_count for chunks in found if chunks[-1].stats is not None)
+    tokens = sum(map(len, texts))
+    print(f"{tokens} tokens: vLLM verified {rounds} drafts, Outrider {ours}")
+    assert rounds < tokens / 1.3
+    assert abs(ours - rounds) <= 0.03 * rounds
