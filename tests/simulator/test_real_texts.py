@@ -64,14 +64,19 @@ def seconds_of(
     return [each[-1][0] - each[0][0] for each in times]
 
 
-@pytest.mark.parametrize("place", ROWS)
-def test_the_planners_choice_is_as_good_as_the_better_of_always_and_never(place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "drafters"),
+    [(place, [NGRAM]) for place in ROWS] + [("avx512", [NGRAM, GRAMMAR])],
+)
+def test_the_planners_choice_is_as_good_as_the_better_of_always_and_never(
+    place: str, drafters: list[dict[str, Any]]
+) -> None:
     never = seconds_of(TEXTS, place)
-    always = [seconds_of([text], place, NGRAM, always=True)[0] for text in TEXTS]
+    always = [seconds_of([text], place, *drafters, always=True)[0] for text in TEXTS]
     # Texts of all kinds take turns, so each begins with what the drafter did for others.
     order = [*range(len(TEXTS))] * 2
     Random(0).shuffle(order)
-    chosen = seconds_of([TEXTS[i] for i in order], place, NGRAM)
+    chosen = seconds_of([TEXTS[i] for i in order], place, *drafters)
     best: dict[str, float] = defaultdict(float)
     taken: dict[str, float] = defaultdict(float)
     for i, seconds in zip(order, chosen, strict=True):
@@ -80,11 +85,11 @@ def test_the_planners_choice_is_as_good_as_the_better_of_always_and_never(place:
     found = {kind: round(best[kind] / taken[kind], 3) for kind in best}
     assert sum(best.values()) >= sum(taken.values()), found
     # An answer of 60 tokens that is nearly all guessed takes 20 steps, so each step counts.
-    assert min(found.values()) >= 0.88, found
+    assert min(found.values()) >= 0.9, found
 
 
 def test_a_drafter_of_grammars_costs_texts_without_a_grammar_nothing() -> None:
     # On the target's cores each message to it would take time.
-    free = [text for text in TEXTS if text.kind != "json"]
+    free = [text for text in TEXTS if not text.grammar]
     alone = seconds_of(free, "avx512", NGRAM)
     assert seconds_of(free, "avx512", NGRAM, GRAMMAR) == pytest.approx(alone, rel=1e-9)

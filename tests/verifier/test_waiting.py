@@ -7,7 +7,7 @@ from fake_model import GREEDY, Client, ScriptedDrafter, TableModel, make_engine,
 from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError
-from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch
+from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch, Window
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.engine.config import EngineConfig
@@ -86,6 +86,35 @@ def test_a_drafter_that_skips_is_not_waited_for(clock: VirtualClock) -> None:
     assert budget_s > 0.02
     drafter.skip(sequence.id)
     assert not worth_waiting_for(engine)[0]
+
+
+def test_a_draft_with_all_tokens_that_it_may_have_is_not_waited_for(clock: VirtualClock) -> None:
+    engine, model, drafter, sequence = after_one_step(clock, 20, 0.05)
+    drafter.handle.round_trip.observe(0.01)
+    [assignment] = sequence.assignments.values()
+    # It was asked for one token on the target's cores, where it does not run ahead.
+    assignment.window = Window(1, 1)
+    assert make_plan(engine, 3).draft_tokens[sequence.id] > 1
+    assert worth_waiting_for(engine)[0]
+    drafter.propose(sequence.id, model.greedy(sequence.tokens, 1))
+    assert len(assignment.trie.main_path) == 1
+    assert not worth_waiting_for(engine)[0]
+
+
+def test_a_draft_takes_the_time_of_the_tokens_that_it_should_have(clock: VirtualClock) -> None:
+    engine, _, drafter, sequence = after_one_step(clock, 40, 0.05)
+    drafter.handle.round_trip.observe(0.001)
+    drafter.handle.token_time.observe(0.01)
+    [assignment] = sequence.assignments.values()
+    make_plan(engine, 3)
+    wanted = make_plan(engine).asks[assignment]
+    asked = assignment.draft_tokens
+    assert assignment.due_s(assignment.told_at) == pytest.approx(0.001 + 0.01 * asked)
+    for _ in range(400):
+        assignment.observe_length(asked, 1, 1)
+    assert assignment.due_s(assignment.told_at) == pytest.approx(0.011, rel=0.1)
+    # Several steps would pass until a long draft is there, and a short draft is waited for.
+    assert make_plan(engine).asks[assignment] < wanted
 
 
 def test_a_draft_that_takes_too_long_is_used_without_a_wait(

@@ -345,7 +345,7 @@ class Planner:
             return 0.0, True
         if not drafts:
             return batch / decode_step_s, True
-        longest: dict[Drafter, int] = {}
+        longest: dict[Drafter, float] = {}
         gained = 0.0
         total = 0.0
         for sequence, assignment, count in drafts:
@@ -360,7 +360,7 @@ class Planner:
                 prob_wrong = 1.0 - assignment.rate.prob_all_accepted(count)
                 gained += chance * assignment.sibling_rates.added_tokens(prob_wrong)
                 total += chance * count
-            longest[assignment.drafter] = max(count, longest.get(assignment.drafter, 0))
+            longest[assignment.drafter] = max(drafted, longest.get(assignment.drafter, 0.0))
         wait_s = max([drafter.latency(count) for drafter, count in longest.items()])
         # A drafter drafts for all its sequences at once.
         busy_s = sum([drafter.busy_s(count) for drafter, count in longest.items()])

@@ -114,7 +114,8 @@ def pending_drafts(sequence: Sequence, draft_tokens: int, policy: DraftPolicy) -
     for assignment in sequence.assignments.values():
         there = assignment.ready_tokens(draft_tokens)
         arrived.append((assignment, there))
-        wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
+        # No more comes than its window has room for, however much the step would verify.
+        wanted = min(draft_tokens, assignment.window.depth)
         if assignment.asked and there < wanted and not assignment.trie.ready(wanted):
             in_flight.append((assignment, wanted))
     if not in_flight:

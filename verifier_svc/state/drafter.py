@@ -236,11 +236,11 @@ class Drafter:
         """Update `answer_rate` by an answer with or without a draft, or by the lack of one."""
         self.answer_rate += _RECENT_ANSWER * (drafted - self.answer_rate)
 
-    def latency(self, draft_tokens: int) -> float:
+    def latency(self, draft_tokens: float) -> float:
         """Seconds from a verdict to a draft of `draft_tokens` tokens."""
         return self.round_trip.value + draft_tokens * self.token_time.value
 
-    def busy_s(self, draft_tokens: int) -> float:
+    def busy_s(self, draft_tokens: float) -> float:
         """Seconds that the target loses while this drafter drafts `draft_tokens` on its cores."""
         return draft_tokens * self.token_time.value if self.on_target_cores else 0.0
 

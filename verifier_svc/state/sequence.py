@@ -258,7 +258,8 @@ class Assignment:
     def due_s(self, now: float) -> float:
         """Seconds until the drafter's next message should arrive; below 0 when it is late."""
         since = min(self.asked_at.values(), default=self.told_at)
-        return self.drafter.latency(self.draft_tokens) - (now - since)
+        drafted, _ = self.promise(self.draft_tokens)
+        return self.drafter.latency(drafted) - (now - since)
 
 
 @dataclass(eq=False, slots=True)
