@@ -1,5 +1,6 @@
 """The engine commits the target's own tokens with any drafts, and frees everything at the end."""
 
+import hashlib
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import OutriderError, Reason
-from outrider.lm.pages import KVSequence, PagePool
+from outrider.lm.pages import KVSequence
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenRequest, TokenSource
 from verifier_svc.engine.config import EngineConfig
@@ -206,14 +207,14 @@ def test_a_text_that_waits_for_pages_is_hashed_once_and_shares_pages_as_soon_as_
     """Two requests of one prompt fit the cache only once the first has written most of it."""
     config = EngineConfig(max_batch_tokens=4)
     engine, model = make_engine(page_count=12, page_size=4, eos_bias=-99, config=config)
-    hashed: list[int] = []
-    digest = PagePool._digest
+    hashed: list[bytes] = []
+    sha256 = hashlib.sha256
 
-    def watch(pool: PagePool, before: Any, tokens: Any, index: int, salt: str) -> bytes:
-        hashed.append(index)
-        return digest(pool, before, tokens, index, salt)
+    def watch(content: bytes) -> Any:
+        hashed.append(content)
+        return sha256(content)
 
-    monkeypatch.setattr(PagePool, "_digest", watch)
+    monkeypatch.setattr(hashlib, "sha256", watch)
     prompt = [i % 7 for i in range(33)]
     clients = [Client(), Client()]
     for client in clients:
@@ -222,7 +223,8 @@ def test_a_text_that_waits_for_pages_is_hashed_once_and_shares_pages_as_soon_as_
     assert [client.tokens for client in clients] == [model.greedy(prompt, 3)] * 2
     assert clients[1].chunks[-1].cached_token_count == 24
     # The first request looks for its first page and enters it, the second one waits and shares it.
-    assert hashed.count(0) == 4
+    # Only a first page's hash begins with that of the salt; a page has 32 + 4 * 4 bytes.
+    assert sum(len(content) != 48 for content in hashed) == 4
 
 
 def test_a_draft_for_which_no_page_is_free_is_not_counted_for_its_drafter() -> None:
