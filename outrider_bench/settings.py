@@ -97,7 +97,7 @@ class TableSettings(Settings):
     """How often everything is asked."""
 
     minutes: float = Field(10.0, ge=0)
-    """Begin no further prompt after so many minutes; 0 sets no limit."""
+    """Minutes after which no further prompt begins; 0 sets no limit."""
 
     ways: list[str] = Field(["*"])
     """Patterns of the ways to measure beside plain decoding, such as 'ngram*' or 'vllm*'; repeat it

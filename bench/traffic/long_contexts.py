@@ -79,7 +79,7 @@ class Answer(NamedTuple):
 
 
 class Verifier:
-    """What the system says of the verifier's process; nothing without its number."""
+    """Reads the processor time and memory of the verifier's process from /proc."""
 
     def __init__(self, pid: int | None) -> None:
         self._folder = None if pid is None else Path(f"/proc/{pid}")

@@ -39,7 +39,7 @@ DRAFT_SHAPE = {
 
 
 class Trained(nn.Module):
-    """What a drafter of any kind gives the loop that trains it."""
+    """A drafter in training: its loss, its guesses and its files."""
 
     def __init__(self, target: LlamaForCausalLM, rows: Rows, count: int) -> None:
         super().__init__()

@@ -18,12 +18,13 @@ from collections.abc import Iterator
 import httpx
 
 TOPICS = (
-    "the moon|rain|bread|honey bees|volcanoes|the heart|bicycles|glaciers|chess|tea|whales|vaccines|"
-    "the printing press|jazz|rivers|photosynthesis|inflation|the Roman Empire|earthquakes|cats|"
-    "magnets|the violin|coral reefs|solar panels|sleep|the Silk Road|penguins|batteries|tides|"
-    "sourdough|dinosaurs|the telephone|gravity|forests|coffee|DNA|trains|the Olympic Games|clouds|"
-    "friendship|a lighthouse|the desert|learning a language|a small garden|public libraries|salt|"
-    "marathon training|the Eiffel Tower|black holes|paper|owls|democracy|antibiotics|mountains"
+    "the moon|rain|bread|honey bees|volcanoes|the heart|bicycles|glaciers|chess|tea|whales|"
+    "vaccines|the printing press|jazz|rivers|photosynthesis|inflation|the Roman Empire|"
+    "earthquakes|cats|magnets|the violin|coral reefs|solar panels|sleep|the Silk Road|penguins|"
+    "batteries|tides|sourdough|dinosaurs|the telephone|gravity|forests|coffee|DNA|trains|"
+    "the Olympic Games|clouds|friendship|a lighthouse|the desert|learning a language|"
+    "a small garden|public libraries|salt|marathon training|the Eiffel Tower|black holes|paper|"
+    "owls|democracy|antibiotics|mountains"
 ).split("|")
 QUESTIONS = {
     "en": (

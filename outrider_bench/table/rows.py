@@ -21,7 +21,7 @@ class Turn:
     batch: int
     temperature: float
     number: int
-    """Of the prompts, among those of the kind in such batches."""
+    """The place of this batch among the batches of its kind."""
 
 
 @dataclass(frozen=True, slots=True)

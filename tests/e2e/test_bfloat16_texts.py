@@ -104,7 +104,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
 async def test_a_text_is_the_same_with_every_drafter(
     target: Target, grammar: Grammar | None, request: pytest.FixtureRequest
 ) -> None:
-    """The first text is computed alone and without a cached prompt, the others in batches."""
+    """A text is first written alone with no cached prompt, then by each drafter in batches."""
     requests = target.requests(grammar)
     names = [name for name in target.stack.drafters if grammar or name != "grammar"]
     ways = {name: SpeculationOptions(drafter_id=name, always_draft=True) for name in names}

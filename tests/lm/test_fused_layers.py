@@ -171,7 +171,7 @@ def test_after_its_undo_a_model_gives_the_same_bits_as_before(name: str, liger: 
 
 
 def messages_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """All log records without that of a model whose rows may differ."""
+    """All log records but the warning that a model's rows may differ."""
     return [record for record in caplog.records if "may answer otherwise" not in record.message]
 
 

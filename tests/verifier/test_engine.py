@@ -223,7 +223,7 @@ def test_a_text_that_waits_for_pages_is_hashed_once_and_shares_pages_as_soon_as_
     assert [client.tokens for client in clients] == [model.greedy(prompt, 3)] * 2
     assert clients[1].chunks[-1].cached_token_count == 24
     # The first request looks for its first page and enters it, the second one waits and shares it.
-    # Only a first page's hash begins with that of the salt; a page has 32 + 4 * 4 bytes.
+    # A page's hash covers 32 + 4 * 4 bytes. Only the hash of a first page also hashes the salt.
     assert sum(len(content) != 48 for content in hashed) == 4
 
 
