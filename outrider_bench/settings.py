@@ -1,4 +1,4 @@
-"""The flags of `outrider lab bench`, `profile` and `advise`."""
+"""The flags of `outrider lab bench`, `profile` and `table`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.process.config import Dtype, Settings
-
-MAX_ACCEPTANCE = 0.99
-"""Highest chance that a draft token is accepted."""
 
 TABLE_WAYS = (
     *("ngram", "suffix", "grammar", "eagle3", "ngram + eagle3", "mtp", "ngram + mtp"),
@@ -167,45 +164,3 @@ class ProfileSettings(Settings):
         if 1 not in self.draft_threads:
             raise ValueError("draft_threads must have 1 among them, with which serving is measured")
         return self
-
-
-class Question(Settings):
-    """Name the best placement of a drafter, its gain and its limit.
-
-    Simulates a drafter on the target's cores, on other cores of its host, and on another host
-    over a link: the speed of each, or with --tokens-per-s the clients that each serves.
-    """
-
-    model_config = SettingsConfigDict(env_prefix="OUTRIDER_ADVISE_")
-
-    costs: str
-    """File of `outrider lab profile` or of a cost table, or the name of a cost table that comes
-    with Outrider, for hardware that is not here."""
-
-    round_trip_ms: float = Field(ge=0, le=1000)
-    """Round trip of the link to the other host, as ping shows it, without the hosts' own time. The
-    link has no jitter and no limit of bandwidth; `outrider lab predict` takes both."""
-
-    acceptance: float | None = Field(None, ge=0, le=MAX_ACCEPTANCE)
-    """Chance that a draft token is accepted if all draft tokens before it are; unset takes the
-    profile's. A cost table has none."""
-
-    batch: list[Annotated[int, Field(ge=1, le=256)]] = Field([1, 8, 32], min_length=1, max_length=8)
-    """Numbers of requests under way; the first number is answered in words."""
-
-    tokens_per_s: float | None = Field(None, gt=0)
-    """Ask for capacity instead: how many clients get as many tokens/s each, without a drafter and
-    by the drafter's place. It takes minutes."""
-
-    share: float = Field(0.95, gt=0, lt=1)
-    """For capacity, the share of the requests that must get the rate."""
-
-    remote_drafters: int = Field(1, ge=1, le=64)
-    """For capacity, the number of drafters on the other host, which share the sequences."""
-
-    drafter: str = "model"
-    """The cost table's entry for drafting on the target's cores, or on its GPU."""
-
-    cpu_drafter: str | None = None
-    """The entry for cores of a CPU beside the target, on its host and on the other host, such as
-    Grace beside a GPU; unset is as `drafter`."""

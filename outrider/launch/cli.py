@@ -21,7 +21,6 @@ from outrider.process.usage import invoke, refuse
 # texts are here, so that `outrider lab --help` does not load the package.
 _LAB = {
     "profile": "Measure what forwards, drafting and links cost on this machine.",
-    "advise": "Say which placement of a drafter wins, and why.",
     "run": "Measure what an experiment file describes.",
     "report": "Make tables, plots and a page of a run's measurements.",
     "compare": "Say which cells of two runs are faster, slower or not to tell apart.",

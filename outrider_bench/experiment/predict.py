@@ -1,30 +1,41 @@
-"""Simulates an experiment on the costs of a profile."""
+"""Simulates an experiment on the costs of a profile, and answers with a table and a plot."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
+from rich.table import Table
 
-from outrider_bench.console import console_for_output, progress
+from outrider_bench.console import console_for_output, progress, table_of
 from outrider_bench.experiment.cell_scenarios import check, scenario_of, simulated_processes
 from outrider_bench.experiment.launches import DRAFT_MODEL, HEAD
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
-from outrider_bench.experiment.records import PLAIN, Folder, LinkTraffic, Measurement, ways_of
+from outrider_bench.experiment.records import (
+    DRAFTED,
+    PLAIN,
+    Folder,
+    LinkTraffic,
+    Measurement,
+    ways_of,
+)
 from outrider_bench.experiment.report.answers import answers
-from outrider_bench.experiment.report.results import read
+from outrider_bench.experiment.report.output import write_plot
+from outrider_bench.experiment.report.results import read, words
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
 from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 from outrider_bench.experiment.unmeasured import load_profile, profile_of
 from outrider_bench.simulator.simulation import Simulation
 
+PAYS = 1.02
+"""Drafting pays from this multiple of plain decoding on."""
+
 
 def run(file: Path, paths: Sequence[Path], validate: Path | None, out: Path) -> Path:
-    """Predict an experiment file, and return the folder with the predictions.
+    """Predict an experiment file, and return the folder with the predictions and their plot.
 
     `paths` are profiles. With `validate`, the folder of a run, predictions go there and are
     compared. Raises ValueError that names what is wrong.
@@ -36,9 +47,11 @@ def run(file: Path, paths: Sequence[Path], validate: Path | None, out: Path) -> 
     else:
         profiles = [load_profile(str(path), "--profile") for path in paths]
     folder = _own(out, experiment, profiles) if validate is None else _run(validate, experiment)
-    predict(experiment.cells(), profiles, folder, console)
+    console.print(predict(experiment.cells(), profiles, folder))
+    results = read(folder)
+    write_plot(results, folder.path / "speed.png", console)
     if validate is not None:
-        for sentence in answers(read(folder)):
+        for sentence in answers(results):
             console.print(f"- {sentence}", markup=False, highlight=False)
     return folder.path
 
@@ -74,22 +87,61 @@ def _own(out: Path, experiment: Experiment, profiles: Sequence[Profile]) -> Fold
     return folder
 
 
-def predict(
-    cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder, console: Console
-) -> None:
-    """Write a prediction for each cell and way; raises ValueError if a cell cannot be predicted."""
-    sources = [profile.described for profile in profiles]
-    folder.note_costs("; ".join(sources))
-    for source in sources:
-        console.print(f"costs: {source}", markup=False, highlight=False)
+def predict(cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder) -> Table:
+    """Write a prediction for each cell and way, and return the table of all of them.
+
+    Raises ValueError if a cell cannot be predicted.
+    """
+    folder.note_costs("; ".join([profile.described for profile in profiles]))
     predictor = Predictor(profiles)
+    rates: dict[tuple[str, str], float] = {}
     with progress() as bar:
         asked = [(cell, way) for cell in cells for way in ways_of(cell)]
         for cell, way in bar.track(asked, description="simulating"):
             found = predictor.measurement(cell, way)
             folder.save(cell.key, 0, found, predicted=True)
-            line = f"{cell.key}, {way}: {found.tokens_per_s:.1f} tokens/s"
-            console.print(line, markup=False, highlight=False)
+            rates[cell.key, way] = found.tokens_per_s
+    return table(cells, rates, predictor)
+
+
+def table(
+    cells: Sequence[Cell], rates: Mapping[tuple[str, str], float], predictor: Predictor
+) -> Table:
+    """A line for each cell, with the spread and the source of its costs.
+
+    `rates` has tokens/s by cell and way. A mark is at the fastest place of each workload, and at
+    all places that are not shown to be slower.
+    """
+    paths = [path.rpartition(".")[2] for path in cells[0].point]
+    figures = ("plain, tokens/s", "drafted, tokens/s", "× plain", "", "spread", "costs")
+    shown = table_of(cells[0].experiment.question, (*paths, *figures), (*paths, "", "costs"))
+    best: dict[str, float] = {}
+    for cell in cells:
+        gain = rates.get((cell.key, DRAFTED), 0.0) / rates[cell.key, PLAIN]
+        workload = cell.experiment.workload.model_dump_json()
+        best[workload] = max(best.get(workload, 0.0), gain)
+    for cell in cells:
+        profile = predictor.profile(cell)
+        spread = profile.spread or 1.0
+        plain, drafted = rates[cell.key, PLAIN], rates.get((cell.key, DRAFTED), 0.0)
+        gain = drafted / plain
+        fastest = best[cell.experiment.workload.model_dump_json()]
+        shown.add_row(
+            *(words(value) for value in cell.point.values()),
+            f"{plain:.1f}",
+            f"{drafted:.1f}" if drafted else "–",
+            f"{gain:.2f}" if drafted else "–",
+            "◀" if gain >= max(PAYS, spread, fastest / max(spread, PAYS)) else "",
+            f"{spread:.2f}" if profile.spread else "–",
+            "measured" if profile.costs.measured else "assumed",
+        )
+    sources = [profile.described for profile in predictor.profiles]
+    shown.caption = (
+        "◀ is at the fastest place, and at those that are not shown to be slower. Spread: equal "
+        "computations differed by this factor while the costs were measured. "
+        f"Costs: {'; '.join(sources)}."
+    )
+    return shown
 
 
 @dataclass(slots=True)
@@ -104,10 +156,7 @@ class Predictor:
     def measurement(self, cell: Cell, way: str) -> Measurement:
         """The predicted measurement of this way; equal for equal cells and profiles."""
         experiment = cell.experiment
-        try:
-            profile = self._profile(experiment)
-        except ValueError as error:
-            raise ValueError(f"{cell.key}: {error}") from error
+        profile = self.profile(cell)
         # Plain decoding uses no drafters and no links.
         plain = way == PLAIN
         key = experiment.model_dump_json(include={"target", "workload"} if plain else None)
@@ -116,16 +165,17 @@ class Predictor:
         found = self._known[key]
         return Measurement(way, found.samples, links=found.links, errors=found.errors)
 
-    def _profile(self, experiment: Experiment) -> Profile:
+    def profile(self, cell: Cell) -> Profile:
+        """The first profile that fits a cell; raises ValueError with what the first one lacks."""
         first: ValueError | None = None
         for profile in self.profiles:
             try:
-                check(experiment, profile)
+                check(cell.experiment, profile)
             except ValueError as error:
                 first = first or error
             else:
                 return profile
-        raise first or ValueError("profile: there is none")
+        raise ValueError(f"{cell.key}: {first or 'there is no profile'}") from first
 
     def _simulate(self, experiment: Experiment, way: str, profile: Profile) -> Measurement:
         encoder = self._encoder(experiment.target)

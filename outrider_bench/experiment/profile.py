@@ -20,8 +20,7 @@ _MOST_SEQUENCES = 32
 _FORWARDS = "forwards, prompts and drafting"
 _SERVING = "serving a fixed load"
 _FITTING = "fitting the costs of serving"
-_COMPARING = "comparing guesses with the target's texts"
-_PARTS = {_FORWARDS: 1.0, _SERVING: 2.0, _FITTING: 1.0, _COMPARING: 1.0}
+_PARTS = {_FORWARDS: 1.0, _SERVING: 2.0, _FITTING: 1.0}
 """The parts in their order, with the minutes that each takes for the bundled pair, about."""
 # A run of the fixed load, of 24 without a head.
 _RUN = _PARTS[_SERVING] / 24
@@ -33,7 +32,6 @@ _HOW = {
     "costs.drafting": "forwards of the draft model by threads, the median lookup of n-grams, and "
     "the fastest rounds of the head",
     "served": "a fixed closed load through the gateway, three rounds after one that warms up",
-    "acceptance": "share of the tokens of the load's greedy texts that a drafter guesses right",
     "serving": "the difference of the load and its simulation on costs; no experiment enters it",
 }
 
@@ -56,7 +54,7 @@ def _measure(
     settings: ProfileSettings, begin: Callable[[str], None], tell: Callable[[], None]
 ) -> Profile:
     """Measure; calls `begin` before each part, and `tell` after each run of the fixed load."""
-    from outrider_bench.experiment import acceptance, calibration, serving
+    from outrider_bench.experiment import calibration, serving
     from outrider_bench.simulator import measured_costs
     from outrider_bench.simulator.head_costs import head_cost
 
@@ -87,9 +85,6 @@ def _measure(
     served = calibration.calibrate(target, draft, settings.dtype, threads, path_of_head, tell)
     begin(_FITTING)
     fitted = serving.fit(served, costs, target, draft, settings.dtype, head)
-    begin(_COMPARING)
-    small_head = Path(settings.head) if settings.head else None
-    guessed = acceptance.acceptances(Path(settings.target), draft, settings.dtype, small_head)
     return Profile(
         machine=asdict(here),
         fingerprint=here.fingerprint,
@@ -107,7 +102,6 @@ def _measure(
         ),
         served=served,
         serving=fitted,
-        acceptance=guessed,
     )
 
 

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from outrider_bench.experiment.calibration import Served
 from outrider_bench.experiment.serving import ProfiledHead, Serving, busy, with_messages
 from outrider_bench.simulator.costs import Costs
-from outrider_bench.simulator.scenario import Share
 
 NEVER = "never"
 """When the profile of a cost table was measured."""
@@ -62,13 +61,11 @@ class Profile(BaseModel):
     """None in profiles of versions that did not record it."""
     served: list[Served] = Field(default_factory=list)
     serving: list[Serving] = Field(min_length=2)
-    acceptance: dict[str, Share] = Field(default_factory=dict)
-    """Chance that a draft token is accepted if those before it are, by family."""
 
     @property
-    def is_measured(self) -> bool:
-        """Whether the profile was measured; if not, `unmeasured` made it of a cost table."""
-        return self.measured_at != NEVER
+    def spread(self) -> float | None:
+        """The factor by which equal computations differed meanwhile; None where it is unknown."""
+        return self.conditions.spread if self.conditions is not None else None
 
     @property
     def cores(self) -> list[int]:

@@ -9,10 +9,10 @@ from made_up_profile import COSTS, made_up_profile
 
 from outrider_bench.commands.predict import main
 from outrider_bench.experiment.cell_scenarios import check, scenario_of
-from outrider_bench.experiment.predict import Predictor
+from outrider_bench.experiment.predict import Predictor, table
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
-from outrider_bench.experiment.spec import Cell, Experiment
+from outrider_bench.experiment.spec import Cell, Experiment, load
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
 
@@ -189,3 +189,47 @@ def test_a_run_of_another_experiment_is_refused(
     with pytest.raises(SystemExit):
         main([str(file), "--profile", str(profile), "--validate", str(run.path)])
     assert "is a run of another experiment" in capsys.readouterr().err
+
+
+PLACES = load(Path(__file__).parents[2] / "bench/experiments/places.yaml")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "spread", "marked"),
+    [
+        ([1.1, 1.4, 1.5, 1.0], 1.03, ["other-host"]),
+        # Within the spread of the fastest place.
+        ([1.1, 1.46, 1.5, 1.0], 1.05, ["other-cores", "other-host"]),
+        # No gain is larger than the spread.
+        ([1.0, 1.1, 1.15, 0.9], 1.2, []),
+        ([0.9, 1.0, 1.01, 0.9], None, []),
+    ],
+)
+def test_the_places_that_are_not_shown_to_be_slower_are_marked(
+    speeds: list[float], spread: float | None, marked: list[str]
+) -> None:
+    more = {"conditions": {"load_averages": (0.1, 1.2), "spread": spread}} if spread else {}
+    cells = [cell for cell in PLACES.cells() if cell.point["workload.batch"] == 8]
+    rates = {(cell.key, PLAIN): 100.0 for cell in cells}
+    rates |= {(cell.key, DRAFTED): 100 * x for cell, x in zip(cells, speeds, strict=True)}
+    shown = table(cells, rates, predictor(**more))
+    columns = {str(column.header): list(column.cells) for column in shown.columns}
+    places = zip(columns["use"], columns[""], strict=True)
+    assert [place for place, mark in places if mark] == marked
+    assert columns["× plain"] == [f"{speed:.2f}" for speed in speeds]
+    assert columns["spread"] == [f"{spread:.2f}" if spread else "–"] * 4
+    assert columns["costs"] == ["assumed"] * 4
+
+
+def test_a_prediction_answers_with_its_table_and_its_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, profile = tmp_path / "e.yaml", tmp_path / "p.json"
+    file.write_text(json.dumps(cell().experiment.model_dump(mode="json")))
+    made_up_profile().save(profile)
+    assert main([str(file), "--profile", str(profile), "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "× plain" in said
+    assert "Costs: made up for a test." in said
+    [plot] = tmp_path.glob("test/predicted-*/speed.png")
+    assert plot.read_bytes().startswith(b"\x89PNG")

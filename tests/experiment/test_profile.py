@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from made_up_profile import COSTS, made_up_profile
 
-from drafter_svc.families.head_worker import Offer
 from outrider_bench.commands.profile import main
-from outrider_bench.experiment.acceptance import drafts, share_of_right
 from outrider_bench.experiment.calibration import Step
 from outrider_bench.experiment.serving import Serving, busy, expected_s
 from outrider_bench.experiment.unmeasured import load_profile
+from outrider_bench.simulator import costs
 from outrider_bench.simulator.costs import Costs
 
 
@@ -86,13 +85,43 @@ def test_a_mean_steps_forward_is_priced_with_its_drafts_and_prompts() -> None:
     )
 
 
-def test_a_heads_share_of_right_guesses_begins_anew_behind_each_wrong_one() -> None:
-    output = [5, 6, 7, 8, 9]
-    chains = [[5, 6, 1], [6, 2, 2], [7, 8, 9], [8, 1, 1], [9, 1, 1]]
-    offers = [Offer(chain, [0.5] * 3, [[]] * 3, []) for chain in chains]
-    # 5 and 6 are right, 7 is not; the chain behind it has 8 and then a wrong token.
-    assert drafts(offers, output) == "++-+-"
-    assert share_of_right([drafts(offers, output)]) == 0.6
+GPU = costs.load("assumed-gpu")
+
+
+def test_a_cost_table_is_read_by_name_and_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(GPU.model_dump_json())
+    for name in ("assumed-gpu", str(file)):
+        assert load_profile(name, "--profile").costs.model_dump() == GPU.model_dump()
+
+
+def test_a_cost_table_s_own_link_is_the_round_trip_on_its_host() -> None:
+    profiles = [load_profile(name, "--profile") for name in ("gb200", "assumed-gpu")]
+    found = [1000 * profile.serving_at("model", 1).round_trip_s for profile in profiles]
+    assert found == pytest.approx([0.23, 0.4])
+
+
+def test_a_cost_table_s_host_works_as_long_beside_drafters() -> None:
+    profile = load_profile("assumed-gpu", "--profile")
+    for way in ("plain", "model"):
+        found = profile.costs_at(way, 4)
+        times = (found.host_step_s, found.host_sequence_s, found.plan_step_s)
+        assert times == pytest.approx((GPU.host_step_s, GPU.host_sequence_s, GPU.plan_step_s))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "--profile: {path} is not JSON"),
+        ('{"costs": {}}', "--profile: {path}: machine: Field required"),
+        ('{"forwards": []}', "--profile: {path}: source: Field required"),
+    ],
+)
+def test_a_broken_profile_is_named_with_its_field(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message.format(path=path)):
+        load_profile(str(path), "--profile")
 
 
 def test_serving_is_measured_with_one_draft_thread(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
@@ -66,9 +67,7 @@ def write(results: Results, console: Console) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    plot = _plot(results, console)
-    if plot is not None:
-        (out / "speed.png").write_bytes(plot)
+    has_plot = write_plot(results, out / "speed.png", console)
     machine = results.about.get("machine") or {}
     about = [f"{name}: {results.about.get(name)}" for name in ("commit", "began", "command")]
     about.append(f"machine: {machine.get('processor')}, {len(machine.get('cores', ()))} cores")
@@ -76,15 +75,15 @@ def write(results: Results, console: Console) -> None:
         run=results.experiment,
         answer=answer,
         about="; ".join(about),
-        has_plot=plot is not None,
+        has_plot=has_plot,
         tables=made,
     )
     (out / "index.html").write_text(page)
     console.print(Text(f"written: {out}"))
 
 
-def _plot(results: Results, console: Console) -> bytes | None:
-    """The plot as PNG; None where there is nothing to plot, or nothing to plot it with."""
+def write_plot(results: Results, path: Path, console: Console) -> bool:
+    """Write the plot as PNG; False where there is nothing to plot, or nothing to plot it with."""
     try:
         # Only the extra `bench` installs matplotlib.
         from outrider_bench.experiment.report.plots import speed_plot
@@ -92,8 +91,11 @@ def _plot(results: Results, console: Console) -> bytes | None:
         if missing.name != "matplotlib":
             raise
         console.print("no plot: matplotlib is missing (.venv/bin/pip install matplotlib)")
-        return None
-    return speed_plot(results)
+        return False
+    plot = speed_plot(results)
+    if plot is not None:
+        path.write_bytes(plot)
+    return plot is not None
 
 
 def figure_rows(results: Results) -> list[dict[str, Any]]:
