@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes what the processes of a cluster need to know each other: certificates, an operator's API key,
-# which it prints, passwords for Redis, and the secret from which the n-grams' keys are made.
+# which it prints, a password for Redis, and the secret from which the n-grams' keys are made.
 #   compose/secrets.sh DIRECTORY [NAME...]
 # NAMEs are those under which clients outside reach the gateway. Run again, it renews the certificates
 # and keeps everything else. Keep DIRECTORY/ca.key off the cluster. Needs `outrider` and openssl.
@@ -14,6 +14,6 @@ outrider certs "$directory" --role gateway --host "$(IFS=,; echo "${hosts[*]}")"
 outrider certs "$directory" --role redis --host outrider-redis,redis
 [ -e "$directory/keys.yaml" ] ||
   outrider keys add "$directory/keys.yaml" --tenant operator --role operator
-for name in redis_password limits_password pool_secret; do
+for name in redis_password pool_secret; do
   [ -e "$directory/$name" ] || openssl rand -hex 32 >"$directory/$name"
 done

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -27,12 +26,6 @@ from outrider.process.usage import suggestion
 
 log = logging.getLogger(__name__)
 
-RATE_LIMIT_HEADERS = tuple(
-    f"x-ratelimit-{part}-{kind}"
-    for part in ("limit", "remaining", "reset")
-    for kind in ("requests", "tokens")
-)
-"""OpenAI's headers of rate limits."""
 _MESSAGES = "/v1/messages"
 # Anthropic's types. Each other status has invalid_request_error.
 _MESSAGES_TYPES = {
@@ -62,7 +55,6 @@ _MEDIA = frozenset(
         "video_url",
     }
 )
-_PLAIN = re.compile(r"[0-9]+s?")
 _SHOWN_CHARACTERS = 60
 _BY_STATUS = {
     404: Reason.ROUTE_NOT_FOUND,
@@ -106,15 +98,11 @@ class AsciiResponse(JSONResponse):
 
 
 def error_response(error: OutriderError, scope: Scope) -> Response:
-    """The error with its HTTP status, its rate limits, and Retry-After in whole seconds.
+    """The error with its HTTP status, and Retry-After in whole seconds.
 
     `scope` is the request's.
     """
     headers: dict[str, str] = {}
-    if error.reason is Reason.RATE_LIMIT_EXCEEDED:
-        # The error may be a verifier's, which must not write other headers, or break their lines.
-        known = {name: error.metadata.get(name, "") for name in RATE_LIMIT_HEADERS}
-        headers |= {name: value for name, value in known.items() if _PLAIN.fullmatch(value)}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     access = access_log.current()

@@ -30,10 +30,10 @@ def create_app(
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.state.ping_seconds = settings.ping_seconds
     app.state.ignores_unknown = settings.unknown_parameters == "ignore"
-    app.include_router(openai.routes(generation, gate, metrics=settings.speculation_metrics))
-    app.include_router(messages.routes(generation, gate, metrics=settings.speculation_metrics))
-    app.include_router(responses.routes(generation, gate, metrics=settings.speculation_metrics))
-    app.include_router(endpoints.routes(generation, metrics, gate))
+    app.include_router(openai.routes(generation, metrics=settings.speculation_metrics))
+    app.include_router(messages.routes(generation, metrics=settings.speculation_metrics))
+    app.include_router(responses.routes(generation, metrics=settings.speculation_metrics))
+    app.include_router(endpoints.routes(generation, metrics))
     servicer = GenerationServicer(generation, gate)
     app.router.routes.append(connect.route(servicer))
     page.install(app, generation.router, metrics, gate)
@@ -54,7 +54,6 @@ def create_app(
                 "X-Request-Id",
                 "request-id",
                 "Retry-After",
-                *api_errors.RATE_LIMIT_HEADERS,
                 *connect.ERROR_HEADERS,
             ],
         )

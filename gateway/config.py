@@ -29,7 +29,6 @@ class GatewaySettings(TlsSettings, ServiceSettings):
         "verifier": "Model",
         "http_host": "Addresses",
         "keys_file": "Who may call",
-        "limits_redis": "Limits",
         "public_tls_cert": "TLS for clients",
         "allowed_hosts": "Browsers and other websites",
         "speculation_metrics": "Requests",
@@ -73,13 +72,6 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     published_on: str = ""
     """Address of the host on which a container's ports are published. It says in place of the
     listening addresses whether keys are needed."""
-
-    limits_redis: str = ""
-    """URL of a Redis in which several gateways count the use of each key together. Without it each
-    gateway counts for itself. It takes all forms of a drafter's --redis."""
-
-    limits_redis_password_file: Path | None = None
-    """File with the password of the Redis user."""
 
     public_tls_cert: Path | None = None
     """PEM file with the certificate that clients see on the HTTP and gRPC ports, and the

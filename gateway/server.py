@@ -166,7 +166,6 @@ class Gateway:
         for task in self._tasks[1:]:
             task.cancel()
         await self.router.close()
-        await self.gate.limits.windows.close()
 
 
 def _context(tls: Tls, *_: object) -> ssl.SSLContext:

@@ -17,8 +17,6 @@ from starlette.websockets import WebSocketClose
 
 from gateway import access_log
 from gateway.access.keys import KeyRing
-from gateway.access.limits import Grant, Limits
-from gateway.access.rate_windows import RateWindows
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
@@ -46,22 +44,11 @@ class Identity:
 _STRANGER = Identity("", is_operator=False)
 
 
-def _rate_windows(settings: GatewaySettings) -> RateWindows:
-    if not settings.limits_redis:
-        return RateWindows()
-    # This loads clients of Redis, which takes 0.1 s.
-    from gateway.access.redis_rate_windows import RedisRateWindows
-
-    password_file = settings.limits_redis_password_file
-    return RedisRateWindows.of(settings.limits_redis, password_file, settings.tls)
-
-
 class Gate:
-    """Identifies callers and holds them to their limits.
+    """Identifies callers.
 
-    Without keys there are no limits, and everybody is an operator. If clients need certificates,
-    only clients with the role operator are operators. Raises OutriderError(INVALID_VALUE) for keys
-    or a Redis that cannot be used.
+    Without keys everybody is an operator. If clients need certificates, only clients with the role
+    operator are operators. Raises OutriderError(INVALID_VALUE) for keys that cannot be used.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -69,7 +56,6 @@ class Gate:
         if settings.keys_file is not None or settings.keys:
             self.keys = KeyRing(settings.keys_file, settings.keys)
         self._asks_for_certificates = settings.public_tls_ca is not None
-        self.limits = Limits(_rate_windows(settings))
 
     def identify(self, headers: Mapping[str, str], peer: Peer | None = None) -> Identity:
         """The caller with these headers, whose names are in lower case, and this certificate.
@@ -94,10 +80,6 @@ class Gate:
     def identify_http(self, scope: Scope) -> Identity:
         """The caller of an HTTP request. Raises OutriderError(INVALID_API_KEY) as above."""
         return self.identify(HTTPConnection(scope).headers, scope.get(PEER_KEY))
-
-    async def admit(self, request: HTTPConnection) -> Grant:
-        """Count a request. Raises OutriderError(RATE_LIMIT_EXCEEDED) if that exceeds a limit."""
-        return await self.limits.admit(identity_of(request).key)
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:

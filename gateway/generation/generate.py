@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from gateway.generation.admission import Admission, Permit
+from gateway.generation.key_slots import KeySlots
 from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
 from gateway.metrics import Metrics, SequenceClock
 from gateway.text.choices import Event, merge
@@ -69,6 +70,7 @@ class Generation:
         self.metrics = metrics
         self.resume_seconds = resume_seconds
         self.admission = Admission(router, metrics, patience_seconds)
+        self.key_slots = KeySlots()
         self.turns = Turns(AT_ONCE, OF_A_TENANT)
         self.table = TokenTable(prompts.tokenizer)
 

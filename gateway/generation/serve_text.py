@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gateway.access.gate import Identity
-from gateway.access.limits import Grant, Limits
 from gateway.access_log import Access
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.generate import Generation
@@ -60,8 +59,6 @@ class TextCall(ABC):
     operation: str
     """OpenTelemetry's name of the operation."""
     streams: bool
-    gathers: bool
-    """Whether a chunk may hold the whole answer, see `Grant.metered`."""
     limit: AnswerLimit
     has_turn: bool
     """Whether the caller has waited for the request's turn already, to parse its body."""
@@ -102,7 +99,6 @@ class TextAnswer:
     prompts: list[Prompt]
     events: AsyncGenerator[Event, None]
     totals: UsageTotals
-    grant: Grant
     span: Span
 
     @property
@@ -113,9 +109,7 @@ class TextAnswer:
 
 
 @asynccontextmanager
-async def serve_text(
-    generation: Generation, limits: Limits, call: TextCall
-) -> AsyncIterator[TextAnswer]:
+async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[TextAnswer]:
     """Serve a request during the block, which reads the answer's events.
 
     The block's end cancels what still runs, ends the request's span and gives its permit back.
@@ -123,7 +117,6 @@ async def serve_text(
     events.
     """
     tenant = call.identity.tenant
-    grant = await limits.admit(call.identity.key)
     model, info = generation.router.lookup(call.model)
     prompt_count, n, timeout = call.demand()
     # HTTP's entrance has counted the request as one sequence. From here on, `permit` counts each of
@@ -134,7 +127,8 @@ async def serve_text(
     access = call.access
     access.model = model
     access.traceparent = span.traceparent
-    with permit, span, call.responding(span):
+    slots = generation.key_slots.held(call.identity.key, prompt_count * n)
+    with permit, span, call.responding(span), slots:
         async with nullcontext() if call.has_turn else generation.turns.taken(tenant):
             prompts = await _encoded(generation, call, info)
         access.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -151,16 +145,10 @@ async def serve_text(
             describe_settings(span, requests[0])
             return requests
 
-        metered = grant.metered(
-            generation.generate(model, call.operation, build, permit, beginnings),
-            prompt=access.prompt_tokens,
-            answer=n * sum(call.limit.most(prompt, info) for prompt in prompts),
-            sequences=prompt_count * n,
-            gathered=call.gathers,
-        )
+        generated = generation.generate(model, call.operation, build, permit, beginnings)
         totals = UsageTotals(prompt_count, n)
-        async with aclosing(_described(metered, totals, span, access)) as events:
-            yield TextAnswer(model, prompts, events, totals, grant, span)
+        async with aclosing(_described(generated, totals, span, access)) as events:
+            yield TextAnswer(model, prompts, events, totals, span)
 
 
 async def _described(

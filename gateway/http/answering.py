@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from gateway.access.limits import Limits
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import serve_text
 from gateway.http.calls import HttpCall
@@ -27,25 +26,24 @@ from gateway.http.streaming import (
 from gateway.text.choices import collect
 
 
-async def answer_text(generation: Generation, limits: Limits, call: HttpCall[Any]) -> Response:
+async def answer_text(generation: Generation, call: HttpCall[Any]) -> Response:
     """Answer with one JSON object, or with a stream that closes the generation when it ends."""
     async with AsyncExitStack() as stack:
-        answer = await stack.enter_async_context(serve_text(generation, limits, call))
+        answer = await stack.enter_async_context(serve_text(generation, call))
         arrival_of(call.request).end()
         writer = call.writer(answer)
         if not call.streams:
             collected = collect(answer.events, len(answer.totals.finishes))
             choices = await until_gone(call.request, collected)
             content = await written(writer.whole(choices))
-            headers = answer.grant.headers
-            return Response(content, media_type="application/json", headers=headers)
+            return Response(content, media_type="application/json")
         # Await the first delta before the status line goes out, so that a refused request gets the
         # status of its error; but not for so long that a proxy gives up.
         first = asyncio.ensure_future(anext(answer.events))
         stack.push_async_callback(cancelled, first)
         await until_begun(call.request, first, ping_seconds(call.request.scope))
         events = sse(first, answer.events, writer, answer.span)
-        return EventStream(events, stack.pop_all(), answer.grant.headers)
+        return EventStream(events, stack.pop_all())
 
 
 async def count_prompt(generation: Generation, chat: ChatBody, tenant: str) -> int:

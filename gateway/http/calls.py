@@ -18,7 +18,7 @@ from gateway.http.openai_shapes import ChatShape, CompletionShape
 from gateway.http.openai_writer import OpenAIWriter
 from gateway.http.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody
 from gateway.http.streaming import AnswerWriter
-from gateway.http.to_requests import answer_limit, gathers, text_requests
+from gateway.http.to_requests import answer_limit, text_requests
 from gateway.text.request import Conversation, PromptInput, TextInputs, TextRequest
 from outrider.errors import OutriderError, invalid
 from outrider.process.telemetry import Span
@@ -45,7 +45,6 @@ class HttpCall(TextCall, Generic[_Body]):
         self.headers = request.headers
         self.model = body.model
         self.streams = bool(body.stream)
-        self.gathers = gathers(body)
         self.limit = answer_limit(body)
         self.prediction = "" if body.prediction is None else body.prediction.content
 

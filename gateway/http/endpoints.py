@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from gateway.access.gate import Gate, Identity, identity_of, operators_only
+from gateway.access.gate import Identity, identity_of, operators_only
 from gateway.generation.generate import Generation
 from gateway.http.json_body import JsonRoute
 from gateway.http.openapi import JSON, error_responses, json_responses
@@ -35,7 +35,7 @@ class _Metrics(Response):
     media_type = CONTENT_TYPE_LATEST
 
 
-def routes(generation: Generation, metrics: Metrics, gate: Gate) -> APIRouter:
+def routes(generation: Generation, metrics: Metrics) -> APIRouter:
     """The router of these endpoints."""
     router = APIRouter(route_class=JsonRoute)
     _add_model_routes(router, generation.router)
@@ -55,7 +55,7 @@ def routes(generation: Generation, metrics: Metrics, gate: Gate) -> APIRouter:
         return _Metrics(generate_latest(metrics.registry))
 
     _answer_head(router)
-    _add_tokenizer_routes(router, generation, gate)
+    _add_tokenizer_routes(router, generation)
     return router
 
 
@@ -126,7 +126,7 @@ def _answer_head(router: APIRouter) -> None:
             )
 
 
-def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate) -> None:
+def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
     @router.get("/tokenizer_info", responses=json_responses(401))
     async def tokenizer_info() -> Response:
         """The special tokens and the chat template, in vLLM's shape, as lm-eval asks for them."""
@@ -135,7 +135,6 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate)
     @router.post("/tokenize", responses=json_responses(*_ERRORS))
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The ids of a prompt or of a rendered conversation, in vLLM's shape."""
-        grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
         prompts = generation.prompts
         most = most_tokens(info)
@@ -147,14 +146,12 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate)
                 "max_model_len": info.context_length,
                 "tokens": ids,
                 "token_strs": strings,
-            },
-            headers=grant.headers,
+            }
         )
 
     @router.post("/detokenize", responses=json_responses(*_ERRORS))
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of ids, special tokens included, in vLLM's shape."""
-        grant = await gate.admit(request)
         _, info = generation.router.lookup(body.model)
         most = most_tokens(info)
         if len(body.tokens) > most:
@@ -164,7 +161,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation, gate: Gate)
                 message = f"must be in [0, {info.vocab_size}), not {extreme}"
                 raise invalid(f"tokens[{body.tokens.index(extreme)}]", message)
         text = generation.prompts.decode(body.tokens)
-        return JSONResponse({"prompt": text}, headers=grant.headers)
+        return JSONResponse({"prompt": text})
 
 
 async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int, tenant: str) -> list[int]:

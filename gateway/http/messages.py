@@ -9,7 +9,7 @@ from dataclasses import replace
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.access.gate import Gate, identity_of
+from gateway.access.gate import identity_of
 from gateway.access_log import current
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import TextAnswer
@@ -54,7 +54,7 @@ def _own_names() -> Iterator[None]:
         raise replace(error, message=error.message.replace(field, own, 1), field=own) from error
 
 
-def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
+def routes(generation: Generation, *, metrics: bool) -> APIRouter:
     """The endpoints of Anthropic's API. With `metrics`, all answers report speculation."""
     router = APIRouter(route_class=JsonRoute)
 
@@ -67,7 +67,7 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
         chat = await body.answered()
         call = MessagesCall(chat, request, body.max_tokens, metrics=metrics)
         with _own_names():
-            response = await answer_text(generation, gate.limits, call)
+            response = await answer_text(generation, call)
         response.headers["request-id"] = call.request_id
         return response
 
@@ -76,11 +76,10 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
     )
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         """The number of a prompt's tokens, as `usage` of an answer to it has them."""
-        grant = await gate.admit(request)
         tenant = identity_of(request).tenant
         with _own_names():
             count = await count_prompt(generation, await body.chat(), tenant)
-        headers = {"request-id": current().request_id, **grant.headers}
+        headers = {"request-id": current().request_id}
         return JSONResponse({"input_tokens": count}, headers=headers)
 
     return router

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from gateway.access.gate import Gate
 from gateway.generation.generate import Generation
 from gateway.http.answering import answer_text
 from gateway.http.calls import ChatCall, CompletionCall
@@ -16,7 +15,7 @@ from gateway.http.schema import ChatBody, CompletionBody
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
-def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
+def routes(generation: Generation, *, metrics: bool) -> APIRouter:
     """The endpoints that generate text. With `metrics`, all answers report speculation."""
     router = APIRouter(route_class=JsonRoute)
 
@@ -24,12 +23,12 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue each prompt. `max_tokens` is 16 by default."""
         call = CompletionCall(body, request, metrics=metrics)
-        return await answer_text(generation, gate.limits, call)
+        return await answer_text(generation, call)
 
     @router.post("/v1/chat/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation. `max_completion_tokens` is what the context leaves by default."""
         call = ChatCall(body, request, metrics=metrics)
-        return await answer_text(generation, gate.limits, call)
+        return await answer_text(generation, call)
 
     return router

@@ -75,9 +75,8 @@ def install(app: FastAPI, router: Router, metrics: Metrics, gate: Gate) -> None:
         MOST_FEEDS such streams.
         """
         identity = gate.identify_http(request.scope)
-        return EventStream(
-            feeds.events(lambda: gate.identify_http(request.scope)), feeds.open(identity), {}
-        )
+        states = feeds.events(lambda: gate.identify_http(request.scope))
+        return EventStream(states, feeds.open(identity))
 
     app.include_router(routes)
     app.mount("/web", _Files(directory=_WEB))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.access.gate import Gate, identity_of
+from gateway.access.gate import identity_of
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import TextAnswer
 from gateway.http.answering import answer_text, count_prompt
@@ -124,7 +124,7 @@ def _in_own_terms(body: PromptBody) -> Iterator[None]:
         raise renamed(error, body.tools.flat) from error
 
 
-def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
+def routes(generation: Generation, *, metrics: bool) -> APIRouter:
     """The endpoints of the Responses API. With `metrics`, all answers report speculation."""
     router = APIRouter(route_class=JsonRoute)
     store = ResponseStore()
@@ -138,20 +138,18 @@ def routes(generation: Generation, gate: Gate, *, metrics: bool) -> APIRouter:
             conversation = _conversation(body, store, identity_of(request).tenant)
             await asyncio.sleep(0)
             call = ResponseCall(body, conversation, request, store, metrics=metrics)
-            return await answer_text(generation, gate.limits, call)
+            return await answer_text(generation, call)
 
     @router.post("/v1/responses/input_tokens", responses=json_responses(*_COUNT_ERRORS))
     async def input_tokens(body: InputTokensBody, request: Request) -> Response:
         """The number of a prompt's tokens, as `usage` of an answer to it has them."""
-        grant = await gate.admit(request)
         tenant = identity_of(request).tenant
         with _in_own_terms(body):
             await asyncio.sleep(0)
             conversation = _conversation(body, store, tenant)
             await asyncio.sleep(0)
             count = await count_prompt(generation, body.chat(conversation.items), tenant)
-        counted = {"object": "response.input_tokens", "input_tokens": count}
-        return JSONResponse(counted, headers=grant.headers)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     add_kept_routes(router, store)
     return router

@@ -98,7 +98,7 @@ def _replay(found: bytes, deltas: Sequence[Sequence[int]], after: int | None) ->
         problem = f"is for responses of at most {MAX_REPLAYED_BYTES} bytes, not {len(found)}"
         raise invalid("stream", problem)
     begin = 0 if after is None else after + 1
-    return EventStream(_events(json.loads(found), deltas, begin), AsyncExitStack(), {})
+    return EventStream(_events(json.loads(found), deltas, begin), AsyncExitStack())
 
 
 async def _events(

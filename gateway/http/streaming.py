@@ -107,14 +107,9 @@ class EventStream(StreamingResponse):
     While there are none, it sends pings, so that no proxy takes the connection for dead.
     """
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        answer: AsyncExitStack,
-        headers: dict[str, str],
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], answer: AsyncExitStack) -> None:
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers | unbuffered)
+        super().__init__(events, media_type="text/event-stream", headers=unbuffered)
         self._open = (events, answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -79,7 +79,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         access_log.current().tenant = identity.tenant
         check_known_fields(request)
         call = _Call(request, headers, identity, ClientTimeout(left_s))
-        async with serve_text(self._generation, self._gate.limits, call) as answer:
+        async with serve_text(self._generation, call) as answer:
             async for _, delta in answer.events:
                 yield _response(delta)
 
@@ -88,7 +88,6 @@ class _Call(TextCall):
     """A request for text in the protos' messages."""
 
     streams = True
-    gathers = False
     has_turn = False
 
     def __init__(

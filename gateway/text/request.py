@@ -97,12 +97,6 @@ class AnswerLimit:
     default: int | None = None
     scores_prompt: bool = False
 
-    def most(self, prompt: Prompt, info: ModelInfo) -> int:
-        """The most tokens that an answer to this prompt could have; nothing is checked yet."""
-        left = max(0, info.context_length - len(prompt.token_ids))
-        asked = self.asked if self.asked is not None else self.default
-        return left if asked is None else min(left, max(0, asked))
-
     def resolve(self, prompt: Prompt, min_tokens: int, info: ModelInfo) -> int:
         """The most tokens to generate after this prompt.
 

@@ -380,27 +380,24 @@ _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 )
 @click.option("--days", type=click.FloatRange(min=0, min_open=True), help="Days until it expires.")
 @click.option(
-    "--limit",
-    multiple=True,
-    metavar="NAME=NUMBER",
-    help="The most of what NAME says: requests-per-minute, tokens-per-minute (of prompts and"
-    " answers), sequences-per-minute (prompts times n) or concurrent-sequences. Repeat it for"
-    " several.",
+    "--concurrent-sequences",
+    type=click.IntRange(min=1),
+    help="Most sequences, prompts times n, that run at once at a gateway; any number by default.",
 )
-def keys_add(file: Path, days: float | None, limit: tuple[str, ...], **fields: Any) -> int:
+def keys_add(file: Path, days: float | None, **fields: Any) -> int:
     """Add a key to FILE, which is made if it is missing, and print the key.
 
     FILE holds only the key's hash, so the key cannot be shown again.
     """
     from outrider.launch.keys import add
 
-    return add(file, fields, limit, days)
+    return add(file, fields, days)
 
 
 @keys.command("list")
 @_FILE
 def keys_list(file: Path) -> int:
-    """Show the keys of FILE: tenants, roles, expiries and limits."""
+    """Show the keys of FILE: tenants, roles, expiries and most sequences."""
     from outrider.launch.keys import show
 
     return show(file)

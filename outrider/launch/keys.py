@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,19 +22,9 @@ from outrider.process.key_file import (
     write_keys,
 )
 
-LIMITS = (
-    "requests_per_minute",
-    "tokens_per_minute",
-    "sequences_per_minute",
-    "concurrent_sequences",
-)
 
-
-def add(path: Path, fields: Mapping[str, Any], limits: Sequence[str], days: float | None) -> int:
-    """Add a key with these fields of its entry, and print it. It cannot be shown again.
-
-    `limits` are texts such as `requests-per-minute=60`.
-    """
+def add(path: Path, fields: Mapping[str, Any], days: float | None) -> int:
+    """Add a key with these fields of its entry, and print it. It cannot be shown again."""
 
     def work() -> None:
         key = new_key()
@@ -45,7 +35,7 @@ def add(path: Path, fields: Mapping[str, Any], limits: Sequence[str], days: floa
             if name in names:
                 raise invalid("id", f"{name} is a key of {path} already")
             made = {"id": name, "sha256": key_digest(key), "expires": _after(days)}
-            entry = make_entry({**fields, **_numbers(limits), **made})
+            entry = make_entry({**fields, **made})
             write_keys(file, [*entries, entry])
         print(f"{path} now has key {entry.id} of tenant {entry.tenant}:", file=sys.stderr)
         print(key)
@@ -53,33 +43,20 @@ def add(path: Path, fields: Mapping[str, Any], limits: Sequence[str], days: floa
     return _reporting(work)
 
 
-def _numbers(limits: Sequence[str]) -> dict[str, int]:
-    """The limits by their names in a key's entry. Raises OutriderError(INVALID_VALUE)."""
-    numbers = {}
-    for text in limits:
-        name, _, number = text.partition("=")
-        field = name.replace("-", "_")
-        if field not in LIMITS or not number.isdecimal():
-            known = ", ".join(LIMITS).replace("_", "-")
-            raise invalid("limit", f"must be NAME=NUMBER with one of {known}, not {text!r}")
-        numbers[field] = int(number)
-    return numbers
-
-
 def show(path: Path) -> int:
     """Print a table of the keys: all that the file has, but for the hashes."""
 
     def work() -> None:
-        table = Table("id", "tenant", "role", "expires", "limits", box=None)
+        table = Table("id", "tenant", "role", "expires", "sequences at once", box=None)
         now = datetime.now(UTC)
         for entry in read_keys(path):
-            limits = {name: getattr(entry, name) for name in LIMITS}
-            shown = ", ".join(f"{name} {value}" for name, value in limits.items() if value)
+            most = entry.concurrent_sequences
+            shown = "any number" if most is None else str(most)
             expires = "never"
             if entry.expires is not None:
                 word = " (expired)" if entry.expires <= now else ""
                 expires = f"{entry.expires:%Y-%m-%d %H:%M} UTC{word}"
-            table.add_row(entry.id, entry.tenant, entry.role, expires, shown or "none")
+            table.add_row(entry.id, entry.tenant, entry.role, expires, shown)
         Console(soft_wrap=True).print(table)
 
     return _reporting(work)

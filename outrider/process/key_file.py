@@ -1,4 +1,4 @@
-"""API keys as they are stored: a hash, a tenant, limits and an expiry, and never the key itself.
+"""API keys as they are stored: a hash, a tenant, a limit and an expiry, and never the key itself.
 
 A key is 256 random bits, so nobody can find it by trying, and one SHA-256 hides it. A slow hash
 such as bcrypt protects passwords, which people choose. Here it would cost each request 100 ms of
@@ -28,6 +28,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    model_validator,
 )
 
 from outrider.errors import invalid
@@ -46,12 +47,12 @@ def _at_midnight(value: Any) -> Any:
 
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-_Limit = Annotated[int, Field(ge=1, le=10**12)]
+_OF_A_MINUTE = ("requests_per_minute", "tokens_per_minute", "sequences_per_minute")
 Role = Literal["tenant", "operator"]
 
 
 class KeyEntry(BaseModel):
-    """One API key. Without a limit the key may use any amount."""
+    """One API key. Without `concurrent_sequences` it may run any number of sequences."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,15 +71,20 @@ class KeyEntry(BaseModel):
     expires: Annotated[AwareDatetime | None, BeforeValidator(_at_midnight)] = None
     """The key is refused from this time on."""
 
-    requests_per_minute: _Limit | None = None
-    tokens_per_minute: _Limit | None = None
-    """Tokens of prompts and of generated text."""
+    concurrent_sequences: Annotated[int | None, Field(ge=1, le=10**12)] = None
+    """Most sequences, prompts times n, that the key has under way at once at a gateway."""
 
-    sequences_per_minute: _Limit | None = None
-    """Prompts times n, summed over the requests."""
-
-    concurrent_sequences: _Limit | None = None
-    """Most sequences that run at once at a gateway."""
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_minutes(cls, given: Any) -> Any:
+        """Name an older file's limit of a minute, which nobody would hold any more."""
+        for name in _OF_A_MINUTE:
+            if isinstance(given, dict) and name in given:
+                raise ValueError(
+                    f"{name} is no field of a key any more; set the limit in an API gateway in"
+                    " front of this one, and remove the field"
+                )
+        return given
 
 
 def check_distinct(entries: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:

@@ -24,7 +24,14 @@ from outrider.process.key_file import key_digest, read_keys, write_keys
         ("keys: [{id: a, tenant: t, sha256: {h}, colour: red}]", "keys.0.colour"),
         ("keys: [{id: a, tenant: t, sha256: {h}}, {id: a, tenant: t, sha256: {g}}]", "the id a"),
         ("keys: [{id: a, tenant: t, sha256: {h}}, {id: b, tenant: t, sha256: {h}}]", "sha256"),
-        ("keys: [{id: a, tenant: t, sha256: {h}, requests_per_minute: 0}]", "requests_per_minute"),
+        (
+            "keys: [{id: a, tenant: t, sha256: {h}, concurrent_sequences: 0}]",
+            "concurrent_sequences",
+        ),
+        (
+            "keys: [{id: a, tenant: t, sha256: {h}, tokens_per_minute: 9}]",
+            "keys.0: tokens_per_minute is no field of a key any more; set the limit in an API ",
+        ),
         ("keys: [{id: a, tenant: t, sha256: {h}, expires: 2026-01-01T00:00:00}]", "expires"),
         ("keys: [{id: a, tenant: t, sha256: {h}, expires: 2026-02-30}]", "a value in it"),
         ("{", "is not YAML"),

@@ -13,7 +13,7 @@ FORWARDS = "drafter_svc/families/forwards.py"
 FINGERPRINT = "outrider/lm/weights_fingerprint.py"
 GRAMMARS = "drafter_svc/families/grammar.py"
 GUESS_TREE = "outrider/drafter/guess_tree.py"
-LIMITS = "gateway/access/limits.py"
+KEY_SLOTS = "gateway/generation/key_slots.py"
 LOOP = "verifier_svc/engine/loop.py"
 PAGES = "outrider/lm/pages.py"
 ROWS = "verifier_svc/verification/rows.py"
@@ -408,11 +408,11 @@ MUTANTS = (
     ),
     Mutant(
         "Q8",
-        "tokens beyond a reservation count in the minute of the reservation",
-        LIMITS,
-        "windows.now()[0] if difference > 0 else taken.minute",
-        "taken.minute",
-        ("tests/gateway/test_limits.py",),
+        "a request whose client leaves keeps its key's slots",
+        KEY_SLOTS,
+        "        finally:\n            self.taken[key.id] -= count\n",
+        "        finally:\n            self.taken[key.id] -= 0\n",
+        ("tests/gateway/test_key_slots.py",),
     ),
     Mutant(
         "Q9",

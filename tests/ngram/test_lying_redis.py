@@ -13,8 +13,6 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 from redis_servers import Standalone
 
 from drafter_svc.pools import redis_client
-from gateway.access.rate_windows import Count
-from gateway.access.redis_rate_windows import Counters, RedisRateWindows
 from outrider.process import redis_replies
 from outrider.process.redis_server import RedisServer
 
@@ -109,17 +107,6 @@ async def test_replies_are_bounded_in_every_topology(url: str) -> None:
                 settings += [each.connection_pool.connection_kwargs for each in sentinels]
         assert {one["parser_class"] for one in settings} == {redis_replies.BoundedParser}
     await client.aclose()
-
-
-async def test_a_gateways_limits_refuse_an_oversized_reply(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    liar = Liar([b"*1048576000\r\n"])
-    async with lying(liar) as server:
-        windows = RedisRateWindows(Counters(server))
-        assert await windows.add("a/requests", 1, 1) == Count(1, 1)
-        await windows.close()
-    assert "a reply is a list of a million elements or more" in caplog.text
 
 
 async def test_the_longest_valid_reply_is_accepted(redis_server: Standalone) -> None:

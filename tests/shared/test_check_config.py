@@ -46,7 +46,6 @@ BAD: list[tuple[str, list[str], str]] = [
     ("gateway", ["--keys-file", "none.yaml"], "keys-file none.yaml cannot be read"),
     ("gateway", ["--verifier", "h"], "verifier must be host:port or unix:/path, not 'h'"),
     ("gateway", ["--grpc-listen", "127.0.0.1:65536"], "grpc-listen must be host:port"),
-    ("gateway", ["--limits-redis", "mysql://h"], "limits-redis must look like"),
     ("gateway", ["--tool-format", "nonsense"], "tool-format"),
     ("gateway", ["--tokenizer", "no-such-model"], "no directory no-such-model"),
     ("verifier", ["--target", "no-such-model"], "no directory no-such-model"),
@@ -109,15 +108,19 @@ def test_a_wrong_setting_or_file_is_named_with_a_status(
 
 
 def test_passwords_and_keys_are_not_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     keys = f'keys: [{{id: a, sha256: "{"0" * 64}", tenant: a}}]'
-    arguments = ["--limits-redis", "redis://me:secret@h:1/0", "--keys", keys]
-    assert check("gateway", arguments, monkeypatch) == 0
+    assert check("gateway", ["--keys", keys], monkeypatch) == 0
+    assert "0" * 64 not in capsys.readouterr().out
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    redis = ["--redis", "redis://me:secret@h:1/0", "--pool-secret-file", str(secret)]
+    monkeypatch.setitem(GOOD, "drafter", ["--family", "ngram"])
+    assert check("drafter", redis, monkeypatch) == 0
     printed = capsys.readouterr().out
-    assert "secret" not in printed
-    assert "0" * 64 not in printed
-    assert yaml.safe_load(printed)["limits_redis"] == "redis://me:***@h:1/0"
+    assert "me:secret" not in printed
+    assert yaml.safe_load(printed)["redis"] == "redis://me:***@h:1/0"
 
 
 @pytest.mark.parametrize(

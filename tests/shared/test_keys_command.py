@@ -23,8 +23,8 @@ def test_add_prints_the_key_once_and_stores_its_hash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "keys.yaml"
-    limits = ("--limit", "requests-per-minute=60", "--limit", "concurrent-sequences=4")
-    assert keys("add", str(file), "--tenant", "alice", "--days", "30", *limits) == 0
+    limit = ("--concurrent-sequences", "4")
+    assert keys("add", str(file), "--tenant", "alice", "--days", "30", *limit) == 0
     printed = capsys.readouterr()
     key = printed.out.strip()
     assert len(key) > 43
@@ -32,8 +32,7 @@ def test_add_prints_the_key_once_and_stores_its_hash(
     [entry] = read_keys(file)
     assert entry.sha256 == key_digest(key)
     assert (entry.id, entry.tenant, entry.role) == ("alice-1", "alice", "tenant")
-    assert (entry.requests_per_minute, entry.concurrent_sequences) == (60, 4)
-    assert entry.tokens_per_minute is None
+    assert entry.concurrent_sequences == 4
     assert entry.expires is not None
 
 
@@ -59,7 +58,6 @@ def test_keys_are_listed_without_hashes_and_revoked_by_id(
         (["revoke", "{file}", "none"], "none is not a key of"),
         (["add", "{file}", "--tenant", "bob", "--id", "alice-1"], "alice-1 is a key of"),
         (["add", "{file}", "--tenant", "a b"], "the key cannot be made: "),
-        (["add", "{file}", "--tenant", "b", "--limit", "requests=6"], "must be NAME=NUMBER with"),
         (["list", "{file}.none"], "cannot be read: No such file"),
         (["add", "/nowhere/keys.yaml", "--tenant", "a"], "No such file"),
     ],
@@ -104,8 +102,6 @@ def test_commands_at_the_same_time_lose_no_change(
     monkeypatch.setattr(keys_command, "read_keys", slow)
     with ThreadPoolExecutor() as pool:
         done = [pool.submit(keys_command.revoke, file, "old-1")]
-        done += [
-            pool.submit(keys_command.add, file, {"tenant": t}, (), None) for t in ("a", "b", "c")
-        ]
+        done += [pool.submit(keys_command.add, file, {"tenant": t}, None) for t in ("a", "b", "c")]
     assert [each.result() for each in done] == [0] * 4
     assert sorted(entry.id for entry in read_keys(file)) == ["a-1", "b-1", "c-1"]

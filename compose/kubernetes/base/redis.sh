@@ -1,5 +1,5 @@
 # Redis as a cache with TLS and users: `redis.sh serve` runs it, `redis.sh ping` asks for its health.
-# Each user has the rights that docs/operations.md lists, and nobody else may do more than ping.
+# Its user has the rights that docs/operations.md lists, and nobody else may do more than ping.
 set -eu
 cd "${OUTRIDER_SECRETS:-/run/outrider/secrets}"
 if [ "$1" = ping ]; then
@@ -11,7 +11,6 @@ umask 077
 cat >/tmp/users.acl <<ACL
 user default on nopass resetchannels -@all +ping
 user outrider on #$(digest redis_password) resetchannels ~outrider:* -@all +mget +eval +set +zadd +zremrangebyscore +zcard +zpopmin +del +expire +scan +unlink +select +cluster|slots +command +asking
-user outrider-limits on #$(digest limits_password) resetchannels ~outrider:limits:* -@all +eval +incrby +expire +select +cluster|slots +command +asking
 ACL
 exec redis-server --aclfile /tmp/users.acl --save '' --maxmemory 384mb --maxmemory-policy allkeys-lru \
   --port 0 --tls-port 6379 --tls-auth-clients yes --tls-ca-cert-file ca.pem \
