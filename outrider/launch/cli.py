@@ -161,7 +161,7 @@ for _name, _text in _LAB.items():
 @app.command(context_settings={"ignore_unknown_options": True})
 @click.argument(
     "command",
-    metavar="COMMAND... | verifier ADDRESS",
+    metavar="COMMAND...",
     nargs=-1,
     required=True,
     type=click.UNPROCESSED,
@@ -183,8 +183,7 @@ for _name, _text in _LAB.items():
 @click.option(
     "--certs",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder that `outrider certs` made. A drafter then meets a verifier with mutual TLS, and a"
-    " verifier is called with certificates that the folder's authority signs.",
+    help="Folder that `outrider certs` made. The drafter then meets a verifier with mutual TLS.",
 )
 def conformance(
     command: tuple[str, ...],
@@ -193,10 +192,10 @@ def conformance(
     hidden_size: int | None,
     certs: Path | None,
 ) -> int:
-    """Check that a drafter, or a verifier, keeps the draft stream's contract.
+    """Check that a drafter keeps the draft stream's contract.
 
     COMMAND follows "--" and starts a drafter; {address} in it stands for the verifier's host:port.
-    `verifier ADDRESS` checks the verifier that serves there. Exits with 0 if every rule was kept.
+    Exits with 0 if every rule was kept.
     """
     from outrider.errors import OutriderError
 
@@ -213,10 +212,6 @@ def _conformance(
     hidden_size: int | None,
     certs: Path | None,
 ) -> int:
-    if len(command) == 2 and command[0] == "verifier":
-        from outrider.conformance.verifier_side import check_verifier
-
-        return check_verifier(command[1], certs)
     from outrider.conformance.kit import HIDDEN_SIZE, check_drafter
     from outrider.tokenizer import fingerprint, load_tokenizer
 

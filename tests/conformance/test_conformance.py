@@ -15,7 +15,6 @@ from outrider.conformance.kit import Kit
 from outrider.conformance.report import table
 from outrider.conformance.rules import RULES, Outcome, Result
 from outrider.conformance.stage import NO_ANSWER
-from outrider.conformance.verifier_side import VerifierCheck
 from outrider.tokenizer import fingerprint, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -149,14 +148,3 @@ def test_a_family_that_needs_the_targets_tokens_passes(family: str) -> None:
     command = [sys.executable, "-m", "drafter_svc", "--family", family, *OF_THE_TARGET[family]]
     [kit] = played([[*command, "--verifier", "{address}"]], "models/target")
     assert reasons(kit) == {}
-
-
-async def test_a_verifier_without_tokens_fails() -> None:
-    verifier = Kit(FAULTY, "f" * 64, 4096).verifier
-    await verifier.start()
-    try:
-        check = VerifierCheck(f"127.0.0.1:{verifier.port}")
-        await check.run()
-    finally:
-        await verifier.stop()
-    assert check.results["model"] is not None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import repeat
 from typing import Any
 
@@ -18,7 +18,6 @@ from family_rig import opened_sequence
 from scripted_drafts import ScriptedVerifier, serving
 
 from gateway.upstream.verifier_stream import VerifierStream
-from outrider.conformance import verifier_side
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1.token_streams_pb2 import StreamTokensRequest, StreamTokensResponse
 from outrider.internal.v1.token_streams_pb2_grpc import (
@@ -29,7 +28,7 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
 from outrider.process import rpc, rpc_errors, stream_status
 from outrider.protocol.draft_messages import StepBatch, Window
 from outrider.protocol.messages import SamplingParams, TokenRequest
-from outrider.v1 import verifier_pb2_grpc
+from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 REFUSAL = OutriderError(Reason.CERTIFICATE_NOT_ALLOWED, "this certificate may not do that")
 MOST_S = 20.0
@@ -83,17 +82,27 @@ async def drafter() -> OutriderError:
         return error_in(running) if running in done else OutriderError(Reason.INTERNAL, "redialled")
 
 
-async def kit() -> OutriderError:
-    """The kit's drafter, which writes and then reads to the end."""
+async def writer() -> OutriderError:
+    """A bare call that writes until that fails, and then reads to the end."""
     async with serving(ScriptedVerifier()) as verifier, rpc.dial(verifier.address) as channel:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
-        made = verifier_side.Drafter(stub.StreamDrafts())
-        await made.send(hello={"tokenizer_fingerprint": "f" * 64})
-        await made.receive()
+        call = stub.StreamDrafts()
+        hello = drafts_pb2.Hello(tokenizer_fingerprint="f" * 64)
+        await call.write(verifier_pb2.StreamDraftsRequest(hello=hello))
+        await call.read()
         (await verifier.accepted()).send(REFUSAL)
-        while not made.call.done():
-            await made.send()
-        return (await verifier_side.ending(made))[1]
+        with suppress(grpc.aio.AioRpcError):
+            while not call.done():
+                await call.write(verifier_pb2.StreamDraftsRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(call)
+        return rpc_errors.error_of(caught.value)
+
+
+async def read(call: Any) -> None:
+    """Read from a call until that fails."""
+    while True:
+        await call.read()
 
 
 async def gateway() -> OutriderError:
@@ -129,7 +138,7 @@ def error_in(task: asyncio.Task[None]) -> OutriderError:
     return error
 
 
-CLIENTS: list[Callable[[], Awaitable[OutriderError]]] = [drafter, kit, gateway, iterator]
+CLIENTS: list[Callable[[], Awaitable[OutriderError]]] = [drafter, writer, gateway, iterator]
 
 
 @contextmanager

@@ -21,13 +21,12 @@ from served_stack import PORTS, Served, served
 from stack import DRAFT
 from tokenizers import Tokenizer
 
-from outrider.conformance.verifier_side import RULES, VerifierCheck
 from outrider.launch.health import problem
 from outrider.process import rpc
 from outrider.process.certs import Authority
 from outrider.process.roles import Role
 from outrider.process.tls import Tls, explain
-from outrider.v1 import generation_pb2, generation_pb2_grpc, verifier_pb2
+from outrider.v1 import generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -166,12 +165,14 @@ async def test_a_port_admits_its_callers(stack: Served, port: str, role: str) ->
     assert await ASK[port](stack, stack.ports[port], stack.tls(role)) == ""
 
 
-@pytest.mark.slow
-async def test_the_conformance_kit_passes_a_verifier_with_tls(stack: Served) -> None:
-    assert stack.certificates is not None
-    check = VerifierCheck(f"127.0.0.1:{stack.ports['verifier']}", stack.certificates.folder)
-    await check.run()
-    assert check.results == dict.fromkeys(RULES)
+async def test_a_verifier_with_tls_generates_for_an_operator(stack: Served) -> None:
+    address = f"127.0.0.1:{stack.ports['verifier']}"
+    async with rpc.dial(address, stack.tls("operator"), Role.VERIFIER) as channel:
+        request = verifier_pb2.GenerateTokensRequest(
+            prompt_token_ids=[5, 6, 7], max_tokens=8, ignore_eos=True
+        )
+        parts = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(request, timeout=60)
+        assert sum([len(part.token_ids) async for part in parts]) == 8
 
 
 PROMPT = "The recipe is secret: three spoons of saffron, and three spoons of saffron."
