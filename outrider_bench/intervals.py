@@ -25,16 +25,6 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def ratio_interval(values: Sequence[float], bases: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median of `values` divided by the median of `bases`.
-
-    The bootstrap draws the rounds of the two runs independently, since the runs share no round.
-    """
-    draws = np.random.default_rng(0)
-    low, high = np.quantile(_medians(values, draws) / _medians(bases, draws), _QUANTILES)
-    return float(low), float(high)
-
-
 def paired_interval(pairs: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
     """The 95 % interval of the ratio of two rates, by bootstrap over pairs of measurements.
 

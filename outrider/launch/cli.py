@@ -23,7 +23,6 @@ _LAB = {
     "profile": "Measure what forwards, drafting and links cost on this machine.",
     "run": "Measure what an experiment file describes.",
     "report": "Make tables, plots and a page of a run's measurements.",
-    "compare": "Say which cells of two runs are faster, slower or not to tell apart.",
     "predict": "Run an experiment file in the simulator.",
     "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
     "bench": "Measure tokens/s of each drafter, beside vLLM.",
