@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
+import reference
 import torch
 from accepting import accept
 from chi_square import compare
@@ -30,7 +31,6 @@ from outrider.protocol.messages import (
 from outrider.sampling.context import Context
 from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
-from verifier_svc.verification import reference
 from verifier_svc.verification.draft import NOT_FINITE, Draft
 
 WIDE = 6

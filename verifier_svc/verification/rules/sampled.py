@@ -1,6 +1,7 @@
 """Rules for drafts that a trusted drafter sampled: the output stays the target's.
 
-Each takes a batch of drafts with their probabilities. `reference.py` has the same for one sequence.
+Each takes a batch of drafts with their probabilities. `tests/losslessness/reference.py` has the
+same for one sequence.
 """
 
 from __future__ import annotations
