@@ -57,7 +57,7 @@ grow() {
   python3 - <<'PY'
 from pathlib import Path
 import torch
-from outrider.launch.grow import Shape, grow_head, make_checkpoint
+from outrider_bench.grow import Shape, grow_head, make_checkpoint
 
 out, models = Path("bench/out/grown"), Path("models")
 if torch.cuda.is_available():
@@ -122,7 +122,7 @@ tenants)
   echo "$step: estimated 3 minutes"
   build_kernels
   log=$OUT/tenants.log
-  python3 -m outrider.launch.cli serve models/target --drafter ngram \
+  python3 -m outrider_cli.main serve models/target --drafter ngram \
     --drafter model=models/draft --http-port 8123 > "$log" 2>&1 &
   trap 'kill %1; wait' EXIT
   python3 bench/traffic/play.py --port 8123 bench/traffic/{alone,burst,prompts,unread,choices}.jsonl \

@@ -14,17 +14,17 @@ trap 'kill "${servers[@]}" 2>/dev/null || true; wait; rm -rf "$work"' EXIT
 [ "${1:-}" = --built ] || ./install.sh "$@"
 
 port() {
-  "$PYTHON" -c 'from outrider.process.ports import free_port; print(free_port())'
+  "$PYTHON" -c 'from outrider.process.network.ports import free_port; print(free_port())'
 }
 cd "$root"
 certs=$work/certs
-"$PYTHON" -m outrider.launch.cli certs "$certs" >/dev/null
+"$PYTHON" -m outrider_cli.main certs "$certs" >/dev/null
 declare -A gateway verifier lonely
 # start NAME FLAG...: a stack, and a gateway without a verifier for the check "unavailable".
 start() {
   local public=()
   gateway[$1]=$(port) verifier[$1]=$(port) lonely[$1]=$(port)
-  "$PYTHON" -m outrider.launch.cli serve --target models/target --drafter ngram --dtype float32 \
+  "$PYTHON" -m outrider_cli.main serve --target models/target --drafter ngram --dtype float32 \
     --http-port "$(port)" --grpc-port "${gateway[$1]}" --verifier-port "${verifier[$1]}" "${@:2}" \
     >"$work/serve-$1.log" 2>&1 &
   servers+=($!)
@@ -44,7 +44,7 @@ cp build/*.seconds "$work"
 
 # ready NAME FLAG...: waits until a stack serves.
 ready() {
-  until "$PYTHON" -m outrider.launch.cli health "127.0.0.1:${gateway[$1]}" "${@:2}" \
+  until "$PYTHON" -m outrider_cli.main health "127.0.0.1:${gateway[$1]}" "${@:2}" \
     --service outrider.v1.GenerationService >/dev/null 2>&1; do
     kill -0 "${servers[0]}" "${servers[2]}" || { cat "$work"/serve-*.log; exit 1; }
     sleep 0.5

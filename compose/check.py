@@ -27,8 +27,8 @@ from typing import Any
 
 import httpx
 
-from outrider.launch.client import ask, until_ready
-from outrider.launch.prompts import DEMO_PROMPTS
+from outrider_cli.client import ask, until_ready
+from outrider_cli.prompts import DEMO_PROMPTS
 
 _STREAMS = 50
 _TOKENS = 96

@@ -228,7 +228,7 @@ assert load_build(runnable_builds()[0])'
 grown_target() {
   docker run --rm --network none --read-only --tmpfs /tmp --volume "$PWD/models:/models:ro" \
     --volume /grown --entrypoint python "outrider-verifier:$OUTRIDER_TAG" \
-    -m outrider.launch.grow models/target grown/target-154m
+    -m outrider_bench.grow models/target grown/target-154m
 }
 
 # --- the stack
@@ -265,7 +265,7 @@ profiles_are_valid() {
 up() { compose up --detach --no-build --scale drafter-ngram=2; }
 
 # asks ADDRESS SERVICE OPTION...: succeeds if the service serves there.
-asks() { "$python" -m outrider.launch.cli health "$1" --service "outrider.v1.$2" "${@:3}"; }
+asks() { "$python" -m outrider_cli.main health "$1" --service "outrider.v1.$2" "${@:3}"; }
 
 # The verifier's port is not published, but this machine reaches a container by its address.
 verifier_address() {
@@ -381,7 +381,7 @@ pool() {
 
 # Runs a user's experiment with a container for each process and a proxy for the link.
 experiment() {
-  "$python" -m outrider.launch.cli lab run bench/experiments/small.yaml --with compose \
+  "$python" -m outrider_cli.main lab run bench/experiments/small.yaml --with compose \
     --out "$work/experiment"
   "$python" compose/check.py experiment "$work/experiment"
 }
@@ -390,7 +390,7 @@ experiment() {
 certificates() {
   local as_root=() role owner
   [ "$(id -u)" = 0 ] || as_root=(sudo)
-  "$python" -m outrider.launch.cli certs "$certs" --host gateway,redis
+  "$python" -m outrider_cli.main certs "$certs" --host gateway,redis
   for role in gateway:10001 verifier:10001 drafter:10001 redis:999 operator:65534; do
     owner=${role#*:} role=${role%:*}
     "${as_root[@]}" install -D -m 400 -o "$owner" -t "$OUTRIDER_CERTS/$role" \

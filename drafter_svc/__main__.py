@@ -14,8 +14,8 @@ import sys
 from drafter_svc.config import DrafterSettings, FamilyChoice, settings_schema
 from drafter_svc.families.registry import find_family, known_families
 from outrider.errors import OutriderError
-from outrider.process.config import load, parse
-from outrider.process.usage import refuse
+from outrider.process.settings.config import load, parse
+from outrider.process.settings.usage import refuse
 
 
 def read_settings(arguments: list[str], program: str) -> DrafterSettings:
@@ -58,8 +58,8 @@ def run(settings: DrafterSettings) -> None:
     from drafter_svc.placement import plan
     from drafter_svc.server import SERVICE_NAME, serve
     from outrider.drafter.serve import own_id
-    from outrider.process import telemetry
-    from outrider.process.check_config import check_config
+    from outrider.process.observability import telemetry
+    from outrider.process.settings.check_config import check_config
 
     if settings.check_config:
         check_config(settings, "drafter", lambda: check(settings))

@@ -9,8 +9,13 @@ from drafter_svc.config import DrafterSettings
 from drafter_svc.families.settings import RedisSettings
 from drafter_svc.placement import plan
 from drafter_svc.pools.keys import read_secret
-from outrider.process.check_config import check_address, check_certificate, check_file, check_model
-from outrider.process.roles import Role
+from outrider.process.security.roles import Role
+from outrider.process.settings.check_config import (
+    check_address,
+    check_certificate,
+    check_file,
+    check_model,
+)
 
 
 def check(settings: DrafterSettings) -> None:

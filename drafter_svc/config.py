@@ -15,9 +15,9 @@ from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.families.registry import BUILT_IN, find_family
 from drafter_svc.families.settings import OF_FAMILIES, RedisSettings
-from outrider.process.addresses import check_address, is_name
-from outrider.process.config import FileSettings, ScrapedSettings
-from outrider.process.tls import TlsSettings
+from outrider.process.network.addresses import check_address, is_name
+from outrider.process.security.tls import TlsSettings
+from outrider.process.settings.config import FileSettings, ScrapedSettings
 
 
 class EraseSettings(RedisSettings, TlsSettings, FileSettings):

@@ -9,7 +9,7 @@ from drafter_svc.config import EraseSettings
 from drafter_svc.pools.keys import PoolKeys, is_index, read_secret
 from drafter_svc.pools.redis_client import FAILURES, RedisClient
 from outrider.errors import OutriderError, invalid
-from outrider.process.config import parse
+from outrider.process.settings.config import parse
 
 
 async def erase(client: RedisClient, pattern: bytes) -> int:

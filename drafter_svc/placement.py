@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import invalid
-from outrider.process.cores import format_cores, parse_cores
+from outrider.process.settings.cores import format_cores, parse_cores
 from outrider.protocol.model_info import Placement
 
 GRACE = "grace"

@@ -17,10 +17,11 @@ from outrider.drafter.dialled import Dialled
 from outrider.drafter.serve import DraftStreams
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream
-from outrider.process import rpc, telemetry
-from outrider.process.addresses import Addresses
-from outrider.process.metrics_export import pushing_metrics, serve_metrics
-from outrider.process.process_metrics import add_process_metrics
+from outrider.process.network import rpc
+from outrider.process.network.addresses import Addresses
+from outrider.process.observability import telemetry
+from outrider.process.observability.metrics_export import pushing_metrics, serve_metrics
+from outrider.process.observability.process_metrics import add_process_metrics
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.model_info import ModelInfo
 

@@ -10,7 +10,7 @@ import sys
 
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError
-from outrider.process.config import parse
+from outrider.process.settings.config import parse
 
 _SERVICE_NAME = "outrider-gateway"
 
@@ -23,8 +23,8 @@ def run(settings: GatewaySettings) -> None:
     from gateway.check import check
     from gateway.metrics import Metrics
     from gateway.server import serve
-    from outrider.process import telemetry
-    from outrider.process.check_config import check_config
+    from outrider.process.observability import telemetry
+    from outrider.process.settings.check_config import check_config
 
     if settings.check_config:
         check_config(settings, "gateway", lambda: check(settings))

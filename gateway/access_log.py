@@ -11,8 +11,8 @@ from typing import Any
 
 from gateway.metrics import Metrics
 from outrider.errors import OutriderError
-from outrider.process import telemetry
-from outrider.process.request_id import request_id
+from outrider.process.observability import telemetry
+from outrider.process.observability.request_id import request_id
 
 log = logging.getLogger("gateway.access")
 

@@ -22,7 +22,7 @@ from starlette.types import Scope
 from gateway import access_log
 from gateway.unsupported import UNSUPPORTED
 from outrider.errors import OutriderError, Reason
-from outrider.process.usage import suggestion
+from outrider.process.settings.usage import suggestion
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,17 @@ from gateway.access.origins import CheckOrigin, origin_pattern
 from gateway.access_log import Access, AccessLog
 from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
-from gateway.http import endpoints, messages, openai, openapi, page, responses
-from gateway.http.entrance import Entrance
-from gateway.http.request_body import BodyLimit
+from gateway.http import endpoints, openapi, page
+from gateway.http.ingress.entrance import Entrance
+from gateway.http.ingress.request_body import BodyLimit
+from gateway.http.messages import routes as messages
+from gateway.http.openai import routes as openai
+from gateway.http.responses import routes as responses
 from gateway.metrics import Metrics
 from gateway.rpc import connect
 from gateway.rpc.servicer import GenerationServicer
 from outrider import __version__
-from outrider.process.request_id import HEADER
+from outrider.process.observability.request_id import HEADER
 
 
 def create_app(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from gateway.access.gate import Gate
 from gateway.config import GatewaySettings
 from gateway.text.prompts import Prompts
-from outrider.process.check_config import check_address, check_certificate
-from outrider.process.roles import Role
+from outrider.process.security.roles import Role
+from outrider.process.settings.check_config import check_address, check_certificate
 
 
 def check(settings: GatewaySettings) -> None:

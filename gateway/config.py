@@ -10,10 +10,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.errors import OutriderError
-from outrider.process.addresses import check_address
-from outrider.process.config import ServiceSettings
-from outrider.process.exposure import check_exposure, host_of
-from outrider.process.tls import Tls, TlsSettings
+from outrider.process.network.addresses import check_address
+from outrider.process.security.exposure import check_exposure, host_of
+from outrider.process.security.tls import Tls, TlsSettings
+from outrider.process.settings.config import ServiceSettings
 
 
 class GatewaySettings(TlsSettings, ServiceSettings):

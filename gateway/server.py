@@ -21,8 +21,8 @@ from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
-from gateway.http.connections import UNSENT_BYTES, protocol
 from gateway.http.endpoints import lost_drafters, service_status
+from gateway.http.ingress.connections import UNSENT_BYTES, protocol
 from gateway.metrics import Metrics, observe_lag
 from gateway.rpc.call_log import LogCalls
 from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
@@ -30,12 +30,13 @@ from gateway.text.prompts import Prompts
 from gateway.upstream.load_gauges import LoadGauges
 from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc, telemetry
-from outrider.process.ports import refused
-from outrider.process.process_metrics import add_process_metrics
-from outrider.process.roles import Role
+from outrider.process.network import rpc
+from outrider.process.network.ports import refused
+from outrider.process.observability import telemetry
+from outrider.process.observability.process_metrics import add_process_metrics
+from outrider.process.security.roles import Role
+from outrider.process.security.tls import Tls, http_context
 from outrider.process.tasks import keep_running, watch
-from outrider.process.tls import Tls, http_context
 from outrider.v1 import generation_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
-from outrider.process.credentials import peer_of
-from outrider.process.roles import Peer
+from outrider.process.network import rpc
+from outrider.process.security.credentials import peer_of
+from outrider.process.security.roles import Peer
+from outrider.process.security.tls import Tls
 from outrider.process.tasks import until_first_end
-from outrider.process.tls import Tls
 from outrider.v1 import drafts_pb2, verifier_pb2
 
 SERVICE = "outrider.v1.VerifierService"

@@ -17,12 +17,12 @@ from typing import Any
 from rich.console import Console
 
 from outrider.errors import invalid
-from outrider.launch.grow import Shape
 from outrider_bench import host_time, vllm_ways
 from outrider_bench.console import console_for_output
 from outrider_bench.experiment.report import output, results
 from outrider_bench.experiment.run import run as run_experiment
 from outrider_bench.experiment.spec import Experiment
+from outrider_bench.grow import Shape
 from outrider_bench.grown import grown_checkpoint
 from outrider_bench.settings import BenchSettings
 from outrider_bench.vllm_ways import Pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 from pathlib import Path
 
-from outrider.launch.grow import MODEST, Shape, grow_head, make_checkpoint
+from outrider_bench.grow import MODEST, Shape, grow_head, make_checkpoint
 
 
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.launch.prompts import CODE, EXTRACTION, REWRITING, object_schema
+from outrider_cli.prompts import CODE, EXTRACTION, REWRITING, object_schema
 
 _CHATS = (
     "What is a list in Python, and how does it differ from a tuple?",

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from outrider.process.config import Dtype, Settings
+from outrider.process.settings.config import Dtype, Settings
 
 TABLE_WAYS = (
     *("ngram", "suffix", "grammar", "eagle3", "ngram + eagle3", "mtp", "ngram + mtp"),

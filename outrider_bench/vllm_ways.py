@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 from outrider_bench.experiment.hosts import Launch, LocalHost
 from outrider_bench.experiment.launches import SYNTHETIC_PATH
 from outrider_bench.experiment.run import Peer

@@ -7,8 +7,8 @@ import ssl
 from datetime import timedelta
 from pathlib import Path
 
-from outrider.process.certs import Authority
-from outrider.process.tls import Tls
+from outrider.process.security.certs import Authority
+from outrider.process.security.tls import Tls
 
 
 class Site:

@@ -49,7 +49,7 @@ def spans() -> Iterator[InMemorySpanExporter]:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from outrider.process import telemetry
+    from outrider.process.observability import telemetry
 
     exporter = InMemorySpanExporter()
     telemetry.setup("test", SimpleSpanProcessor(exporter))

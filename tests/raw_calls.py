@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 
 _OURS = "/outrider."
 _UNCLEAR = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)

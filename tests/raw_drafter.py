@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.v1 import drafts_pb2, verifier_pb2
 
 

@@ -18,8 +18,8 @@ import redis
 from certificates import Site
 from waiting import wait_until
 
-from outrider.process.ports import free_port
-from outrider.process.redis_server import RedisServer
+from outrider.process.network.ports import free_port
+from outrider.process.redis.server import RedisServer
 
 OPERATIONS = (Path(__file__).parents[1] / "docs/operations.md").read_text()
 PASSWORD = "correct horse"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from waiting import wait_until
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 _START_S = 180
@@ -19,7 +19,7 @@ def serving(log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes
     """Start `outrider serve` on free ports; yields its process and URL once it is ready."""
     port = free_port("127.0.0.1")
     ports = ["--http-port", str(port), "--grpc-port", "0", "--verifier-port", "0"]
-    command = [sys.executable, "-m", "outrider.launch.cli", "serve", *arguments, *ports]
+    command = [sys.executable, "-m", "outrider_cli.main", "serve", *arguments, *ports]
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:

@@ -23,8 +23,8 @@ import httpx
 from raw_drafter import RawDrafter
 from waiting import until
 
-from outrider.process import rpc
-from outrider.process.ports import free_port
+from outrider.process.network import rpc
+from outrider.process.network.ports import free_port
 from outrider.protocol.messages import (
     SamplingParams,
     SpeculationOptions,

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from outrider.process.cores import format_cores
+from outrider.process.settings.cores import format_cores
 
 BOARD = Path(__file__).parent / "placement/gb200"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.errors import OutriderError
-from outrider.process.config import need_models, parse
+from outrider.process.settings.config import need_models, parse
 from verifier_svc.config import VerifierSettings
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def run(
     # Loaded only here, so that `--help` answers at once.
     import uvloop
 
-    from outrider.process import telemetry
-    from outrider.process.check_config import check_config
+    from outrider.process.observability import telemetry
+    from outrider.process.settings.check_config import check_config
     from verifier_svc.check import check
     from verifier_svc.metrics import Metrics
 

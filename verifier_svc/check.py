@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.process.check_config import (
+from outrider.process.security.roles import Role
+from outrider.process.settings.check_config import (
     check_address,
     check_certificate,
     check_file,
     check_model,
 )
-from outrider.process.config import need_models, need_vllm
-from outrider.process.roles import Role
+from outrider.process.settings.config import need_models, need_vllm
 from verifier_svc.config import VerifierSettings
 
 

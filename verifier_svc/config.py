@@ -10,9 +10,9 @@ from typing import ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from outrider.process.config import Device, Dtype, ScrapedSettings
-from outrider.process.exposure import check_verifier_exposure, host_of
-from outrider.process.tls import TlsSettings
+from outrider.process.security.exposure import check_verifier_exposure, host_of
+from outrider.process.security.tls import TlsSettings
+from outrider.process.settings.config import Device, Dtype, ScrapedSettings
 from outrider.protocol.draft_tokens_policy import DraftTokensSetting
 from outrider.protocol.messages import SampledRule
 

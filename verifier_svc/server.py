@@ -21,10 +21,11 @@ from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceSe
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Bounds, ModelRunner
 from outrider.lm.weights_fingerprint import weights_fingerprint
-from outrider.process import rpc, telemetry
-from outrider.process.config import need_vllm
-from outrider.process.metrics_export import serve_metrics
-from outrider.process.process_metrics import add_process_metrics
+from outrider.process.network import rpc
+from outrider.process.observability import telemetry
+from outrider.process.observability.metrics_export import serve_metrics
+from outrider.process.observability.process_metrics import add_process_metrics
+from outrider.process.settings.config import need_vllm
 from outrider.process.tasks import watch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import AcceptanceRule

@@ -28,7 +28,7 @@ from outrider.grammar.backends import TextMatcher
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Grammar
 from outrider.process.clock import Clock, monotonic, thread_cpu
-from outrider.process.config import need_models
+from outrider.process.settings.config import need_models
 from outrider.tokenizer import end_token_ids, fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
-from outrider.process.config import need_models
+from outrider.process.settings.config import need_models
 from outrider.protocol.draft_messages import FeatureRows, Welcome
 from outrider.protocol.messages import DraftDistribution
 from outrider.protocol.model_info import ModelInfo

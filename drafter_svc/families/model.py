@@ -20,8 +20,8 @@ from drafter_svc.families.settings import ModelSettings
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.process import telemetry
-from outrider.process.config import need_models
+from outrider.process.observability import telemetry
+from outrider.process.settings.config import need_models
 from outrider.protocol.messages import DraftDistribution
 from outrider.protocol.model_info import ModelInfo
 from outrider.tokenizer import fingerprint, load_tokenizer

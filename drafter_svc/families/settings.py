@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from outrider.process.config import Device, Dtype
-from outrider.process.tls import TlsSettings
+from outrider.process.security.tls import TlsSettings
+from outrider.process.settings.config import Device, Dtype
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
-    from outrider.process.redis_server import RedisServer
+    from outrider.process.redis.server import RedisServer
 
 
 class FamilySettings(BaseModel):
@@ -59,7 +59,7 @@ class RedisSettings(FamilySettings):
         if self.redis is None:
             return None
         # Loaded only here, so that `--help` answers at once.
-        from outrider.process.redis_server import RedisServer
+        from outrider.process.redis.server import RedisServer
 
         # A process's schema adds the files of TLS to these settings.
         tls = self.tls if isinstance(self, TlsSettings) else None

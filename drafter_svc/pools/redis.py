@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from drafter_svc.pools.keys import BUCKETS, PoolKeys, TenantKeys
 from drafter_svc.pools.redis_client import RedisClient
 from outrider.process.clock import Clock, monotonic
-from outrider.process.redis_server import RedisServer
+from outrider.process.redis.server import RedisServer
 from outrider.process.tasks import keep_running, watch
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from redis.asyncio import RedisCluster
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.exceptions import RedisClusterException, RedisError
 
-from outrider.process.redis_replies import bound_replies
-from outrider.process.redis_server import RedisServer, close
+from outrider.process.redis.replies import bound_replies
+from outrider.process.redis.server import RedisServer, close
 
 # The exceptions of a Redis that is lost, slow or refuses a command.
 FAILURES = (RedisError, RedisClusterException, OSError)

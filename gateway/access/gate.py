@@ -16,12 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from gateway import access_log
+from gateway.access.key_file import KeyEntry
 from gateway.access.keys import KeyRing
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
-from outrider.process.key_file import KeyEntry
-from outrider.process.roles import Peer, Role
+from outrider.process.security.roles import Peer, Role
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 """Paths that need no key."""

@@ -9,7 +9,7 @@ from grpc_health.v1 import health
 
 from gateway.access.gate import Gate
 from outrider.errors import OutriderError
-from outrider.process.rpc_checks import refusal
+from outrider.process.network.rpc_checks import refusal
 
 # Not Watch, which never ends: strangers could hold any number of such calls.
 _OPEN = (f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/List")

@@ -9,8 +9,8 @@ import logging
 import os
 from pathlib import Path
 
+from gateway.access.key_file import KeyEntry, check_distinct, parse_keys, read_keys
 from outrider.errors import OutriderError, invalid
-from outrider.process.key_file import KeyEntry, check_distinct, parse_keys, read_keys
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api_errors import error_response
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError, Reason
-from outrider.process.exposure import is_address, is_loopback
+from outrider.process.security.exposure import is_address, is_loopback
 
 _SHOWN_CHARACTERS = 100
 _LOOPBACK = ("localhost", "*.localhost")

@@ -24,7 +24,7 @@ from gateway.upstream.replica import Replica
 from gateway.upstream.routing import RETRYABLE, Pick, Router
 from gateway.upstream.verifier_stream import VerifierStream, late
 from outrider.errors import OutriderError, Reason
-from outrider.process import telemetry
+from outrider.process.observability import telemetry
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import ModelInfo
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gateway.access.key_file import KeyEntry
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.process.key_file import KeyEntry
 
 _RETRY_S = 1.0
 

@@ -8,8 +8,8 @@ from gateway.access_log import Access
 from gateway.metrics import PROVIDER
 from gateway.text.choices import UsageTotals
 from gateway.text.request import TextRequest
-from outrider.process import telemetry
-from outrider.process.telemetry import Span
+from outrider.process.observability import telemetry
+from outrider.process.observability.telemetry import Span
 from outrider.protocol.messages import FinishReason, SamplingParams
 
 _DEFAULTS = SamplingParams()

@@ -26,7 +26,7 @@ from gateway.text.request import (
 )
 from gateway.upstream.prefixes import prefixes
 from outrider.errors import OutriderError, Reason
-from outrider.process.telemetry import Span
+from outrider.process.observability.telemetry import Span
 from outrider.protocol.lacks import check_lacks
 from outrider.protocol.model_info import ModelInfo
 

@@ -10,11 +10,11 @@ from fastapi.responses import Response
 
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import serve_text
-from gateway.http.calls import HttpCall
 from gateway.http.endpoints import most_tokens, naming_limit
-from gateway.http.entrance import arrival_of
+from gateway.http.ingress.entrance import arrival_of
 from gateway.http.long_json import written
-from gateway.http.schema import ChatBody
+from gateway.http.openai.calls import HttpCall
+from gateway.http.openai.schema import ChatBody
 from gateway.http.streaming import (
     EventStream,
     cancelled,

@@ -14,9 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.access.gate import Identity, identity_of, operators_only
 from gateway.generation.generate import Generation
-from gateway.http.json_body import JsonRoute
+from gateway.http.ingress.json_body import JsonRoute
+from gateway.http.openai.schema import DetokenizeBody, TokenizeBody
 from gateway.http.openapi import JSON, error_responses, json_responses
-from gateway.http.schema import DetokenizeBody, TokenizeBody
 from gateway.metrics import Metrics
 from gateway.text.prompts import Prompts
 from gateway.upstream.replica import Replica, explain_differing

@@ -18,7 +18,7 @@ from gateway.api_errors import unexpected
 from gateway.text.choices import Event, WholeChoice
 from gateway.text.deltas import TextDelta
 from outrider.errors import OutriderError, Reason
-from outrider.process.telemetry import Span
+from outrider.process.observability.telemetry import Span
 
 log = logging.getLogger(__name__)
 

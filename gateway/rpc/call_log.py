@@ -15,8 +15,8 @@ from gateway import access_log
 from gateway.access.interceptor import text_metadata
 from gateway.access_log import AccessLog
 from outrider.errors import OutriderError
-from outrider.process.request_id import HEADER
-from outrider.process.rpc_checks import handler_within
+from outrider.process.network.rpc_checks import handler_within
+from outrider.process.observability.request_id import HEADER
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from gateway.api_errors import validation_error
-from gateway.http.conversation import Message, template_variables
-from gateway.http.fields import Body
-from gateway.http.json_size import check_size
-from gateway.http.tools import ToolBody
+from gateway.http.ingress.fields import Body
+from gateway.http.ingress.json_size import check_size
+from gateway.http.openai.conversation import Message, template_variables
+from gateway.http.openai.tools import ToolBody
 from gateway.text.answers import AnswerOptions, asks_for_thought
 from gateway.text.request import Conversation
 from gateway.tools.definitions import MAX_TOOLS, Mode, ToolChoice

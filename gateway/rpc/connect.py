@@ -22,10 +22,10 @@ from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import access_log
-from gateway.http.json_size import check_size
+from gateway.http.ingress.json_size import check_size
 from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
 
 PATH = f"/{SERVICE}/GenerateText"

@@ -16,7 +16,7 @@ from gateway.access.interceptor import text_metadata
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import Demand, TextCall, serve_text
-from gateway.http.json_size import MAX_VALUES
+from gateway.http.ingress.json_size import MAX_VALUES
 from gateway.rpc.chat_input import ChatInput, chat_input
 from gateway.text.answers import with_calls_and_thought
 from gateway.text.deltas import TextDelta
@@ -29,7 +29,7 @@ from gateway.text.request import (
 )
 from gateway.tools.reader import CallArguments, CallBegin, Reasoning
 from outrider.errors import OutriderError, invalid
-from outrider.process.telemetry import Span
+from outrider.process.observability.telemetry import Span
 from outrider.protocol.checks import check_logprobs
 from outrider.protocol.messages import TokenRequest
 from outrider.protocol.model_info import ModelInfo

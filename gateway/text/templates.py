@@ -14,8 +14,8 @@ from typing import Any
 
 from gateway.text.template_worker import HANDLER
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.process.tenant_threads import TenantThreads
-from outrider.process.workers import Worker, WorkerError, WorkerLost, WorkerSource
+from outrider.process.workers.pool import Worker, WorkerError, WorkerLost, WorkerSource
+from outrider.process.workers.tenant_threads import TenantThreads
 
 DEFAULT = "default"
 """The name of a model's template, if it has only one."""

@@ -13,11 +13,11 @@ from gateway.upstream.chunk_checks import check_model
 from gateway.upstream.verifier_stream import VerifierStream
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
-from outrider.process import rpc, rpc_errors
-from outrider.process.credentials import ClientCredentials, client_credentials
-from outrider.process.roles import Role
+from outrider.process.network import rpc, rpc_errors
+from outrider.process.security.credentials import ClientCredentials, client_credentials
+from outrider.process.security.roles import Role
+from outrider.process.security.tls import Tls, WatchedTls, explain
 from outrider.process.tasks import watch
-from outrider.process.tls import Tls, WatchedTls, explain
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from gateway.upstream.prefixes import PrefixRecord
 from gateway.upstream.replica import Replica, explain_differing, for_callers
 from outrider.errors import OutriderError, Reason
-from outrider.process.addresses import Addresses
+from outrider.process.network.addresses import Addresses
+from outrider.process.security.tls import Tls
 from outrider.process.tasks import keep_running
-from outrider.process.tls import Tls
 from outrider.protocol.model_info import ModelInfo
 
 log = logging.getLogger(__name__)

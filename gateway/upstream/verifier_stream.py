@@ -18,8 +18,8 @@ import grpc
 
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
-from outrider.process import rpc, rpc_errors
-from outrider.process.read_ahead import ReadAhead, ignore, unread_error
+from outrider.process.network import rpc, rpc_errors
+from outrider.process.network.read_ahead import ReadAhead, ignore, unread_error
 from outrider.process.tasks import watch
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.wire import requests as wire_requests

@@ -29,7 +29,7 @@ from outrider.conformance.scripted_verifier import (
     refused_for_a_later_reason,
 )
 from outrider.errors import Reason, Retry
-from outrider.process.tls import Tls
+from outrider.process.security.tls import Tls
 from outrider.v1 import verifier_pb2
 
 HIDDEN_SIZE = 16

@@ -15,8 +15,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from outrider.conformance.ledger import Complain, Ledger
 from outrider.errors import DOMAIN, OutriderError, Reason, Retry
-from outrider.process import rpc_errors
-from outrider.process.roles import Peer
+from outrider.process.network import rpc_errors
+from outrider.process.security.roles import Peer
 from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_FAMILY_LENGTH, MAX_NAME_LENGTH
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.testing import DraftStream, ScriptedVerifier

@@ -12,9 +12,9 @@ import grpc
 
 from outrider.drafter.line import StreamEnded
 from outrider.errors import OutriderError, Reason, Retry
-from outrider.process import rpc, rpc_errors
 from outrider.process.clock import Clock, monotonic
-from outrider.process.tls import Tls, explain
+from outrider.process.network import rpc, rpc_errors
+from outrider.process.security.tls import Tls, explain
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.protocol.limits import MAX_BATCH_TOKENS
 from outrider.protocol.model_info import ModelInfo, Stage

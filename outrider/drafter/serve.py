@@ -16,10 +16,10 @@ from outrider.drafter.dialled import Dialled
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError
-from outrider.process import telemetry
-from outrider.process.addresses import Addresses, check_address
+from outrider.process.network.addresses import Addresses, check_address
+from outrider.process.observability import telemetry
+from outrider.process.security.tls import Tls
 from outrider.process.tasks import until_first_end
-from outrider.process.tls import Tls
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.model_info import ModelInfo, Placement
 

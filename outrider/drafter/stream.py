@@ -17,8 +17,8 @@ from outrider.drafter.session import DraftSession
 from outrider.drafter.step_queue import StepQueue
 from outrider.drafter.strategy import Strategy
 from outrider.errors import OutriderError, Reason, Retry
-from outrider.process import telemetry
 from outrider.process.clock import Clock, monotonic
+from outrider.process.observability import telemetry
 from outrider.protocol.draft_messages import DraftBatch, Hello, Welcome
 from outrider.protocol.model_info import ModelInfo
 

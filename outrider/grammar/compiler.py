@@ -22,9 +22,9 @@ from outrider.grammar.dialect import translate
 from outrider.grammar.guard import GUARD_SECONDS, has_check
 from outrider.grammar.kinds import Grammar
 from outrider.grammar.trial import compile_only
-from outrider.process.tenant_threads import TenantThreads
-from outrider.process.worker_process import STACK_BYTES
-from outrider.process.workers import OutOfTime, Worker, WorkerError, WorkerLost, WorkerSource
+from outrider.process.workers.pool import OutOfTime, Worker, WorkerError, WorkerLost, WorkerSource
+from outrider.process.workers.tenant_threads import TenantThreads
+from outrider.process.workers.worker import STACK_BYTES
 
 _Result = TypeVar("_Result")
 

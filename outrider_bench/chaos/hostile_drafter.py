@@ -16,8 +16,8 @@ from typing import Any, cast
 import click
 import grpc
 
-from outrider.process import rpc
-from outrider.process.tls import Tls
+from outrider.process.network import rpc
+from outrider.process.security.tls import Tls
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it

@@ -22,9 +22,9 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from outrider.process.certs import Authority
-from outrider.process.ports import free_port
-from outrider.process.roles import Role
+from outrider.process.network.ports import free_port
+from outrider.process.security.certs import Authority
+from outrider.process.security.roles import Role
 from outrider_bench.chaos.observe import in_use, size_of, within
 from outrider_bench.chaos.parts import DRAFTERS, GATEWAYS, VERIFIERS
 from outrider_bench.experiment.hosts import LOOPBACK, Launch, LocalHandle, LocalHost

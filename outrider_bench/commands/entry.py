@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from outrider.errors import OutriderError
-from outrider.process.usage import invoke, refuse
+from outrider.process.settings.usage import invoke, refuse
 
 INTERRUPTED = 130
 """The status of a command that Ctrl-C ended, as in a shell."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.process.config import parse
+from outrider.process.settings.config import parse
 from outrider_bench.commands.entry import refusing
 from outrider_bench.settings import ProfileSettings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-from outrider.process.config import parse
+from outrider.process.settings.config import parse
 from outrider_bench.commands.entry import INTERRUPTED, refusing
 from outrider_bench.settings import TableSettings
 

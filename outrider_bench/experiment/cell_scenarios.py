@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from outrider.process.cores import parse_cores
+from outrider.process.settings.cores import parse_cores
 from outrider_bench.experiment.launches import HEAD, SYNTHETIC
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.records import PLAIN

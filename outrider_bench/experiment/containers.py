@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from outrider.errors import invalid
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 from outrider_bench.experiment.hosts import TAIL_LINES, Launch, process_cpu_s
 
 PROJECT = "outrider-experiment"

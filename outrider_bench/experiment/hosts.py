@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from outrider.errors import invalid
-from outrider.launch.supervisor import not_orphaned
-from outrider.process.cores import format_cores, parse_cores
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
+from outrider.process.settings.cores import format_cores, parse_cores
+from outrider_cli.supervisor import not_orphaned
 
 LOOPBACK = "127.0.0.1"
 TAIL_LINES = 50

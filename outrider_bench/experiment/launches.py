@@ -8,12 +8,12 @@ from pathlib import Path
 
 from drafter_svc.config import DrafterSettings, settings_schema
 from outrider.errors import OutriderError, invalid
-from outrider.launch.stack_plan import flags
-from outrider.launch.verifier import HeadVerifierSettings
-from outrider.process.config import Settings, load
-from outrider.process.cores import parse_cores
+from outrider.process.settings.config import Settings, load
+from outrider.process.settings.cores import parse_cores
 from outrider_bench.experiment.hosts import LOOPBACK, Launch
 from outrider_bench.experiment.spec import Drafter, Experiment, Setting, Target, drafters_of
+from outrider_cli.stack_plan import flags
+from outrider_cli.verifier import HeadVerifierSettings
 from verifier_svc.config import VerifierSettings
 
 DRAFT_MODEL = Path("models/draft")
@@ -86,7 +86,7 @@ def verifier_launch(
     module = "verifier_svc"
     schema: type[VerifierSettings] = VerifierSettings
     if head is not None:
-        module, schema = "outrider.launch.verifier", HeadVerifierSettings
+        module, schema = "outrider_cli.verifier", HeadVerifierSettings
         options["head"] = str(head)
     _check("target.settings", schema, options)
     return Launch(

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from outrider.process.config import Dtype
+from outrider.process.settings.config import Dtype
 from outrider_bench import prompt_files
 from outrider_bench.simulator.costs import LinkShape
 from outrider_bench.yaml_file import first_problem, read

@@ -12,7 +12,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf import duration_pb2 as _duration
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
 
 Part = Literal["drafter", "gateway", "verifier"]

@@ -11,7 +11,7 @@ from other_versions import Part, Version, relaying
 from stack import Answers, Client, Process, Stack, running
 
 from outrider.errors import Reason
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.protocol.messages import SamplingParams, SpeculationOptions
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from outrider import testing
 from outrider.errors import OutriderError
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.protocol.draft_messages import DraftBatch, Hello, Opened, StepBatch
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import drafts as wire_drafts

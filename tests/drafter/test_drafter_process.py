@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
 from drafter_svc.__main__ import read_settings
 from drafter_svc.families.registry import find_family, known_families
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 from outrider.tokenizer import fingerprint, load_tokenizer
 
 DRAFT = str(ROOT / "models/draft")

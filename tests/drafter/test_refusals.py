@@ -25,7 +25,7 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
     TokenStreamServiceStub,
     add_TokenStreamServiceServicer_to_server,
 )
-from outrider.process import rpc, rpc_errors, stream_status
+from outrider.process.network import rpc, rpc_errors, stream_status
 from outrider.protocol.draft_messages import StepBatch, Window
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc

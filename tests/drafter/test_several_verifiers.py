@@ -15,8 +15,8 @@ from scripted_drafts import ScriptedVerifier, serving
 from waiting import until
 
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc_errors
-from outrider.process.ports import free_port
+from outrider.process.network import rpc_errors
+from outrider.process.network.ports import free_port
 from outrider.protocol.draft_messages import StepBatch
 
 

@@ -17,8 +17,8 @@ from drafter_svc.config import settings_schema
 from outrider.drafter.serve import DraftStreams
 from outrider.drafter.stream import DraftStream
 from outrider.errors import OutriderError, Reason
-from outrider.process import addresses, rpc_errors
-from outrider.process.addresses import Addresses
+from outrider.process.network import addresses, rpc_errors
+from outrider.process.network.addresses import Addresses
 
 REPEATING = opened(tokens=(5, 6, 7, 8, 5, 6))
 STRANGE = OutriderError(Reason.TOKENIZER_MISMATCH, "the drafter's tokenizer is another")

@@ -12,7 +12,7 @@ from test_same_seed import PLAIN, request
 
 from outrider import __version__
 from outrider.errors import Reason
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.protocol.messages import SamplingParams
 from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
 

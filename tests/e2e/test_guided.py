@@ -14,7 +14,7 @@ from json_schemas import schemas
 from stack import TARGET, Client, Stack
 
 from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.protocol.messages import (
     FinishReason,
     SamplingParams,

@@ -12,7 +12,7 @@ import pytest
 from secret_traps import SECRET, Traps, set_traps
 from stack import GatewayProcess, Stack
 
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 ASK = [{"role": "user", "content": "Say something as JSON."}]

@@ -11,7 +11,7 @@ from stack import TARGET, Client, Stack, running
 
 from outrider.errors import Reason
 from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceStub
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Stage
 from outrider.protocol.wire import requests as wire_requests

@@ -9,10 +9,10 @@ import httpx
 import pytest
 from stack import ROOT, TARGET, Client, Process, Stack, prompts, running
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 
-MODULE = "outrider.launch.verifier"
+MODULE = "outrider_cli.verifier"
 HEAD = str(ROOT / "models/heads/eagle3")
 METRICS_PORT = free_port()
 PROMPTS = prompts(every=5)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/drafters.md").read_text()
@@ -44,7 +44,7 @@ def run_commands(commands: str, tmp_path: Path, timeout_s: float, **variables: s
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/outrider").write_text(
-        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m outrider.launch.cli "$@"\n'
+        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m outrider_cli.main "$@"\n'
     )
     (tmp_path / ".venv/bin/outrider").chmod(0o755)
     with (tmp_path / "log").open("w") as log:

@@ -156,7 +156,7 @@ def test_a_verifier_is_started_with_the_head_in_its_process() -> None:
         verifier_launch(Target(), Path("models/target"), endpoint, head)
         for head in (None, Path("models/heads/mtp"))
     ]
-    assert [each.module for each in launches] == ["verifier_svc", "outrider.launch.verifier"]
+    assert [each.module for each in launches] == ["verifier_svc", "outrider_cli.verifier"]
     assert "--head" not in launches[0].arguments
     assert launches[1].arguments[-2:] == ("--head", "models/heads/mtp")
     assert Path("models/heads/mtp") in launches[1].shares

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.http.schema import StructuredOutputs
+from gateway.http.openai.schema import StructuredOutputs
 from outrider_bench.commands.table import main
 from outrider_bench.experiment.traffic import Encoder, Request
 from outrider_bench.prompt_files import Prompt, read

@@ -19,7 +19,7 @@ from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.protocol.messages import FinishReason, TokenRequest
 from outrider.v1 import generation_pb2_grpc
 

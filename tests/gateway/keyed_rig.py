@@ -9,8 +9,8 @@ from typing import Any
 
 from gateway_rig import Rig, own_rig
 
+from gateway.access.key_file import KeyEntry, key_digest, make_entry, new_key, write_keys
 from gateway.text.prompts import Prompts
-from outrider.process.key_file import KeyEntry, key_digest, make_entry, new_key, write_keys
 
 ALICE, BOB, CAROL, OPERATOR, EXPIRED = (new_key() for _ in range(5))
 

@@ -12,8 +12,8 @@ import grpc
 
 from outrider.errors import OutriderError
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.process import rpc
-from outrider.process.tls import Tls
+from outrider.process.network import rpc
+from outrider.process.security.tls import Tls
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,

@@ -19,7 +19,7 @@ from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
-from outrider.process import telemetry
+from outrider.process.observability import telemetry
 from outrider.v1 import generation_pb2
 from outrider.v1.generation_pb2 import GenerateTextRequest
 

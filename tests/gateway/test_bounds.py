@@ -11,12 +11,12 @@ import httpx
 import pytest
 from gateway_rig import Rig
 
-from gateway.http.fields import MAX_KEYS
-from gateway.http.json_size import MAX_STRINGS, MAX_VALUES, check_size
-from gateway.http.schema import MAX_PROMPTS
+from gateway.http.ingress.fields import MAX_KEYS
+from gateway.http.ingress.json_size import MAX_STRINGS, MAX_VALUES, check_size
+from gateway.http.openai.schema import MAX_PROMPTS
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.protocol.limits import MAX_MESSAGES
 from outrider.v1 import generation_pb2
 

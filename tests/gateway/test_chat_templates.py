@@ -10,7 +10,7 @@ import pytest
 from gateway_rig import TARGET, model_with_template, rig_with_template
 from transformers import AutoTokenizer
 
-from gateway.http.conversation import Message
+from gateway.http.openai.conversation import Message
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 

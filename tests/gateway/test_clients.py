@@ -9,7 +9,7 @@ import pytest
 from gateway_rig import Rig, events_of
 from scripted_verifier import last, plain
 
-from gateway.http.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
+from gateway.http.openai.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
 from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

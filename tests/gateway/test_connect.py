@@ -18,12 +18,12 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from scripted_verifier import plain
 from waiting import until
 
-from gateway.http.request_body import MAX_BODY_BYTES
+from gateway.http.ingress.request_body import MAX_BODY_BYTES
 from gateway.rpc import connect
 from gateway.rpc.connect import PATH
 from gateway.rpc.servicer import MAX_MESSAGE_BYTES
 from outrider.errors import OutriderError, Reason, Retry
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.v1.common_pb2 import SamplingParams
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse, TokenPrompt
 

@@ -14,8 +14,8 @@ import pytest_asyncio
 from gateway_rig import settings
 from waiting import until
 
-from gateway.http import connections
-from gateway.http.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedProtocol
+from gateway.http.ingress import connections
+from gateway.http.ingress.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedProtocol
 from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 

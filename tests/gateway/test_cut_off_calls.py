@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gateway_rig import Rig
 
-from gateway.http.conversation import MAX_DEPTH, read_arguments
+from gateway.http.openai.conversation import MAX_DEPTH, read_arguments
 from outrider.protocol.messages import FinishReason
 from outrider.v1 import generation_pb2
 

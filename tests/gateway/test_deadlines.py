@@ -11,7 +11,7 @@ from gateway_rig import Rig, events_of
 from waiting import until
 
 from gateway.generation.admission import ClientTimeout
-from gateway.http.calls import client_timeout
+from gateway.http.openai.calls import client_timeout
 from outrider.errors import OutriderError
 from outrider.protocol.messages import TokenRequest
 from outrider.v1 import generation_pb2

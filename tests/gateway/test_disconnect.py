@@ -18,10 +18,10 @@ from scripted_verifier import last, plain
 from waiting import until
 
 from gateway.generation import generate
-from gateway.http.connections import BoundedProtocol
+from gateway.http.ingress.connections import BoundedProtocol
 from outrider.errors import Reason
-from outrider.process import rpc_errors
-from outrider.process.read_ahead import MOST_UNREAD
+from outrider.process.network import rpc_errors
+from outrider.process.network.read_ahead import MOST_UNREAD
 from outrider.protocol.messages import FinishReason
 from outrider.protocol.model_info import Load
 from outrider.v1 import generation_pb2, generation_pb2_grpc

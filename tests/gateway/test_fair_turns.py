@@ -17,7 +17,7 @@ from waiting import until
 
 from gateway.generation import turns as turns_module
 from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
-from gateway.http import entrance
+from gateway.http.ingress import entrance
 from outrider.protocol.messages import FinishReason
 from outrider.v1.generation_pb2 import GenerateTextRequest
 

@@ -15,7 +15,7 @@ from scripted_verifier import plain
 from waiting import until
 
 from outrider.errors import OutriderError, Reason
-from outrider.process import telemetry
+from outrider.process.observability import telemetry
 from outrider.protocol.messages import TokenChunk
 from outrider.v1 import generation_pb2
 

@@ -23,7 +23,7 @@ from raw_calls import call_raw, methods
 from test_connect import JSON, PROTO, WEB, post, reason, retry_class
 from waiting import until
 
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.v1 import common_pb2
 from outrider.v1.generation_pb2 import DESCRIPTOR, Chat, ChatMessage, GenerateTextRequest
 

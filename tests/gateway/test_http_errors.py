@@ -11,7 +11,7 @@ from gateway_rig import Rig, events_of
 from scripted_verifier import plain
 from waiting import until
 
-from gateway.http.request_body import MAX_BODY_BYTES
+from gateway.http.ingress.request_body import MAX_BODY_BYTES
 from outrider.errors import OutriderError, Reason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

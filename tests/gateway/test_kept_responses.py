@@ -26,7 +26,7 @@ from responses_rig import (
     streamed,
 )
 
-from gateway.http import responses_kept
+from gateway.http.responses import kept as responses_kept
 from gateway.text.prompts import Prompts
 from outrider.protocol.messages import FinishReason
 

@@ -15,7 +15,7 @@ from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -21,10 +21,10 @@ from waiting import until
 
 from gateway.access import keys
 from gateway.access.gate import RequireKey, tenant_of
+from gateway.access.key_file import new_key, write_keys
 from gateway.access.keys import KeyRing
 from gateway.text.prompts import Prompts
 from outrider.errors import invalid
-from outrider.process.key_file import new_key, write_keys
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

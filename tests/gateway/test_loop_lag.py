@@ -30,7 +30,7 @@ from stack import GatewayProcess
 from waiting import until
 
 from gateway.text.prompts import Prompts
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,

@@ -17,7 +17,7 @@ from waiting import until
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,

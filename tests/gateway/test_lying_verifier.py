@@ -30,7 +30,7 @@ from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
-from outrider.process import rpc, rpc_errors
+from outrider.process.network import rpc, rpc_errors
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, TypeAdapter
 from scripted_verifier import last, plain
 
 from gateway.access.gate import tenant_of
-from gateway.http.request_body import MAX_BODY_BYTES
+from gateway.http.ingress.request_body import MAX_BODY_BYTES
 from gateway.text.prompts import Prompts
 from gateway.tools.definitions import MAX_TOOLS
 from outrider.errors import OutriderError, Reason
@@ -761,7 +761,7 @@ async def test_a_failure_in_mid_stream_is_the_last_event(rig: Rig) -> None:
 async def test_a_fault_of_the_gateway_has_anthropics_shape(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.http.messages.MessagesCall.writer", None)
+    monkeypatch.setattr("gateway.http.messages.routes.MessagesCall.writer", None)
     response = await rig.http.post(URL, json={"messages": ASK, "max_tokens": 5})
     assert error_of(response, 500)["type"] == "api_error"
 

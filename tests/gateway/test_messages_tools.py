@@ -16,7 +16,7 @@ from anthropic.types import ToolUnionParam
 from anthropic.types.beta import BetaMemoryTool20250818Command
 from gateway_rig import Rig, rig_with_template
 
-from gateway.http.messages_tools import CLIENT_TOOLS
+from gateway.http.messages.tools import CLIENT_TOOLS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

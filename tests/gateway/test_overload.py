@@ -26,7 +26,7 @@ from gateway.generation.admission import (
     total_load,
 )
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.protocol.model_info import Load
 from outrider.v1 import generation_pb2
 

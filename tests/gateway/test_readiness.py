@@ -12,7 +12,7 @@ from scripted_verifier import last, plain
 from waiting import until
 
 from outrider.errors import Reason
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.protocol.messages import FinishReason
 from outrider.protocol.model_info import DrafterInfo, Placement, Stage
 

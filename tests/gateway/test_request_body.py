@@ -11,7 +11,7 @@ import httpx
 import pytest
 from gateway_rig import Rig
 
-from gateway.http.request_body import MAX_BODY_BYTES
+from gateway.http.ingress.request_body import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

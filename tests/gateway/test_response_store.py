@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.http import responses_store
-from gateway.http.responses_store import ResponseStore
+from gateway.http.responses import store as responses_store
+from gateway.http.responses.store import ResponseStore
 
 Json = dict[str, Any]
 

@@ -30,7 +30,7 @@ from responses_rig import (
 )
 from scripted_verifier import plain
 
-from gateway.http import responses
+from gateway.http.responses import routes as responses
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, TokenRequest

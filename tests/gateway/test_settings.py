@@ -12,7 +12,7 @@ from gateway_rig import Rig, model_with_template, own_rig
 from scripted_verifier import Step, last, plain
 from tokenizers import Tokenizer, processors
 
-from gateway.http.schema import GenerationBody
+from gateway.http.openai.schema import GenerationBody
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.kinds import Grammar, GrammarKind

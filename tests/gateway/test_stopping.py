@@ -18,7 +18,7 @@ from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import Reason
-from outrider.process import rpc, rpc_errors
+from outrider.process.network import rpc, rpc_errors
 from outrider.protocol.messages import FinishReason, TokenRequest
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 

@@ -24,7 +24,7 @@ from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
 from outrider.errors import OutriderError, Reason
-from outrider.process import addresses
+from outrider.process.network import addresses
 from outrider.protocol.messages import FinishReason, TokenRequest
 from outrider.protocol.model_info import Stage
 

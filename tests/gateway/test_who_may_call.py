@@ -25,7 +25,7 @@ from gateway.metrics import Metrics
 from gateway.rpc.servicer import SERVICE
 from gateway.server import Gateway
 from gateway.text.prompts import Prompts
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import OutriderError, Reason
-from outrider.launch.check_head import run
+from outrider_cli.check_head import run
 
 ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "models/target")

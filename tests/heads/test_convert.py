@@ -31,7 +31,7 @@ def test_a_pickled_head_is_the_same_afterwards(tmp_path: Path) -> None:
     (source / "training_args.bin").write_bytes(b"no tensors")
     with pytest.raises(OutriderError, match=r"is pickled; `outrider convert-head .*in OUT`"):
         read(source, TARGET)
-    command = [sys.executable, "-m", "outrider.launch.cli", "convert-head", str(source)]
+    command = [sys.executable, "-m", "outrider_cli.main", "convert-head", str(source)]
     ended = subprocess.run(
         [*command, str(tmp_path / "out")], capture_output=True, text=True, check=True
     )

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from outrider.heads.loading import load, target_weights
 from outrider.heads.model import Extension
 from outrider.heads.reading import read
-from outrider.launch.grow import Shape, grow, grow_head
+from outrider_bench.grow import Shape, grow, grow_head
 
 GROWN = Shape(hidden=48, layers=12, heads=6, kv_heads=2, intermediate=64, vocab_size=64)
 

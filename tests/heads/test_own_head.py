@@ -36,17 +36,17 @@ from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError
 from outrider.heads import reading_choice
 from outrider.heads.reading import read
-from outrider.launch.check_head import read_text
-from outrider.launch.own_head import load_head
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
-from outrider.process import rpc
-from outrider.process.telemetry import NO_SPAN
+from outrider.process.network import rpc
+from outrider.process.observability.telemetry import NO_SPAN
 from outrider.protocol.draft_messages import DraftBatch, FeatureRows, Hello
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
+from outrider_cli.check_head import read_text
+from outrider_cli.own_head import load_head
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread

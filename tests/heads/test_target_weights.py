@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from outrider.errors import OutriderError, Reason
 from outrider.heads.loading import target_weights
 from outrider.heads.reading import read_target_config
-from outrider.launch.check_head import run
+from outrider_cli.check_head import run
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models/target"
@@ -79,7 +79,7 @@ def test_a_target_by_its_hub_id_has_the_weights_of_its_folder(
 @pytest.mark.slow
 def test_check_head_takes_a_target_by_its_hub_id(tmp_path: Path) -> None:
     in_hub_cache(tmp_path / "hub")
-    command = [sys.executable, "-m", "outrider.launch.cli", "check-head", str(HEAD), ID]
+    command = [sys.executable, "-m", "outrider_cli.main", "check-head", str(HEAD), ID]
     ended = subprocess.run(
         command,
         env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 from outrider_bench.experiment.hosts import Launch
 from outrider_bench.experiment.machine import commit
 from outrider_bench.experiment.remote import RemoteHost, remote_hosts
 
-OUTRIDER = (sys.executable, "-m", "outrider.launch.cli")
+OUTRIDER = (sys.executable, "-m", "outrider_cli.main")
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
 _PRIVILEGE_SEPARATION = Path("/run/sshd")

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from waiting import until
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 from outrider_bench.experiment.hosts import Launch, LocalHost
 from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.links import SEGMENT_BYTES, ShapedLink, _End

@@ -51,7 +51,7 @@ BUDGETS = (
     Mutant(
         "B5",
         "tenants that have used up their time share all threads",
-        "outrider/process/tenant_threads.py",
+        "outrider/process/workers/tenant_threads.py",
         "slow_count < self._most_slow or not is_slow(tenant)",
         "True",
         (

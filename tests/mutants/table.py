@@ -278,7 +278,7 @@ MUTANTS = (
     Mutant(
         "S1",
         "a paused producer goes on only when its reader has read everything",
-        "outrider/process/read_ahead.py",
+        "outrider/process/network/read_ahead.py",
         "len(self) <= _FEW_UNREAD",
         "len(self) == 0",
         ("tests/shared/test_read_ahead.py",),

@@ -10,7 +10,7 @@ from waiting import until
 
 from drafter_svc.pools.keys import PoolKeys
 from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
-from outrider.process.redis_server import RedisServer
+from outrider.process.redis.server import RedisServer
 
 FINGERPRINT = "0123456789abcdef0123"
 SECRET = b"a secret of some length"

@@ -13,8 +13,8 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 from redis_servers import Standalone
 
 from drafter_svc.pools import redis_client
-from outrider.process import redis_replies
-from outrider.process.redis_server import RedisServer
+from outrider.process.redis import replies as redis_replies
+from outrider.process.redis.server import RedisServer
 
 
 class Liar:

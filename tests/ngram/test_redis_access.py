@@ -9,7 +9,7 @@ from redis_servers import PASSWORD, Deployment, RedisProcess, Standalone, acl_li
 from waiting import until
 
 from drafter_svc.pools.redis_client import RedisClient
-from outrider.process.redis_server import RedisServer
+from outrider.process.redis.server import RedisServer
 
 # Needed for a database other than 0, and for a slot that is moving. Other tests use these rights.
 _SELDOM = {"select", "asking"}

@@ -21,7 +21,7 @@ from waiting import until
 
 from drafter_svc.pools import redis as redis_pool
 from drafter_svc.pools.redis import Query, RedisPool
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.spec import Link
 

@@ -14,8 +14,8 @@ from redis_servers import Certificates, Standalone
 from waiting import until
 
 from drafter_svc.config import EraseSettings, RedisSettings, settings_schema
-from outrider.process.redis_server import RedisServer
-from outrider.process.tls import Tls
+from outrider.process.redis.server import RedisServer
+from outrider.process.security.tls import Tls
 
 
 @pytest.fixture(scope="module")

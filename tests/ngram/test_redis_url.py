@@ -7,7 +7,7 @@ import pytest
 from redis_servers import Certificates
 
 from outrider.errors import OutriderError
-from outrider.process.redis_server import RedisServer
+from outrider.process.redis.server import RedisServer
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from subprocess import DEVNULL, Popen
 import yaml
 from stack import ROOT
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 
 SHIPPED = ROOT / "compose/observability"
 

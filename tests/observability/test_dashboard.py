@@ -18,7 +18,7 @@ from prometheus_server import SHIPPED, prometheus
 from redis_servers import Standalone
 from stack import Stack, behind_gateway
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from prometheus_server import prometheus
 from stack import GatewayProcess, Stack, behind_gateway
 from waiting import wait_until
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from stack import TARGET, GatewayProcess, Stack, behind_gateway
 from trace_collector import Collector, attributes, collecting
 from waiting import until
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 
 pytestmark = pytest.mark.slow
 

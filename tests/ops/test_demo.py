@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from outrider import smollm2
-from outrider.launch.client import Answer
-from outrider.launch.demo import Part, parts
-from outrider.launch.demo_report import Row, report
+from outrider_cli.client import Answer
+from outrider_cli.demo import Part, parts
+from outrider_cli.demo_report import Row, report
 
 QUESTIONS = (("fact", {"messages": [{"role": "user", "content": "Why?"}]}),)
 DRAFTED = {"num_spec_steps": 2, "num_draft_tokens": 5, "num_accepted_draft_tokens": 4}

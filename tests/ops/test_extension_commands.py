@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.launch import cli
-from outrider.process.usage import invoke
+from outrider.process.settings.usage import invoke
+from outrider_cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 

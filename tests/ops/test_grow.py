@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.launch.grow import MODEST, Shape, grow, modest_checkpoint
+from outrider_bench.grow import MODEST, Shape, grow, modest_checkpoint
 from outrider_bench.grown import grown_checkpoint
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -101,7 +101,7 @@ def test_the_served_checkpoint_is_made_anew_for_newer_weights(
         made.append(shape)
         return model
 
-    monkeypatch.setattr("outrider.launch.grow.grow", fake)
+    monkeypatch.setattr("outrider_bench.grow.grow", fake)
     for newer, count in ((False, 1), (False, 1), (True, 2)):
         if newer:
             later = (out / "config.json").stat().st_mtime + 1

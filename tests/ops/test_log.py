@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from waiting import wait_until
 
-from outrider.launch import serve
+from outrider_cli import serve
 
 TALKS = """
 import os, pathlib
@@ -26,10 +26,10 @@ for count in range(10**9):
 """
 SUPERVISES = """
 import asyncio, sys
-from outrider.launch.serve import supervise
-from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.stack_plan import Stack
-from outrider.launch.supervisor import Child
+from outrider_cli.serve import supervise
+from outrider_cli.serve_settings import ServeSettings
+from outrider_cli.stack_plan import Stack
+from outrider_cli.supervisor import Child
 stack = Stack([Child("talks", "talks", [])], "http://127.0.0.1:1", "", "")
 sys.exit(asyncio.run(supervise(stack, ServeSettings(target="t"))))
 """
@@ -143,15 +143,15 @@ def test_a_closed_pipe_ends_serve_without_a_traceback(rig: Rig) -> None:
 def test_a_failed_supervising_task_ends_serve_with_the_reason(tmp_path: Path) -> None:
     """A reader of pipes with a bug makes the task fail."""
     broken = """
-import outrider.launch.supervisor
+import outrider_cli.supervisor
 calls = []
-read = outrider.launch.supervisor._line
+read = outrider_cli.supervisor._line
 async def line(output):
     calls.append(output)
     if len(calls) > 1000:
         raise RuntimeError("a bug")
     return await read(output)
-outrider.launch.supervisor._line = line
+outrider_cli.supervisor._line = line
 """
     rig = Rig(tmp_path, broken + SUPERVISES)
     serving = rig.start(subprocess.DEVNULL)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.launch.start_log import StartLog
+from outrider_cli.start_log import StartLog
 
 WAITS = "2026-11-25 02:00:00,000 INFO outrider.drafter.stream: waiting for the verifier"
 WAITS_IN_JSON = '{"time": "2026-11-25T02:00:00.000+00:00", "level": "info", "logger": "x"}'

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import until, wait_until
 
-from outrider.launch.supervisor import Child, StartFailed, Supervisor
+from outrider_cli.supervisor import Child, StartFailed, Supervisor
 
 LIVES = "import time; print('up', flush=True); time.sleep(60)"
 FAILS = "raise SystemExit('no such model')"
@@ -30,7 +30,7 @@ time.sleep(60)
 """
 SUPERVISES = """
 import asyncio
-from outrider.launch.supervisor import Child, Supervisor
+from outrider_cli.supervisor import Child, Supervisor
 async def main():
     supervisor = Supervisor(lambda name, line: print(f"{name}: {line}", flush=True))
     supervisor.start(Child("waits", "waits", []))

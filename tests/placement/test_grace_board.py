@@ -14,7 +14,7 @@ from sys_trees import BOARD, gb200
 from drafter_svc import placement
 from drafter_svc.__main__ import main
 from drafter_svc.placement import PlacementPlan, Topology
-from outrider.process.cores import parse_cores
+from outrider.process.settings.cores import parse_cores
 
 PIN = re.compile(r"GPU(\d)\t.*\t([\d-]+)\t(\d)\t(\d+)$", re.MULTILINE)
 
@@ -58,7 +58,9 @@ def _drafted(
     monkeypatch.setattr("drafter_svc.server.serve", serve)
     # A drafter logs by its own rules, and ends its process.
     for name in ("setup_logging", "setup", "leave"):
-        monkeypatch.setattr(f"outrider.process.telemetry.{name}", lambda *_, **__: None)
+        monkeypatch.setattr(
+            f"outrider.process.observability.telemetry.{name}", lambda *_, **__: None
+        )
     monkeypatch.setattr(os, "sched_setaffinity", kernel.sched_setaffinity)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: kernel)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -14,7 +14,7 @@ from sys_trees import gb200, tree
 
 from drafter_svc.placement import choose_address, plan
 from outrider.errors import OutriderError
-from outrider.process.cores import format_cores, parse_cores
+from outrider.process.settings.cores import format_cores, parse_cores
 
 GRACE_MIDR = "0x00000000410fd4f0"
 

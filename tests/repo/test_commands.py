@@ -55,11 +55,11 @@ def setting_flags() -> frozenset[str]:
         "drafter_svc/config.py",
         "examples/repeat_drafter.py",
         "gateway/config.py",
-        "outrider/launch/serve_settings.py",
-        "outrider/launch/verifier.py",
-        "outrider/process/config.py",
-        "outrider/process/key_file.py",
-        "outrider/process/tls.py",
+        "outrider_cli/serve_settings.py",
+        "outrider_cli/verifier.py",
+        "outrider/process/settings/config.py",
+        "gateway/access/key_file.py",
+        "outrider/process/security/tls.py",
         "outrider_bench/settings.py",
     ]
     paths = [ROOT / name for name in files] + sorted((ROOT / "drafter_svc/families").glob("*.py"))
@@ -134,8 +134,8 @@ import io, sys
 from contextlib import redirect_stdout
 from importlib import import_module
 from drafter_svc.families.settings import OF_FAMILIES
-from outrider.launch.cli import app, keys
-from outrider.process.usage import invoke
+from outrider_cli.main import app, keys
+from outrider.process.settings.usage import invoke
 
 lines = [[name] for name in app.commands] + [["keys", name] for name in keys.commands]
 lines += [["drafter", "--family", name] for name in OF_FAMILIES]

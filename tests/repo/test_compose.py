@@ -12,7 +12,7 @@ import yaml
 from drafter_svc.config import settings_schema
 from drafter_svc.families.registry import known_families
 from gateway.config import GatewaySettings
-from outrider.process.config import Settings
+from outrider.process.settings.config import Settings
 from verifier_svc.config import VerifierSettings
 
 COMPOSE = Path(__file__).parents[2] / "compose"
@@ -220,7 +220,7 @@ def test_swarm_ends_no_container_that_waits_for_verifiers(name: str) -> None:
 @pytest.mark.parametrize(
     ("target", "is_there", "started"),
     [
-        ("grown/target-154m", False, ["outrider.launch.grow", "verifier_svc"]),
+        ("grown/target-154m", False, ["outrider_bench.grow", "verifier_svc"]),
         ("grown/target-154m", True, ["verifier_svc"]),
         ("models/llama-8b", False, ["verifier_svc"]),
     ],

@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from drafter_svc.config import settings_schema
 from gateway.config import GatewaySettings
-from outrider.process.config import Settings
+from outrider.process.settings.config import Settings
 from verifier_svc.config import VerifierSettings
 
 ROOT = Path(__file__).parents[2]

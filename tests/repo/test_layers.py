@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 from setuptools import find_namespace_packages
 
-from outrider.process.config import MODEL_LIBRARIES
+from outrider.process.settings.config import MODEL_LIBRARIES
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"outrider", "verifier_svc", "drafter_svc", "gateway", "outrider_bench"}
+PACKAGES = {
+    "outrider",
+    "verifier_svc",
+    "drafter_svc",
+    "gateway",
+    "outrider_cli",
+    "outrider_bench",
+}
 
 
 def test_an_installation_has_no_other_top_level_packages() -> None:
@@ -23,18 +30,18 @@ def test_an_installation_has_no_other_top_level_packages() -> None:
 
 WITHOUT_MODELS = [
     "gateway.__main__",
-    "gateway.http.openai",
+    "gateway.http.openai.routes",
     "drafter_svc.__main__",
     "verifier_svc.__main__",
     "drafter_svc.families.ngram",
     "drafter_svc.families.model",
-    "outrider.launch.cli",
+    "outrider_cli.main",
 ]
 
 
 @pytest.mark.parametrize(
     ("modules", "without"),
-    [(["gateway.http.to_requests"], ("google", "grpc")), (WITHOUT_MODELS, MODEL_LIBRARIES)],
+    [(["gateway.http.openai.to_requests"], ("google", "grpc")), (WITHOUT_MODELS, MODEL_LIBRARIES)],
     ids=["http-validation", "processes-before-a-model"],
 )
 def test_modules_load_without_libraries_that_they_do_not_need(

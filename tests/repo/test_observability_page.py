@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 import drafter_svc.metrics
 import gateway.metrics
 import verifier_svc.metrics
-from outrider.process.process_metrics import add_process_metrics
+from outrider.process.observability.process_metrics import add_process_metrics
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/observability.md").read_text()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from outrider.process import addresses
-from outrider.process.addresses import Addresses, check_address
+from outrider.process.network import addresses
+from outrider.process.network.addresses import Addresses, check_address
 
 
 @pytest.mark.parametrize(

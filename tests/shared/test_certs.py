@@ -10,11 +10,11 @@ import pytest
 from certificates import Site
 from cryptography import x509
 
-from outrider.launch.cli import app
-from outrider.process.certs import NAMES
-from outrider.process.roles import Peer, Role, peer_of_ssl
-from outrider.process.tls import Tls
-from outrider.process.usage import invoke
+from outrider.process.security.certs import NAMES
+from outrider.process.security.roles import Peer, Role, peer_of_ssl
+from outrider.process.security.tls import Tls
+from outrider.process.settings.usage import invoke
+from outrider_cli.main import app
 
 
 def certs(directory: Path, *words: str) -> int:

@@ -14,13 +14,13 @@ from certificates import Site
 import drafter_svc.__main__
 import gateway.__main__
 from gateway.config import GatewaySettings
-from outrider.launch import verifier
-from outrider.launch.serve import run
-from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.verifier import HeadVerifierSettings
-from outrider.process.check_config import _masked
-from outrider.process.config import load, parse
-from outrider.process.tls import Tls
+from outrider.process.security.tls import Tls
+from outrider.process.settings.check_config import _masked
+from outrider.process.settings.config import load, parse
+from outrider_cli import verifier
+from outrider_cli.serve import run
+from outrider_cli.serve_settings import ServeSettings
+from outrider_cli.verifier import HeadVerifierSettings
 
 ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "models/target")

@@ -12,12 +12,12 @@ from drafter_svc.config import settings_schema
 from drafter_svc.families.registry import known_families
 from gateway.config import GatewaySettings
 from outrider import __version__
-from outrider.launch import serve as serving
-from outrider.launch.cli import app
-from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.verifier import HeadVerifierSettings
-from outrider.process.config import Settings
-from outrider.process.usage import invoke
+from outrider.process.settings.config import Settings
+from outrider.process.settings.usage import invoke
+from outrider_cli import serve as serving
+from outrider_cli.main import app
+from outrider_cli.serve_settings import ServeSettings
+from outrider_cli.verifier import HeadVerifierSettings
 
 ROOT = Path(__file__).parents[2]
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"

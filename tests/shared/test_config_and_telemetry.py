@@ -9,10 +9,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from drafter_svc.config import EraseSettings, settings_schema
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError
-from outrider.launch.serve_settings import DrafterSpec, ServeSettings
-from outrider.launch.stack_plan import plan_stack
-from outrider.process import telemetry
-from outrider.process.config import Settings, parse
+from outrider.process.observability import telemetry
+from outrider.process.settings.config import Settings, parse
+from outrider_cli.serve_settings import DrafterSpec, ServeSettings
+from outrider_cli.stack_plan import plan_stack
 from verifier_svc.config import VerifierSettings
 
 

@@ -21,7 +21,7 @@ from outrider.grammar.backends import Compiled
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.worker import grammar_from, is_for_texts
-from outrider.process.workers import OutOfTime, Worker, WorkerLost
+from outrider.process.workers.pool import OutOfTime, Worker, WorkerLost
 
 
 def test_the_cache_keeps_recent_grammars_within_its_bytes() -> None:

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from outrider.launch.cli import app
-from outrider.process import rpc
-from outrider.process.usage import invoke
+from outrider.process.network import rpc
+from outrider.process.settings.usage import invoke
+from outrider_cli.main import app
 
 SERVICE = "outrider.v1.VerifierService"
 

@@ -16,7 +16,7 @@ from hostile_messages import changed, fuzzing, wire
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.json_size import check_size
+from gateway.http.ingress.json_size import check_size
 from gateway.upstream.chunk_checks import check_chunk, check_model
 from outrider.errors import OutriderError
 from outrider.protocol.model_info import ModelInfo, Stage

@@ -73,7 +73,7 @@ def run(home: Path, endpoint: str, *command: str) -> subprocess.CompletedProcess
 
 def serve(home: Path, endpoint: str, target: str) -> subprocess.CompletedProcess[str]:
     ports = [word for name in ("http", "grpc", "verifier") for word in (f"--{name}-port", "0")]
-    return run(home, endpoint, "-m", "outrider.launch.cli", "serve", target, *ports)
+    return run(home, endpoint, "-m", "outrider_cli.main", "serve", target, *ports)
 
 
 def test_a_hub_model_is_read_from_the_cache_once_the_hub_is_gone(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.launch import keys as keys_command
-from outrider.launch.cli import app
-from outrider.process.key_file import KeyEntry, key_digest, read_keys
-from outrider.process.usage import invoke
+from gateway.access.key_file import KeyEntry, key_digest, read_keys
+from outrider.process.settings.usage import invoke
+from outrider_cli import keys as keys_command
+from outrider_cli.main import app
 
 
 def keys(*arguments: str) -> int:

@@ -19,11 +19,11 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.errors import OutriderError
-from outrider.process import metrics_export, telemetry
-from outrider.process.config import ScrapedSettings
-from outrider.process.metrics_export import pushing_metrics, serve_metrics
-from outrider.process.ports import free_port
-from outrider.process.tls import Tls
+from outrider.process.network.ports import free_port
+from outrider.process.observability import metrics_export, telemetry
+from outrider.process.observability.metrics_export import pushing_metrics, serve_metrics
+from outrider.process.security.tls import Tls
+from outrider.process.settings.config import ScrapedSettings
 
 
 class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):

@@ -11,17 +11,17 @@ import pytest
 from grammar_texts import TARGET
 
 from drafter_svc.pools.keys import read_secret
+from gateway.access.key_file import read_keys
 from outrider.errors import OutriderError
 from outrider.heads.convert import run as convert
 from outrider.heads.reading import read
-from outrider.launch.serve_settings import ServeSettings
 from outrider.lm.checkpoint import read_checkpoint
 from outrider.process import files
-from outrider.process.config import load
-from outrider.process.key_file import read_keys
-from outrider.process.redis_server import RedisServer
-from outrider.process.tls import expires_at
+from outrider.process.redis.server import RedisServer
+from outrider.process.security.tls import expires_at
+from outrider.process.settings.config import load
 from outrider.tokenizer import end_token_ids, load_tokenizer
+from outrider_cli.serve_settings import ServeSettings
 
 # A read that waits for a writer would wait for ever.
 pytestmark = pytest.mark.timeout(60)

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from outrider.process import ports
-from outrider.process.ports import check_port, free_port
+from outrider.process.network import ports
+from outrider.process.network.ports import check_port, free_port
 
 
 def test_free_ports_are_different_and_lie_below_linuxs_outgoing_ones() -> None:

@@ -11,8 +11,8 @@ from cryptography import x509
 from prometheus_client import CollectorRegistry
 
 from outrider import __version__
-from outrider.process import rpc
-from outrider.process.process_metrics import add_process_metrics
+from outrider.process.network import rpc
+from outrider.process.observability.process_metrics import add_process_metrics
 
 EXPIRY = "outrider:certificate_expiry_timestamp_seconds"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.process.read_ahead import MOST_UNREAD, ReadAhead
+from outrider.process.network.read_ahead import MOST_UNREAD, ReadAhead
 
 LONG = 60.0
 

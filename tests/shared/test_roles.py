@@ -11,7 +11,14 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
-from outrider.process.roles import CALLERS, Peer, Role, check_call, check_http, peer_of_grpc
+from outrider.process.security.roles import (
+    CALLERS,
+    Peer,
+    Role,
+    check_call,
+    check_http,
+    peer_of_grpc,
+)
 from outrider.v1 import generation_pb2, verifier_pb2
 
 FILES: list[FileDescriptor] = [

@@ -19,7 +19,7 @@ from waiting import until
 
 from outrider.errors import OutriderError, Reason, Retry
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.process import rpc, rpc_errors
+from outrider.process.network import rpc, rpc_errors
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link

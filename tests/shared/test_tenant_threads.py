@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from outrider.process.tenant_threads import TenantThreads
+from outrider.process.workers.tenant_threads import TenantThreads
 
 
 class Record:

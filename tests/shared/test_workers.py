@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.process.worker_process import SECONDS
-from outrider.process.workers import (
+from outrider.process.workers.pool import (
     OutOfMemory,
     OutOfTime,
     Worker,
@@ -22,6 +21,7 @@ from outrider.process.workers import (
     WorkerLost,
     WorkerSource,
 )
+from outrider.process.workers.worker import SECONDS
 
 LONG_S = 60.0
 MEMORY = 256 * 2**20
@@ -143,7 +143,7 @@ def test_the_process_that_forks_is_replaced_too(source: WorkerSource, worker: Wo
 
 _PARENT = """
 import sys
-from outrider.process.workers import Worker, WorkerSource
+from outrider.process.workers.pool import Worker, WorkerSource
 worker = Worker(WorkerSource("worker_handlers:make", {"prefix": ""}))
 print(worker.call(b"pid", 60.0).decode(), flush=True)
 worker.call(b"hang", 600.0)

@@ -45,7 +45,7 @@ def test_two_runs_give_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> 
     )
     here, there = tmp_path / "here", tmp_path / "there"
     assert main([str(settings), "--out", str(here)]) == 0
-    simulate = [sys.executable, "-m", "outrider.launch.cli", "lab", "simulate"]
+    simulate = [sys.executable, "-m", "outrider_cli.main", "lab", "simulate"]
     command = [*simulate, str(settings), "--out", str(there)]
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
     environment = {**os.environ, "PYTHONHASHSEED": seed}

@@ -14,13 +14,13 @@ from certificates import trusting
 from redis_servers import Certificates, Standalone
 from stack import DRAFT, Process
 
-from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.stack_plan import plan_stack
-from outrider.process.certs import NAMES
-from outrider.process.ports import free_port
-from outrider.process.tls import Tls
+from outrider.process.network.ports import free_port
+from outrider.process.security.certs import NAMES
+from outrider.process.security.tls import Tls
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
+from outrider_cli.serve_settings import ServeSettings
+from outrider_cli.stack_plan import plan_stack
 
 HOST = "127.0.0.1"
 PORTS = (

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import served_engine
 
-from outrider.process.tls import Tls
+from outrider.process.security.tls import Tls
 from verifier_svc.engine.loop import Engine
 
 FINGERPRINT = "f"

@@ -21,13 +21,13 @@ from served_stack import PORTS, Served, served
 from stack import DRAFT
 from tokenizers import Tokenizer
 
-from outrider.launch.health import problem
-from outrider.process import rpc
-from outrider.process.certs import Authority
-from outrider.process.roles import Role
-from outrider.process.tls import Tls, explain
+from outrider.process.network import rpc
+from outrider.process.security.certs import Authority
+from outrider.process.security.roles import Role
+from outrider.process.security.tls import Tls, explain
 from outrider.v1 import generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
+from outrider_cli.health import problem
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,8 +17,8 @@ from gateway.metrics import Metrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from outrider.errors import Reason
-from outrider.process import rpc, rpc_errors
-from outrider.process.tls import Tls
+from outrider.process.network import rpc, rpc_errors
+from outrider.process.security.tls import Tls
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 BODY = {"prompt": "def main(", "max_tokens": 4}

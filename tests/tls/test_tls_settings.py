@@ -13,13 +13,13 @@ from cryptography.hazmat.primitives import serialization
 from pydantic import ValidationError
 
 from gateway.config import GatewaySettings
-from outrider.launch.health import problem
-from outrider.launch.serve_settings import ServeSettings
-from outrider.launch.stack_plan import plan_stack
-from outrider.process import rpc
-from outrider.process import tls as tls_module
-from outrider.process.config import parse
-from outrider.process.tls import Tls, WatchedTls
+from outrider.process.network import rpc
+from outrider.process.security import tls as tls_module
+from outrider.process.security.tls import Tls, WatchedTls
+from outrider.process.settings.config import parse
+from outrider_cli.health import problem
+from outrider_cli.serve_settings import ServeSettings
+from outrider_cli.stack_plan import plan_stack
 from verifier_svc.config import VerifierSettings
 
 

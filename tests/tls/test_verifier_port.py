@@ -21,8 +21,8 @@ from outrider.drafter.strategy import GuessStrategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.process import addresses, rpc, rpc_errors
-from outrider.process.tls import Tls, explain
+from outrider.process.network import addresses, rpc, rpc_errors
+from outrider.process.security.tls import Tls, explain
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.messages import DraftDistribution
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc

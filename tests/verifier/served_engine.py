@@ -9,8 +9,8 @@ from typing import Any
 from fake_model import VOCAB, exposition, make_engine
 
 from outrider.internal.v1 import token_streams_pb2_grpc
-from outrider.process import rpc
-from outrider.process.tls import Tls
+from outrider.process.network import rpc
+from outrider.process.security.tls import Tls
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2_grpc
 from verifier_svc.engine.engine_thread import EngineThread

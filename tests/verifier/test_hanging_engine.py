@@ -9,7 +9,7 @@ import pytest
 from fake_model import make_engine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.process import rpc
+from outrider.process.network import rpc
 from verifier_svc.engine import engine_thread
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import servicer

@@ -29,7 +29,7 @@ from served_engine import Verifier, verifier
 from waiting import until
 
 from outrider.internal.v1 import token_streams_pb2
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.protocol.draft_messages import DraftBatch, Hello, Proposal, Skip
 from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from outrider.protocol.wire import drafts as wire_drafts

@@ -13,7 +13,7 @@ from raw_drafter import RawDrafter
 from served_engine import verifier
 
 from outrider.errors import OutriderError, Reason
-from outrider.process import rpc, rpc_errors
+from outrider.process.network import rpc, rpc_errors
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc

@@ -15,7 +15,7 @@ from toy_grammars import Alternating
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Mask, MaskLimit
 from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.process.tenant_threads import TenantThreads
+from outrider.process.workers.tenant_threads import TenantThreads
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
 from verifier_svc.engine.config import EngineConfig

@@ -13,7 +13,7 @@ from served_engine import verifier
 from waiting import until
 
 from outrider.errors import OutriderError
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.protocol.messages import TokenRequest
 from outrider.protocol.model_info import Load
 from outrider.protocol.wire import model as wire_model

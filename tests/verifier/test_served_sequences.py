@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind
 from served_engine import verifier
 from waiting import until
 
-from outrider.process import rpc
+from outrider.process.network import rpc
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

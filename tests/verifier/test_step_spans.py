@@ -6,7 +6,7 @@ from fake_model import Client, ScriptedDrafter, make_engine
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outrider.process import telemetry
+from outrider.process.observability import telemetry
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 

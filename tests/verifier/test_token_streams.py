@@ -18,7 +18,7 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
     TokenStreamServiceStub,
     add_TokenStreamServiceServicer_to_server,
 )
-from outrider.process import rpc, rpc_errors
+from outrider.process.network import rpc, rpc_errors
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_svc.streams import gateway_streams
 from verifier_svc.streams.gateway_streams import GatewayStream

@@ -7,7 +7,7 @@ import platform
 import pytest
 
 from outrider.errors import OutriderError
-from outrider.process.telemetry import NO_SPAN
+from outrider.process.observability.telemetry import NO_SPAN
 from outrider.protocol.draft_messages import (
     DraftBatch,
     Hello,

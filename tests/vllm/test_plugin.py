@@ -13,7 +13,7 @@ from test_greedy_equality import Reference
 from test_vllm_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
 from waiting import until
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 from outrider.protocol.messages import TokenRequest
 from verifier_svc.vllm.runner import engine_arguments
 

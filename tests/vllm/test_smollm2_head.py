@@ -16,7 +16,7 @@ from outrider.protocol.messages import SamplingParams, SpeculationOptions, Token
 
 pytestmark = pytest.mark.slow  # A model of 135 million parameters on both engines.
 
-MODULE = "outrider.launch.verifier"
+MODULE = "outrider_cli.verifier"
 HEAD = str(ROOT / "models/smollm2/eagle3")
 DRAFTS = 4
 TOKENS = 64

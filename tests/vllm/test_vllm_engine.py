@@ -21,7 +21,7 @@ from waiting import until
 from outrider.errors import Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 from outrider.protocol.messages import (
     FinishReason,
     SamplingParams,

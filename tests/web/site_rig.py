@@ -8,7 +8,7 @@ import sys
 
 from stack import ROOT, GatewayProcess, Stack
 
-from outrider.process.ports import free_port
+from outrider.process.network.ports import free_port
 
 EXAMPLE = ROOT / "clients/browser"
 

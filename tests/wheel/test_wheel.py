@@ -76,7 +76,7 @@ def test_a_wheel_has_the_compiled_step_which_passes_the_tests(tree: Path, tmp_pa
     assert "passed" in run([*pytest_here, "-q", "-m", "not slow", *tests], installed)
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("seconds: 1\nsequences: [2]\ndrafters: [{name: d, acceptance: 0.8}]\n")
-    simulate = [sys.executable, "-m", "outrider.launch.cli", "lab", "simulate", str(scenario)]
+    simulate = [sys.executable, "-m", "outrider_cli.main", "lab", "simulate", str(scenario)]
     assert "│ drafted │" in run(simulate, installed)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
-from outrider.process.telemetry import Span
+from outrider.process.observability.telemetry import Span
 from outrider.protocol.draft_messages import Closed, DraftBatch, Hello, StepBatch, Verdict
 from outrider.protocol.messages import PauseReason
 from verifier_svc.drafts.assignments import new_assignment, run_ahead_window

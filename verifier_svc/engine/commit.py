@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
-from outrider.process.telemetry import Span
+from outrider.process.observability.telemetry import Span
 from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.drafts.draft_message import main_path_count, record_draft
 from verifier_svc.engine.chunks import chunk_of, cut_at_end, cut_at_grammars_end, sources_of

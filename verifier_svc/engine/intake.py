@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
-from outrider.process.telemetry import Span
+from outrider.process.observability.telemetry import Span
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
 from outrider.protocol.model_info import retry_after_s

@@ -20,7 +20,7 @@ from outrider.grammar.backends import Matcher
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
 from outrider.process.clock import Clock, monotonic
-from outrider.process.telemetry import NO_SPAN, Span
+from outrider.process.observability.telemetry import NO_SPAN, Span
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import Load
 from verifier_svc.drafts.exchange import DraftExchange

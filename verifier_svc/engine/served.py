@@ -8,7 +8,7 @@ from typing import Protocol
 from outrider.errors import OutriderError
 from outrider.grammar.backends import TextMatcher
 from outrider.process.clock import Clock
-from outrider.process.telemetry import Span
+from outrider.process.observability.telemetry import Span
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import Load
 from verifier_svc.drafts.exchange import DraftExchange

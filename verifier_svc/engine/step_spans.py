@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from outrider.process import telemetry
 from outrider.process.clock import Clock
-from outrider.process.telemetry import NO_SPAN, Span
+from outrider.process.observability import telemetry
+from outrider.process.observability.telemetry import NO_SPAN, Span
 from verifier_svc.metrics import Metrics
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence

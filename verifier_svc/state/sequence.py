@@ -10,7 +10,7 @@ from operator import mul
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
-from outrider.process.telemetry import NO_SPAN, Span
+from outrider.process.observability.telemetry import NO_SPAN, Span
 from outrider.protocol.draft_messages import Features, Opened, Window
 from outrider.protocol.messages import (
     DraftDistribution,

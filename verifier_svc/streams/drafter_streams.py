@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from outrider.errors import OutriderError, Reason
-from outrider.process.roles import Peer, Role
+from outrider.process.security.roles import Peer, Role
 from outrider.process.tasks import until_first_end
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.protocol.wire import drafts as wire_drafts

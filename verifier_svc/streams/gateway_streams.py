@@ -17,7 +17,7 @@ import grpc
 
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
-from outrider.process import rpc_errors
+from outrider.process.network import rpc_errors
 from outrider.protocol.wire.batches import take_batch
 from outrider.v1 import verifier_pb2
 

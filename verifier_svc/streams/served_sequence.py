@@ -7,9 +7,9 @@ import logging
 from types import TracebackType
 
 from outrider.errors import OutriderError
-from outrider.process import telemetry
 from outrider.process.clock import Clock
-from outrider.process.telemetry import Kind
+from outrider.process.observability import telemetry
+from outrider.process.observability.telemetry import Kind
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.v1 import verifier_pb2
 

@@ -19,10 +19,10 @@ from outrider.grammar.backends import TextMatcher
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.process.clock import Clock, monotonic
-from outrider.process.credentials import peer_of
-from outrider.process.read_ahead import ReadAhead, unread_error
-from outrider.process.request_id import HEADER, request_id
-from outrider.process.rpc import Server
+from outrider.process.network.read_ahead import ReadAhead, unread_error
+from outrider.process.network.rpc import Server
+from outrider.process.observability.request_id import HEADER, request_id
+from outrider.process.security.credentials import peer_of
 from outrider.process.tasks import watch
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import DrafterInfo, Load, ModelInfo, Stage

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.process.clock import Clock, monotonic
-from outrider.process.tenant_threads import TenantThreads
+from outrider.process.workers.tenant_threads import TenantThreads
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.sequence import Sequence as SequenceState
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import TextMatcher
 from outrider.process.clock import Clock
-from outrider.process.telemetry import NO_SPAN, Span
+from outrider.process.observability.telemetry import NO_SPAN, Span
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationOptions,

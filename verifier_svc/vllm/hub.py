@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
-from outrider.process.telemetry import Span
+from outrider.process.observability.telemetry import Span
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import AcceptanceRule, TokenChunk, TokenRequest
 from outrider.protocol.model_info import Load

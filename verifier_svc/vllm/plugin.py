@@ -21,11 +21,12 @@ import vllm
 from outrider import __version__
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import TextMatcher
-from outrider.process import rpc, telemetry
 from outrider.process.clock import Clock
-from outrider.process.config import load
-from outrider.process.metrics_export import serve_metrics
-from outrider.process.telemetry import Span
+from outrider.process.network import rpc
+from outrider.process.observability import telemetry
+from outrider.process.observability.metrics_export import serve_metrics
+from outrider.process.observability.telemetry import Span
+from outrider.process.settings.config import load
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import Load, ModelInfo, Stage

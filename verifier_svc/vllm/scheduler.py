@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from outrider.errors import OutriderError, Reason
-from outrider.process.telemetry import NO_SPAN
+from outrider.process.observability.telemetry import NO_SPAN
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.vllm.hub import DraftHub, Outcome

@@ -1,0 +1,1 @@
+"""OpenAI's completions and chats: bodies, their checks, and the shapes of answers."""

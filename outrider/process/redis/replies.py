@@ -1,0 +1,81 @@
+"""Bounds the replies of a Redis, so that a hostile one cannot stop its client."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from redis.asyncio import RedisCluster
+from redis.asyncio.connection import DefaultParser
+from redis.asyncio.sentinel import SentinelConnectionPool
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import InvalidResponse
+
+from outrider.process.redis.server import Client
+
+# The longest valid reply answers a lookup for some thousand sequences.
+_MAX_REPLY_BYTES = 16 * 2**20
+# The head of a list of a million elements or more. It cannot occur in a value: four ASCII digits
+# read as a token id exceed every vocabulary.
+_VAST_LIST = re.compile(rb"[*%~>|]\d{7}")
+_HEAD_BYTES = 8
+
+
+class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen at import
+    """redis-py's parser of replies, but raises InvalidResponse for a reply that is too large.
+
+    Neither redis-py nor hiredis has a setting for it. hiredis bounds only the nesting. It allocates
+    a list as soon as it has read the head. To free a list of a thousand million elements takes
+    seconds, in which nothing else runs: a hostile Redis would stop a drafter or a gateway. The
+    class overrides where redis-py's parser reads its stream; tests/ngram/test_lying_redis.py fails
+    if that moves.
+    """
+
+    __slots__ = ("_byte_count", "_tail")
+
+    def __init__(self, socket_read_size: int) -> None:
+        super().__init__(socket_read_size)
+        self._byte_count = 0
+        self._tail = b""
+
+    async def read_response(
+        self, disable_decoding: bool = False, push_request: bool = False
+    ) -> Any:
+        """Read one reply, as the base class does."""
+        self._byte_count = 0
+        self._tail = b""
+        return await super().read_response(
+            disable_decoding=disable_decoding, push_request=push_request
+        )
+
+    async def read_from_socket(self) -> bool:
+        """Check the bytes that arrived, then feed them to hiredis as the base class does."""
+        stream: Any = self._stream
+        data = await stream.read(self._read_size)
+        if not data:
+            raise RedisConnectionError("Redis hung up")
+        self._byte_count += len(data)
+        if self._byte_count > _MAX_REPLY_BYTES:
+            raise InvalidResponse(f"a reply has more than {_MAX_REPLY_BYTES} bytes")
+        if _VAST_LIST.search(self._tail + data):
+            raise InvalidResponse("a reply is a list of a million elements or more")
+        self._tail = (self._tail + data)[-_HEAD_BYTES:]
+        reader: Any = self._reader
+        reader.feed(data)
+        return True
+
+
+def bound_replies(client: Client) -> None:
+    """Have all connections of a client parse replies with the bounded parser."""
+    if not isinstance(client, RedisCluster):
+        pool = client.connection_pool
+        pools = [pool]
+        if isinstance(pool, SentinelConnectionPool):
+            pools += [each.connection_pool for each in pool.sentinel_manager.sentinels]
+        for each in pools:
+            each.connection_kwargs["parser_class"] = BoundedParser
+        return
+    nodes = client.nodes_manager
+    nodes.connection_kwargs["parser_class"] = BoundedParser
+    for node in nodes.startup_nodes.values():
+        node.connection_kwargs["parser_class"] = BoundedParser

@@ -1,0 +1,1 @@
+"""TLS, certificates, roles and credentials."""

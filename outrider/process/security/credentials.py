@@ -1,0 +1,73 @@
+"""gRPC credentials from the files of mutual TLS, and the peer that a call's certificate names."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import grpc
+
+from outrider.process.security.roles import Peer, Role, peer_of_grpc
+from outrider.process.security.tls import SOCKET_NAME, Tls, WatchedTls
+
+
+class ClientCredentials(NamedTuple):
+    """The contents of a client's files, and the channel options that go with them."""
+
+    of_channel: grpc.ChannelCredentials
+    options: list[tuple[str, str]]
+
+
+def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCredentials:
+    """Credentials for a server at this address.
+
+    The server's certificate must have the role `server`, or for None the address' name. Raises
+    OutriderError(INVALID_VALUE) if the files are bad.
+    """
+    pems = tls.read()
+    credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+    return ClientCredentials(credentials, name_options(address, server))
+
+
+def name_options(address: str, server: Role | None) -> list[tuple[str, str]]:
+    """Channel options for the name that the certificate of a server at this address must have.
+
+    It is that of the role `server`, or for None the address' name.
+    """
+    name = None if server is None else server.server_name
+    if name is None and address.startswith("unix:"):
+        # gRPC would look for a socket's path in the certificate.
+        name = SOCKET_NAME
+    return [] if name is None else [("grpc.ssl_target_name_override", name)]
+
+
+def server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Credentials that each new connection reads again if the files have changed.
+
+    Clients need a certificate if the files have authorities. Raises OutriderError(INVALID_VALUE) if
+    the files are bad.
+    """
+
+    def load(files: Tls) -> grpc.ServerCertificateConfiguration:
+        pems = files.read()
+        return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
+
+    watched = WatchedTls(tls, load)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """The new files; None if they are as before. gRPC calls it from its own threads."""
+        return watched.current if watched.refresh() else None
+
+    return grpc.dynamic_ssl_server_credentials(
+        watched.current,
+        # grpc-stubs do not know that it may return None.
+        fetch,  # type: ignore[arg-type]
+        require_client_authentication=tls.ca is not None,
+    )
+
+
+def peer_of(context: grpc.aio.ServicerContext[Any, Any]) -> Peer | None:
+    """Who makes a call, by certificate; None without TLS.
+
+    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for a certificate with an unknown role.
+    """
+    return peer_of_grpc(context.auth_context())

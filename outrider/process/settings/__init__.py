@@ -1,0 +1,1 @@
+"""Settings of a process: command line, environment, files, and their checks."""

@@ -1,0 +1,99 @@
+"""`outrider check-head`: says what a draft head is, and how often its first guesses are right.
+
+It loads the target, which the process of a head does not. So it can tell which of the target's
+layers the head was trained on, where the head's file may mean several. A verifier with a head in
+its process finds out by the same text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from outrider.heads.loading import load, target_weights
+from outrider.heads.reading import read, read_target_config
+from outrider.heads.reading_choice import ReadingChoice, choose_reading, states_of
+from outrider.heads.spec import Head, HeadSpec
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.tokenizer import load_tokenizer
+from outrider_cli.prompts import DEMO_PROMPTS
+from outrider_cli.start_log import start_status
+
+_TOKENS = 256
+_PAGE_SIZE = 16
+# A head of the target is right far more often, even on the wrong layers of some targets.
+_FIT = 0.1
+
+
+def run(
+    head: Path, target: str, dtype: str, device: str, *, trust_remote_code: bool = False
+) -> int:
+    """Print the facts and the choice; return the exit status, 1 if the head does not fit.
+
+    Raises OutriderError(INVALID_VALUE) for a head or target that cannot be read.
+    """
+    found = read(head, read_target_config(target, trust_remote_code))
+    with start_status(Console(stderr=True), f"loading {target}, and reading a text with it ..."):
+        choice = check(found, target, dtype, device, trust_remote_code=trust_remote_code)
+    spec = found.spec
+    print(f"kind: {spec.kind}")
+    print(f"features: {spec.feature_width} numbers a token; draft ids: {spec.draft_vocab_size}")
+    print(f"right guesses after {choice.tried} tokens of a text, by what the file may mean:")
+    for number, (words, matches) in enumerate(zip(choice.shown, choice.matches, strict=True), 1):
+        later = f", and {matches.later} later ones" if matches.later else ""
+        share = f"{matches.first / choice.tried:.0%}"
+        print(f"  {number}. {words}: {matches.first} ({share}){later}")
+    if max(matches.first for matches in choice.matches) < _FIT * choice.tried:
+        print("The head hardly guesses this target: it was made for another one.")
+        return 1
+    number = [matches.spec for matches in choice.matches].index(choice.spec) + 1
+    if number > 1:
+        print("The file's own first reading is worse. Start its drafter with")
+        print(f"  --head-reading {number}")
+    elif not choice.clear:
+        print("That does not tell them apart. The file's likeliest comes first.")
+    return 0
+
+
+def check(
+    head: Head, target: str, dtype: str, device: str, *, trust_remote_code: bool = False
+) -> ReadingChoice:
+    """Compare the head's first guesses with the target's likeliest tokens of a text."""
+    pages = 2 * _TOKENS // _PAGE_SIZE
+    runner = ModelRunner.load(
+        target,
+        dtype=dtype,
+        device=device,
+        page_count=pages,
+        trust_remote_code=trust_remote_code,
+    )
+    model = load(
+        head,
+        target_weights(target),
+        page_count=pages * (1 + len(head.spec.other_boundaries)),
+        page_size=_PAGE_SIZE,
+    )
+    return choose_reading(model, *read_text(runner, target, head.spec))
+
+
+def read_text(
+    runner: ModelRunner, target: str, spec: HeadSpec
+) -> tuple[list[int], dict[int, torch.Tensor], list[int]]:
+    """Have the target read a text: its tokens, the states and the answers for `choose_reading`.
+
+    Overwrites the first pages of the runner's cache, and leaves the states watched.
+    """
+    tokenizer = load_tokenizer(target)
+    most = min(_TOKENS, runner.context_length, runner.page_count * runner.page_size)
+    text = [i for _, prompt in DEMO_PROMPTS for i in tokenizer.encode(prompt).ids][:most]
+    wanted = states_of(spec)
+    runner.watch(wanted)
+    pages = [*range(-(-len(text) // runner.page_size))]
+    with torch.inference_mode():
+        logits = runner.forward([SequenceSlice(text, 0, pages, len(text))])
+        answers = logits.argmax(-1).tolist()
+        rows = range(len(text))
+        states = {state: runner.pick_states([state], rows, "float32").cpu() for state in wanted}
+    return text, states, answers
