@@ -7,6 +7,9 @@ from pathlib import Path
 
 from outrider_bench.grow import MODEST, Shape, grow_head, make_checkpoint
 
+LARGE = Shape(hidden=1280, layers=24, heads=20, kv_heads=4, intermediate=3456)
+"""418 M parameters."""
+
 
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
     """Path of the grown checkpoint with its tokenizer, in `directory`; it is made on first use."""

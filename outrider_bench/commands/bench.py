@@ -1,31 +1,44 @@
-"""`outrider lab bench`."""
+"""`outrider lab bench`: its flag, and what it measures."""
 
 from __future__ import annotations
 
-import shlex
-import sys
+from pathlib import Path
 
-from outrider.process.settings.config import parse
-from outrider_bench.commands.entry import INTERRUPTED, refusing
-from outrider_bench.settings import BenchSettings
+import click
 
-_PROGRAM = "outrider lab bench"
+from outrider_bench.commands.entry import entry
+from outrider_bench.commands.run import main as run
+
+_MODELS = Path("models/target")
+_OUT = Path("bench/out")
+_EXPERIMENTS = Path("bench/experiments")
 
 
-def main(arguments: list[str]) -> int:
-    """The exit status."""
-    settings = parse(BenchSettings, _PROGRAM, arguments)
-    command = shlex.join([*_PROGRAM.split(), *arguments])
-    from outrider_bench.bench import run
-    from outrider_bench.experiment.processes import StackFailed
+@entry("bench")
+@click.option(
+    "--only",
+    type=click.Choice(["host", "bundled", "grown"]),
+    help="Measure one part alone: `host`, the engine's own time for a step with a model that costs"
+    " nothing, or the experiment bundled.yaml or grown.yaml.",
+)
+def main(only: str | None) -> int:
+    """Measure the engine's own time for a step, and each drafter beside plain decoding.
 
-    try:
-        with refusing(_PROGRAM):
-            run(settings, command)
-    except KeyboardInterrupt:
-        print(f"stopped; to go on, run the same command again: {command}")
-        return INTERRUPTED
-    except (StackFailed, OSError, RuntimeError) as error:
-        print(f"{_PROGRAM}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    The drafters' files are in bench/experiments; `outrider lab run` takes your own. Run it in the
+    folder of the sources.
+    """
+    from outrider_bench.console import console_for_output
+
+    if only in (None, "host"):
+        from outrider_bench import host_time
+
+        host_time.measure(console_for_output())
+    status = 0
+    if only in (None, "bundled"):
+        status = run([str(_EXPERIMENTS / "bundled.yaml")])
+    if only in (None, "grown") and status == 0:
+        from outrider_bench.grown import LARGE, grown_checkpoint
+
+        grown_checkpoint(_MODELS, _OUT, LARGE, "bfloat16")
+        status = run([str(_EXPERIMENTS / "grown.yaml")])
+    return status

@@ -30,7 +30,7 @@ PLAIN = "plain"
 DRAFTED = "drafted"
 """Speculative decoding with the drafters of the cell."""
 OURS = (PLAIN, DRAFTED)
-"""Outrider's ways of decoding. Every other way has the name of a peer program."""
+"""The ways of decoding."""
 
 
 def ways_of(cell: Cell) -> list[str]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 from rich.console import Console
@@ -21,18 +20,13 @@ from outrider_bench.console import progress
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.places import Places, places
-from outrider_bench.experiment.records import PLAIN, Folder, Measurement, ways_of
+from outrider_bench.experiment.records import PLAIN, Folder, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target
 from outrider_bench.experiment.stack import drafting, own_head, servers
-from outrider_bench.experiment.traffic import Encoder, Request, requests_of, warm_up_of
-from outrider_bench.sample import Sample
+from outrider_bench.experiment.traffic import Encoder
 
 _ROOT = Path(__file__).parents[2]
 _Item = TypeVar("_Item")
-Peer = Callable[[Sequence[Request], int], Awaitable[Sample]]
-"""A peer program. It decodes requests greedily, past ends of text, and keeps as many under way as
-the second argument says."""
-NO_PEERS: Mapping[str, Peer] = MappingProxyType({})
 
 
 async def run(
@@ -43,9 +37,8 @@ async def run(
     command: str,
     *,
     compose: bool = False,
-    peers: Mapping[str, Peer] = NO_PEERS,
 ) -> Folder:
-    """Measure all missing repetitions, also of `peers` by name.
+    """Measure all missing repetitions.
 
     Raises OutriderError(INVALID_VALUE) if this machine or the places do not fit the experiment, and
     OSError or StackFailed when a process, a machine or the engine fails.
@@ -58,7 +51,7 @@ async def run(
         folder = open_folder(out, experiment, console, command, found)
         for warning in machine.warnings():
             console.print(f"[yellow]warning:[/] {warning}")
-        await measure(experiment, cells, folder, found, console, peers)
+        await measure(experiment, cells, folder, found, console)
     return folder
 
 
@@ -101,27 +94,26 @@ async def measure(
     folder: Folder,
     places: Places,
     console: Console,
-    peers: Mapping[str, Peer],
 ) -> None:
     """Measure all that the folder lacks; a bar shows the time left."""
     with progress(console) as bar:
-        total = len(missing(experiment, cells, folder, peers))
+        total = len(missing(experiment, cells, folder))
         task = bar.add_task(experiment.name, total=total)
 
         def tell(doing: str, finished: int) -> None:
             bar.update(task, description=doing, advance=finished)
 
-        await Runner(experiment, cells, folder, places, peers, tell).run()
+        await Runner(experiment, cells, folder, places, tell).run()
 
 
 def missing(
-    experiment: Experiment, cells: Sequence[Cell], folder: Folder, peers: Collection[str] = ()
+    experiment: Experiment, cells: Sequence[Cell], folder: Folder
 ) -> Sequence[tuple[str, str, int]]:
     """Cell, way and repetition of all missing measurements."""
     return [
         (cell.key, way, repetition)
         for cell in cells
-        for way in (*ways_of(cell), *peers)
+        for way in ways_of(cell)
         for repetition in range(experiment.repetitions)
         if not folder.has(cell.key, way, repetition)
     ]
@@ -154,7 +146,6 @@ class Runner:
         cells: Sequence[Cell],
         folder: Folder,
         places: Places,
-        peers: Mapping[str, Peer],
         tell: Callable[[str, int], None],
     ) -> None:
         """`tell` gets the present work, and the number of measurements that it finished."""
@@ -162,7 +153,6 @@ class Runner:
         self._groups = groups(cells)
         self._folder = folder
         self._places = places
-        self._peers = peers
         self._tell = tell
 
     async def run(self) -> None:
@@ -170,8 +160,6 @@ class Runner:
         for repetition in range(self._experiment.repetitions):
             for stacks in there_and_back(self._groups, repetition):
                 await self._with_target(stacks, repetition)
-            for name in there_and_back(list(self._peers), repetition):
-                await self._peer(name, repetition)
 
     async def _with_target(self, stacks: list[list[Cell]], repetition: int) -> None:
         """Measure all cells of one target."""
@@ -202,20 +190,6 @@ class Runner:
             for cell in alike:
                 self._folder.save(cell.key, repetition, found)
             self._tell(f"{repetition + 1}: {first.key}, plain", len(alike))
-
-    async def _peer(self, name: str, repetition: int) -> None:
-        """Measure another program once for each workload, for all cells with that workload."""
-        cells = [cell for stacks in self._groups for cells in stacks for cell in cells]
-        for alike in self._by_workload(cells, name, repetition):
-            workload = alike[0].experiment.workload
-            self._tell(f"{repetition + 1}: {alike[0].key}, {name}", 0)
-            encoder = Encoder(alike[0].experiment.target.model)
-            peer = self._peers[name]
-            await peer(warm_up_of(workload, encoder), workload.batch)
-            found = Measurement(name, [await peer(requests_of(workload, encoder), workload.batch)])
-            for cell in alike:
-                self._folder.save(cell.key, repetition, found)
-            self._tell(f"{repetition + 1}: {alike[0].key}, {name}", len(alike))
 
     def _by_workload(self, cells: list[Cell], way: str, repetition: int) -> list[list[Cell]]:
         """The cells that lack a way, by their workloads."""

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider_bench import vllm_ways
+from outrider.process.network.ports import free_port
+from outrider_bench.experiment.hosts import LOOPBACK, Launch, LocalHost
 from outrider_bench.experiment.traffic import Encoder, Request
 from outrider_bench.sample import Sample
 from outrider_bench.settings import TableSettings
+from outrider_bench.table import peer_process
 from outrider_bench.table.rows import Answer
 from outrider_bench.table.ways import MOST_AT_ONCE, Ask, Way, has_model
 
 # As in vLLM's examples of speculative decoding.
 _VLLM_DRAFT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A way of drafting in vLLM."""
+
+    speculative: Mapping[str, Any] | None = None
+    """vLLM's `speculative_config`."""
+    drafter: Sequence[str] | None = None
+    """Flags of our drafter beside vLLM with our scheduler; empty for the scheduler alone."""
 
 
 async def started(
@@ -29,21 +42,17 @@ async def started(
     """
     found = []
     if settings.vllm is not None:
-        for name, speculative in _vllm_methods(settings).items():
+        for name, method in _vllm_methods(settings).items():
             if settings.asks(name):
-                flags = ["--dtype", "auto", "--max-sequences", str(MOST_AT_ONCE)]
-                if speculative:
-                    flags += ["--count-drafts", "--speculative", json.dumps(speculative)]
-                process = vllm_ways.process(settings.vllm, target, flags)
-                ask = await running.enter_async_context(process)
+                ask = await _start_vllm(settings.vllm, target, method, running)
                 found.append(Way(name, _vllm(ask, encoder)))
     if settings.transformers:
-        command = [sys.executable, "-m", "outrider_bench.transformers_peer", str(target)]
+        command = [sys.executable, "-m", "outrider_bench.table.transformers_peer", str(target)]
         hows = {"transformers": "plain", "transformers, prompt lookup": "lookup"}
         if has_model(settings.draft):
             command += ["--draft", str(settings.draft)]
             hows["transformers, assisted"] = "assisted"
-        ask = await running.enter_async_context(vllm_ways.line_peer(*command))
+        ask = await running.enter_async_context(peer_process.line_peer(*command))
         found += [
             Way(name, _transformers(ask, how, encoder), grammars="none", most=1)
             for name, how in hows.items()
@@ -52,23 +61,62 @@ async def started(
     return found
 
 
-def _vllm_methods(settings: TableSettings) -> dict[str, dict[str, Any]]:
-    """vLLM's `speculative_config` by the name of the way, without a drafter that is missing."""
+def _vllm_methods(settings: TableSettings) -> dict[str, _Method]:
+    """The ways of drafting in vLLM by name, without a drafter that is missing."""
     count = {"num_speculative_tokens": _VLLM_DRAFT_TOKENS}
     lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    found: dict[str, dict[str, Any]] = {
-        "vllm": {},
-        "vllm, ngram": {"method": "ngram", **lookup, **count},
+    found = {
+        "vllm": _Method(),
+        "vllm, ngram": _Method({"method": "ngram", **lookup, **count}),
+        "vllm, our scheduler": _Method(drafter=()),
+        "vllm, our ngram": _Method(drafter=("--family", "ngram")),
     }
     if has_model(settings.eagle3):
-        found["vllm, eagle3"] = {"method": "eagle3", "model": str(settings.eagle3), **count}
+        head = {"method": "eagle3", "model": str(settings.eagle3)}
+        found["vllm, eagle3"] = _Method(head | count)
     if has_model(settings.draft):
         model = {"method": "draft_model", "model": str(settings.draft)}
-        found["vllm, draft model"] = model | count
+        found["vllm, draft model"] = _Method(model | count)
+        ours = ("--family", "model", "--model", str(settings.draft), "--threads", "1")
+        found["vllm, our draft model"] = _Method(drafter=ours)
     return found
 
 
-def _vllm(process: vllm_ways.Ask, encoder: Encoder) -> Ask:
+async def _start_vllm(
+    python: Path, target: Path, method: _Method, running: AsyncExitStack
+) -> peer_process.Ask:
+    """Start vLLM, and our drafter if the method has one. It dials vLLM's scheduler, which is ours.
+
+    Asking raises RuntimeError with the drafter's last words if it has died.
+    """
+    flags = ["--dtype", "auto", "--max-sequences", str(MOST_AT_ONCE)]
+    listen = f"{LOOPBACK}:{free_port()}"
+    environment = {}
+    if method.speculative is not None:
+        flags += ["--count-drafts", "--speculative", json.dumps(dict(method.speculative))]
+    elif method.drafter is not None:
+        flags += ["--count-drafts", "--drafts", str(_VLLM_DRAFT_TOKENS)]
+        root = str(Path(__file__).parents[2])
+        environment = {"OUTRIDER_VERIFIER_LISTEN": listen, "PYTHONPATH": root}
+    process = peer_process.vllm_process(python, target, flags, environment)
+    asked = await running.enter_async_context(process)
+    if not method.drafter:
+        return asked
+    words = ("--verifier", listen, "--id", "1", *method.drafter)
+    handle = await LocalHost().start(Launch("drafter", "drafter_svc", words))
+    running.push_async_callback(handle.stop)
+
+    async def ask(task: dict[str, Any]) -> dict[str, Any]:
+        """Send a task as a line, and read its answer."""
+        answer = await asked(task)
+        if not await handle.alive():
+            raise RuntimeError(f"the drafter died: {(await handle.tail())[-5:]}")
+        return answer
+
+    return ask
+
+
+def _vllm(process: peer_process.Ask, encoder: Encoder) -> Ask:
     async def ask(requests: Sequence[Request], temperature: float, _: str) -> Answer:
         task = {
             "prompts": [request.prompt for request in requests],
@@ -86,7 +134,7 @@ def _vllm(process: vllm_ways.Ask, encoder: Encoder) -> Ask:
     return ask
 
 
-def _transformers(process: vllm_ways.Ask, how: str, encoder: Encoder) -> Ask:
+def _transformers(process: peer_process.Ask, how: str, encoder: Encoder) -> Ask:
     async def ask(requests: Sequence[Request], temperature: float, _: str) -> Answer:
         [request] = requests
         task = {

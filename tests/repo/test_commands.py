@@ -33,8 +33,8 @@ CI_UP = {"bases"}
 """Flags of `compose/ci-up.sh` that the pages name."""
 CERTS = {"days", "name", "role"}
 """Flags of `outrider certs` that are not settings."""
-EXPERIMENTS = {"out", "validate", "with"}
-"""Flags of `outrider lab run` and `lab predict` that are not settings."""
+EXPERIMENTS = {"only", "out", "validate", "with"}
+"""Flags of `outrider lab bench`, `lab run` and `lab predict` that are not settings."""
 SIMULATE = {"baseline", "faults", "out", "seed"}
 """Flags of `outrider lab simulate`."""
 CHAOS = {"history", "kind", "minutes", "round", "seed", "tls"}

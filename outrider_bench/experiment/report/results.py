@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from outrider_bench.experiment.records import COSTS, DRAFTED, OURS, PLAIN, Folder, Measurement
+from outrider_bench.experiment.records import COSTS, DRAFTED, PLAIN, Folder, Measurement
 from outrider_bench.experiment.report.figures import Figures, measurement_figures, sample_figures
 from outrider_bench.experiment.spec import Cell, Experiment
 from outrider_bench.intervals import MOST_OF_ALLOWED, Shown, interval, of_allowed, shown_by
@@ -79,11 +79,6 @@ class Results:
     cells: list[Cell]
     measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]]
     rows: list[Row] = field(default_factory=list)
-
-    @property
-    def peers(self) -> list[str]:
-        """The names of other programs that decoded the same requests."""
-        return list(dict.fromkeys(row.way for row in self.rows if row.way not in OURS))
 
     def found(self) -> list[tuple[Cell, Source]]:
         """The cells that have results, each with its source in tables: measured, else predicted."""
@@ -164,17 +159,9 @@ def _rows(
 
 
 def _add_ratios(results: Results) -> None:
-    """Add the speed over each peer to the rows of our ways, and `times_plain` to drafted decoding.
-
-    With `times_plain` comes its share of what is possible.
-    """
+    """Add `times_plain`, and its share of what is possible, to the rows of drafted decoding."""
     rows = {row: row.figures for row in results.rows}
-    peers = results.peers
     for row in results.rows:
-        for peer in peers:
-            beside = rows.get(replace(row, way=peer), {})
-            if row.way in OURS and "tokens_per_s" in row.figures and beside:
-                row.figures[f"over_{peer}"] = row.figures["tokens_per_s"] / beside["tokens_per_s"]
         plain = rows.get(replace(row, way=PLAIN), {})
         if row.way != DRAFTED or not plain.get("tokens_per_s"):
             continue

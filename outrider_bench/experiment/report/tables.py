@@ -129,15 +129,9 @@ def tables(results: Results) -> Iterator[Table]:
         for number in range(1, cell.experiment.target.count + 1)
         if cell.experiment.target.count > 1
     ]
-    speed = list(_SPEED)
-    latency = list(_LATENCY)
-    for peer in results.peers:
-        speed.append(_Column(f"{peer}, tokens/s", "tokens_per_s", 1, peer, ranged=True))
-        speed += [_Column(f"{w} ÷ {peer}", f"over_{peer}", 2, w, ranged=True) for w in OURS]
-        latency += [_Column(f"{peer}: {name}", key, 1, peer) for key, name in LATENCIES.items()]
     for title, columns, subjects in zip(
         _NOTES,
-        (speed, latency, _DRAFTS, _ACCEPTANCE, _STEP, _VERIFIERS),
+        (_SPEED, _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _VERIFIERS),
         (cells, cells, cells, groups, ways, verifiers),
         strict=True,
     ):

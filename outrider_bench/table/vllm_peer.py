@@ -1,4 +1,4 @@
-"""`python outrider_bench/vllm_peer.py`: vLLM in its own virtual environment and process.
+"""`python outrider_bench/table/vllm_peer.py`: vLLM in its own virtual environment and process.
 
 It says "ready" and answers each JSON line with one.
 In: {"prompts": [[ids]], "batch": n, "lengths": [n]}, and optionally {"temperature": x,

@@ -1,6 +1,7 @@
-"""`python -m outrider_bench.transformers_peer TARGET`: what `transformers` itself does to be quick.
+"""What `transformers` itself does to be quick.
 
-It says "ready" and answers each JSON line with one.
+`python -m outrider_bench.table.transformers_peer TARGET` says "ready" and answers each JSON
+line with one.
 In: {"how": "plain", "lookup" or "assisted", "prompt": [ids], "length": n, "temperature": x,
 "seed": n}.
 Out: {"tokens": n, "seconds": x, "forwards": n of the target, "output_ids": [[ids]]}.
