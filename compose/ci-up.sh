@@ -341,8 +341,8 @@ pool_fills() {
 # Moves the drafters to a cluster; the verifier and the gateway do not notice.
 cluster() {
   export COMPOSE_PROFILES=cpu,redis-cluster
-  local nodes=redis-cluster-1:6379,redis-cluster-2:6379,redis-cluster-3:6379
-  export OUTRIDER_REDIS=redis+cluster://$nodes
+  local node=redis://redis-cluster
+  export OUTRIDER_REDIS=$node-1:6379,$node-2:6379,$node-3:6379 OUTRIDER_REDIS_CLUSTER=true
   up
   docker wait "$(of_service redis-cluster-join)"
   wait_healthy 10

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs the programs that the tests start and that are missing, from the system's own packages:
-# redis-server (the same binary runs as a Sentinel), openssl for its certificates, OpenSSH for other
-# machines, Chromium for the pages, npm to build the page of clients/browser, Prometheus for the dashboard's queries, and Ruby
-# with gRPC for the drafter of docs/drafters.md.
+# redis-server, openssl for its certificates, OpenSSH for other machines, Chromium for the pages, npm
+# to build the page of clients/browser, Prometheus for the dashboard's queries, and Ruby with gRPC for
+# the drafter of docs/drafters.md.
 set -euo pipefail
 missing() {
   local found=()

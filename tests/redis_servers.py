@@ -1,4 +1,4 @@
-"""Real Redis servers of each topology, on free ports, with and without TLS.
+"""Real Redis servers and clusters, on free ports, with and without TLS.
 
 The user `outrider` has the rights that docs/operations.md gives it. Tests inspect the servers as
 the default user, who has all rights.
@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,12 @@ from outrider.process.redis.server import RedisServer
 
 OPERATIONS = (Path(__file__).parents[1] / "docs/operations.md").read_text()
 PASSWORD = "correct horse"
-SERVICE = "pool"
 
 
-def acl_line(kind: str) -> str:
-    """The documented line with the user's rights, for `data` servers or for a `sentinel`."""
-    lines: list[str] = re.findall(r"^user outrider .*$", OPERATIONS, re.MULTILINE)
-    [line] = [line for line in lines if ("sentinel|" in line) == (kind == "sentinel")]
-    return line
+def acl_line() -> str:
+    """The documented line with the user's rights."""
+    [line] = re.findall(r"^user outrider .*$", OPERATIONS, re.MULTILINE)
+    return str(line)
 
 
 class Certificates(Site):
@@ -53,21 +50,14 @@ class RedisProcess:
         directory: Path,
         *directives: str,
         tls: Certificates | None = None,
-        sentinel: bool = False,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self._tls = tls
         self._command = ["redis-server", str(directory / "redis.conf")]
         assert shutil.which("redis-server"), "redis-server is missing; `make test` installs it"
-        kind = "data"
-        more = ['save ""', "repl-diskless-sync-delay 0"]
-        if sentinel:
-            self._command.append("--sentinel")
-            kind = "sentinel"
-            more = []
-        user = acl_line(kind).replace(">PASSWORD", f'">{PASSWORD}"')
-        lines = ["bind 127.0.0.1", f"dir {directory}", *directives, user, *more]
+        user = acl_line().replace(">PASSWORD", f'">{PASSWORD}"')
+        lines = ["bind 127.0.0.1", f"dir {directory}", *directives, user, 'save ""']
         (directory / "redis.conf").write_text("\n".join([*lines, *self._port_lines()]) + "\n")
         self.start()
 
@@ -78,7 +68,6 @@ class RedisProcess:
             "port 0",
             f"tls-port {self.port}",
             f"tls-auth-clients {'yes' if self._tls.clients else 'no'}",
-            "tls-replication yes",
             "tls-cluster yes",
             f"tls-cert-file {self._tls.certificate}",
             f"tls-key-file {self._tls.key}",
@@ -117,10 +106,9 @@ def _answers(client: redis.Redis) -> bool:
 
 
 class Deployment:
-    """A Redis of one topology. `data` has the servers that take writes at first."""
+    """One server or a cluster. `data` has the servers."""
 
-    kind = ""
-    path = ""
+    is_cluster = False
 
     def __init__(self, directory: Path, tls: Certificates | None = None) -> None:
         self.tls = tls
@@ -130,33 +118,31 @@ class Deployment:
         self.processes: list[RedisProcess] = []
         self.data: list[RedisProcess] = []
 
-    def run(self, directory: Path, *directives: str, sentinel: bool = False) -> RedisProcess:
-        process = RedisProcess(directory, *directives, tls=self.tls, sentinel=sentinel)
+    def run(self, directory: Path, *directives: str) -> RedisProcess:
+        process = RedisProcess(directory, *directives, tls=self.tls)
         self.processes.append(process)
         return process
 
-    def in_url(self) -> Iterable[RedisProcess]:
-        """The processes whose addresses are in the URL."""
-        return self.data
-
     @property
     def url(self) -> str:
-        addresses = ",".join(f"127.0.0.1:{process.port}" for process in self.in_url())
+        """The URLs of all servers."""
         scheme = "rediss" if self.tls else "redis"
-        options = "&".join(self.options())
-        return f"{scheme}{self.kind}://outrider@{addresses}{self.path}{options and '?'}{options}"
+        options = f"?ssl_ca_certs={self.tls.ca}" if self.tls else ""
+        ports = [process.port for process in self.data]
+        return ",".join(f"{scheme}://outrider@127.0.0.1:{port}{options}" for port in ports)
 
-    def options(self) -> list[str]:
-        """The options of the URL."""
-        return [f"ssl_ca_certs={self.tls.ca}"] if self.tls else []
+    def reached_with(self, password_file: Path) -> RedisServer:
+        """Where it is, and how to log in with this password."""
+        return RedisServer.parse(self.url, password_file, is_cluster=self.is_cluster)
 
     @property
     def server(self) -> RedisServer:
-        return RedisServer.parse(self.url, self.password_file)
+        return self.reached_with(self.password_file)
 
     def flags(self) -> list[str]:
         """The flags with which a process connects as `server` does."""
-        return ["--redis", self.url, "--redis-password-file", str(self.password_file)]
+        flags = ["--redis", self.url, "--redis-password-file", str(self.password_file)]
+        return [*flags, *(["--redis-cluster"] if self.is_cluster else [])]
 
     def each(self, *command: str) -> list[Any]:
         """Run a command as the default user on each server of `data`; returns their replies."""
@@ -186,41 +172,10 @@ class Standalone(Deployment):
         self.data[0].start()
 
 
-class Sentinels(Deployment):
-    """A master, a replica and one sentinel, which has a quorum of 1 and the same password."""
-
-    kind = "+sentinel"
-    path = f"/{SERVICE}"
-
-    def __init__(self, directory: Path, tls: Certificates | None = None) -> None:
-        super().__init__(directory, tls)
-        master = self.run(directory / "master")
-        self.data = [master]
-        self.replica = self.run(directory / "replica", f"replicaof 127.0.0.1 {master.port}")
-        with self.replica.admin() as client:
-            wait_until(lambda: client.info("replication")["master_link_status"] == "up")
-        self.sentinel = self.run(
-            directory / "sentinel",
-            f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 1",
-            f"sentinel down-after-milliseconds {SERVICE} 300",
-            f"sentinel failover-timeout {SERVICE} 2000",
-            sentinel=True,
-        )
-        with self.sentinel.admin() as client:
-            wait_until(lambda: client.info("sentinel")["master0"]["slaves"] == 1)
-
-    def in_url(self) -> Iterable[RedisProcess]:
-        return [self.sentinel]
-
-    def options(self) -> list[str]:
-        """The options of the URL."""
-        return [*super().options(), "sentinel_auth=true"]
-
-
 class Cluster(Deployment):
     """Three masters that share the slots, without replicas."""
 
-    kind = "+cluster"
+    is_cluster = True
 
     def __init__(self, directory: Path, tls: Certificates | None = None) -> None:
         super().__init__(directory, tls)

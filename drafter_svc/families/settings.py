@@ -32,14 +32,15 @@ class RedisSettings(FamilySettings):
     groups: ClassVar[Mapping[str, str]] = {"redis": "N-grams that replicas share"}
 
     redis: str | None = None
-    """URL of a Redis that holds n-grams for all replicas; without it pools are in memory. One
-    server: redis://user@host:6379/0. Sentinel:
-    redis+sentinel://user@host:26379,host:26379/service. Cluster:
-    redis+cluster://user@host:6379,host:6379. With TLS: rediss, rediss+sentinel, rediss+cluster.
-    Options after a ?: sentinel_auth=true (the Sentinels ask for the same user and password), and
-    with TLS ssl_ca_certs=PATH, ssl_certfile=PATH, ssl_keyfile=PATH, ssl_check_hostname=false.
-    With TLS, the drafter shows the certificate of tls-cert and trusts the authorities of tls-ca,
-    unless the URL names other files."""
+    """URL of a Redis that holds n-grams for all replicas, such as redis://user@host:6379/0; without
+    it pools are in memory. With TLS it begins with rediss, and takes options after a ?:
+    ssl_ca_certs=PATH, ssl_certfile=PATH, ssl_keyfile=PATH, ssl_check_hostname=false. With TLS, the
+    drafter shows the certificate of tls-cert and trusts the authorities of tls-ca, unless the URL
+    names other files."""
+
+    redis_cluster: bool = False
+    """Whether the Redis is a cluster. Then redis takes the URLs of several nodes, with commas
+    between them, which are asked for the slots."""
 
     redis_password_file: Path | None = None
     """File with the password of the URL's user; it is read again for each connection."""
@@ -63,7 +64,9 @@ class RedisSettings(FamilySettings):
 
         # A process's schema adds the files of TLS to these settings.
         tls = self.tls if isinstance(self, TlsSettings) else None
-        return RedisServer.parse(self.redis, self.redis_password_file, tls)
+        return RedisServer.parse(
+            self.redis, self.redis_password_file, tls, is_cluster=self.redis_cluster
+        )
 
 
 class NgramSettings(RedisSettings):

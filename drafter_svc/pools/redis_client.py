@@ -1,8 +1,8 @@
-"""A client with the same few commands for one server, a Sentinel's service and a cluster.
+"""A client with the same few commands for one server and for a cluster.
 
-redis-py's clients do the work: they find a service's master and a cluster's slots, and follow when
-these move. No command waits longer than a socket's timeout. A command that times out closes its
-connection, so that no other command can get its reply.
+redis-py's clients do the work: they find a cluster's slots, and follow when these move. No command
+waits longer than a socket's timeout. A command that times out closes its connection, so that no
+other command can get its reply.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from redis.asyncio import RedisCluster
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.exceptions import RedisClusterException, RedisError
 
-from outrider.process.redis.replies import bound_replies
 from outrider.process.redis.server import RedisServer, close
 
 # The exceptions of a Redis that is lost, slow or refuses a command.
@@ -27,7 +26,7 @@ _SCAN_COUNT = 1000
 
 
 class RedisClient:
-    """A few commands for one Redis of any topology.
+    """A few commands for one Redis or one cluster.
 
     It connects with the first command. Make it and call it on a running event loop. Every command
     raises one of FAILURES if Redis fails.
@@ -36,13 +35,11 @@ class RedisClient:
     def __init__(self, server: RedisServer) -> None:
         self._client = server.client(_SOCKET_TIMEOUT_S, _SOCKET_TIMEOUT_S)
         self._lookups = self._client
-        if server.topology != "cluster":
+        if not server.is_cluster:
             # Lookups have connections of their own, without a socket timeout; `_ask` has a timeout
             # instead. With a socket timeout and a Python before 3.12, redis-py makes a task for
             # each command that it sends, which takes a third of a lookup's time.
             self._lookups = server.client(_SOCKET_TIMEOUT_S, _SOCKET_TIMEOUT_S, socket_timeout=None)
-        for client in (self._client, self._lookups):
-            bound_replies(client)
 
     async def mget(self, keys: list[bytes]) -> list[Any]:
         """The values of the keys, in their order; None for a key that does not exist.

@@ -1,4 +1,4 @@
-"""Fixtures: a Redis server for one test, and one shared deployment of each topology."""
+"""Fixtures: a Redis server for one test, and a shared server and cluster."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_servers import Certificates, Cluster, Deployment, Sentinels, Standalone
-
-_KINDS = {"redis": Standalone, "redis+sentinel": Sentinels, "redis+cluster": Cluster}
+from redis_servers import Certificates, Cluster, Deployment, Standalone
 
 
 @pytest.fixture
@@ -31,28 +29,21 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
-_QUICK = ("redis", "rediss+cluster")
-_SLOW = ("rediss+sentinel",)
-
-
-@pytest.fixture(
-    scope="session",
-    params=[*_QUICK, *[pytest.param(name, marks=pytest.mark.slow) for name in _SLOW]],
-)
+@pytest.fixture(scope="session", params=[Standalone, Cluster])
 def _deployment(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     certificates: Certificates,
 ) -> Iterator[Deployment]:
-    scheme: str = request.param
-    tls = certificates if scheme.startswith("rediss") else None
-    made = _KINDS[scheme.replace("rediss", "redis")](tmp_path_factory.mktemp("redis"), tls)
+    kind: type[Standalone | Cluster] = request.param
+    tls = certificates if kind is Cluster else None
+    made = kind(tmp_path_factory.mktemp("redis"), tls)
     yield made
     made.close()
 
 
 @pytest.fixture
 def deployment(_deployment: Deployment) -> Deployment:
-    """An empty deployment of each topology, some with TLS. Tests share it: keep it up."""
+    """An empty server, and an empty cluster with TLS. Tests share them: keep them up."""
     _deployment.each("FLUSHALL")
     return _deployment

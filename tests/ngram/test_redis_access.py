@@ -46,22 +46,20 @@ async def test_exactly_the_documented_rights_are_needed(
     deployment.each("ACL", "LOG", "RESET")
     await use(deployment.server)
     assert not any(deployment.each("ACL", "LOG"))
-    documented = allowed(acl_line("data")) - _SELDOM
-    if "cluster" not in deployment.kind:
+    documented = allowed(acl_line()) - _SELDOM
+    if not deployment.is_cluster:
         documented -= {"cluster|slots", "command"}
     assert documented <= set.union(*(used(process) for process in deployment.data))
 
 
-@pytest.mark.parametrize("kind", ["data", "sentinel"])
-def test_no_right_is_of_a_dangerous_category(kind: str, redis_server: Standalone) -> None:
-    line = acl_line(kind)
+def test_no_right_is_of_a_dangerous_category(redis_server: Standalone) -> None:
+    line = acl_line()
     assert "-@all" in line
     assert "+@" not in line
     with redis_server.data[0].admin() as client:
         forbidden = {*client.acl_cat("admin"), *client.acl_cat("dangerous")}
     assert allowed(line) & forbidden == set()
-    assert kind == "sentinel" or "~outrider:*" in line.split()
-    assert kind == "data" or allowed(line) == {"sentinel|masters"}
+    assert "~outrider:*" in line.split()
 
 
 async def test_the_user_reaches_no_other_key_and_no_other_command(redis_server: Standalone) -> None:
@@ -84,7 +82,7 @@ async def test_a_wrong_password_costs_guesses_and_one_warning(
     """Lookups return at once, beyond the first backoff."""
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong")
-    server = RedisServer.parse(deployment.url, wrong)
+    server = deployment.reached_with(wrong)
     with caplog.at_level(logging.INFO, "drafter_svc.pools.redis"):
         async with pool(server) as made:
             for _ in range(2):

@@ -1,47 +1,12 @@
-"""The pool during a failover, while slots move, and while a cluster lacks a node."""
-
-from collections.abc import Iterator
-from pathlib import Path
+"""The pool in a cluster: while slots move, and while a node is lost."""
 
 import pytest
 from pools import TENANT, found, pool, written
 from redis.crc import key_slot
-from redis_servers import Cluster, Sentinels
+from redis_servers import Cluster
 from waiting import until, wait_until
 
 from drafter_svc.pools.redis import Query
-
-
-@pytest.fixture
-def sentinels(tmp_path: Path) -> Iterator[Sentinels]:
-    made = Sentinels(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.mark.slow
-async def test_after_a_failover_replicated_n_grams_are_found_again(
-    sentinels: Sentinels,
-) -> None:
-    async with pool(sentinels.server) as made:
-        await written(made, *(([i], [i + 1]) for i in range(300)))
-        with sentinels.replica.admin() as replica:
-            wait_until(lambda: replica.dbsize() >= 300)
-        sentinels.data[0].kill()
-        assert await found(made, [[5]]) == [[]]
-        with sentinels.replica.admin() as replica:
-            wait_until(lambda: replica.info("replication")["role"] == "master")
-        await until(lambda: made.available, 15)
-        for _ in range(400):
-            if await found(made, [[5]]) == [[6]]:
-                break
-            await until(lambda: made.available, 15)
-        assert await found(made, *([[i]] for i in range(300))) == [[i + 1] for i in range(300)]
-        before = made.counters.written
-        while made.counters.written == before:
-            made.offer(made.tenant(TENANT), [1000], [7])
-            await until(lambda: made.counters.written > before or made._writes.empty())
-        assert await found(made, [[1000]]) == [[7]]
 
 
 async def test_a_batch_is_one_mget_for_each_slot_on_all_nodes(

@@ -11,20 +11,18 @@ from outrider.process.redis.server import RedisServer
 
 
 @pytest.mark.parametrize(
-    ("url", "expected"),
+    ("url", "is_cluster", "expected"),
     [
-        ("redis://host", ("standalone", (("host", 6379),), 0, "")),
-        ("redis://host:7000/3", ("standalone", (("host", 7000),), 3, "")),
-        ("rediss://[::1]:7000", ("standalone", (("::1", 7000),), 0, "")),
-        ("redis+sentinel://a,b:7000/pool", ("sentinel", (("a", 26379), ("b", 7000)), 0, "pool")),
-        ("rediss+sentinel://u@a/my%20pool/2", ("sentinel", (("a", 26379),), 2, "my pool")),
-        ("redis+cluster://a,b:7000", ("cluster", (("a", 6379), ("b", 7000)), 0, "")),
-        ("rediss+cluster://u:p@a:1,b:2/0", ("cluster", (("a", 1), ("b", 2)), 0, "")),
+        ("redis://host", False, ((("host", 6379),), 0)),
+        ("redis://host:7000/3", False, ((("host", 7000),), 3)),
+        ("rediss://[::1]:7000/", False, ((("::1", 7000),), 0)),
+        ("redis://a", True, ((("a", 6379),), 0)),
+        ("rediss://u:p@a:1/0,rediss://u:p@b:2/0", True, ((("a", 1), ("b", 2)), 0)),
     ],
 )
-def test_every_form_of_url_is_parsed(url: str, expected: tuple[Any, ...]) -> None:
-    server = RedisServer.parse(url)
-    assert (server.topology, server.addresses, server.database, server.service) == expected
+def test_every_form_of_url_is_parsed(url: str, is_cluster: bool, expected: tuple[Any, ...]) -> None:
+    server = RedisServer.parse(url, is_cluster=is_cluster)
+    assert (server.addresses, server.database) == expected
     assert server.options.get("ssl", False) == url.startswith("rediss")
 
 
@@ -40,32 +38,38 @@ def test_the_password_comes_from_the_url_or_its_file_each_time(
     assert credentials("redis://:word@host") == ("word",)
     assert credentials("redis://user@host", path) == ("user", "from file")
     assert credentials("redis://host", path) == ("from file",)
-    provider = RedisServer.parse("redis+cluster://user@a,b", path).options["credential_provider"]
+    urls = "redis://user@a,redis://user@b"
+    server = RedisServer.parse(urls, path, is_cluster=True)
+    provider = server.options["credential_provider"]
     path.write_text("changed")
     assert provider.get_credentials() == ("user", "changed")
     assert "credential_provider" not in RedisServer.parse("redis://host").options
 
 
 @pytest.mark.parametrize(
-    ("url", "message"),
+    ("url", "is_cluster", "message"),
     [
-        ("", "must look like redis://HOST"),
-        ("redis+ring://host", "must look like"),
-        ("redis://host:port", "must look like"),
-        ("redis://host:70000", "must look like"),
-        ("redis+cluster://u:hunter2@a,,b", "must look like"),
-        ("redis://a,b", "takes one address"),
-        ("redis://host/name", "number after the last slash"),
-        ("redis+sentinel://a:1,b:2", "Sentinel's name of the service"),
-        ("redis+cluster://a/1", "takes no database"),
-        ("redis://u:hunter2@host?ssl_certfile=x", "does not take 'ssl_certfile'"),
-        ("rediss://host?socket_timeout=1", "does not take 'socket_timeout'"),
-        ("redis+sentinel://a/pool?sentinel_auth=perhaps", "sentinel_auth as true or false"),
+        ("", False, "must be a URL such as redis://USER@HOST"),
+        ("redis+sentinel://host/name", False, "must be a URL such as"),
+        ("unix:///run/redis.sock", False, "must be a URL such as"),
+        ("redis://host:port", False, "must be a URL such as"),
+        ("redis://host:70000", False, "must be a URL such as"),
+        ("redis://u:hunter2@host/name", False, "must be a URL such as"),
+        ("redis://u:hunter2@a,,redis://u:hunter2@b", True, "must be a URL such as"),
+        ("redis://a,redis://b", False, "takes one URL, unless redis-cluster is given too"),
+        ("redis://u:hunter2@a,redis://b", True, "the same user, password and options"),
+        ("redis://a,rediss://b", True, "the same user, password and options"),
+        ("redis://a/1", True, "takes no database"),
+        ("redis://u:hunter2@host?ssl_certfile=x", False, "does not take 'ssl_certfile'"),
+        ("rediss://host?socket_timeout=1", False, "does not take 'socket_timeout'"),
+        ("redis://host?socket_timeout=x", False, "must be a URL such as"),
     ],
 )
-def test_a_bad_url_is_refused_without_being_repeated(url: str, message: str) -> None:
+def test_a_bad_url_is_refused_without_being_repeated(
+    url: str, is_cluster: bool, message: str
+) -> None:
     with pytest.raises(OutriderError) as caught:
-        RedisServer.parse(url)
+        RedisServer.parse(url, is_cluster=is_cluster)
     assert str(caught.value).startswith("redis ")
     assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from redis.asyncio import RedisCluster
+from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.connection import DefaultParser
-from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse
-
-from outrider.process.redis.server import Client
 
 # The longest valid reply answers a lookup for some thousand sequences.
 _MAX_REPLY_BYTES = 16 * 2**20
@@ -25,10 +22,11 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen 
     """redis-py's parser of replies, but raises InvalidResponse for a reply that is too large.
 
     Neither redis-py nor hiredis has a setting for it. hiredis bounds only the nesting. It allocates
-    a list as soon as it has read the head. To free a list of a thousand million elements takes
-    seconds, in which nothing else runs: a hostile Redis would stop a drafter or a gateway. The
-    class overrides where redis-py's parser reads its stream; tests/ngram/test_lying_redis.py fails
-    if that moves.
+    a list as soon as it has read the head: 8 bytes an element, for a head of a dozen bytes. To free
+    a list of a thousand million elements takes seconds, in which nothing else runs: a hostile Redis
+    would stop a drafter. redis-py's parser in Python, which is as private, reads a value of any
+    size. The class overrides where redis-py's parser reads its stream;
+    tests/ngram/test_lying_redis.py fails if that moves, and if hiredis gets a bound of its own.
     """
 
     __slots__ = ("_byte_count", "_tail")
@@ -65,17 +63,13 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen 
         return True
 
 
-def bound_replies(client: Client) -> None:
+def bound_replies(client: Redis | RedisCluster) -> None:
     """Have all connections of a client parse replies with the bounded parser."""
-    if not isinstance(client, RedisCluster):
-        pool = client.connection_pool
-        pools = [pool]
-        if isinstance(pool, SentinelConnectionPool):
-            pools += [each.connection_pool for each in pool.sentinel_manager.sentinels]
-        for each in pools:
-            each.connection_kwargs["parser_class"] = BoundedParser
-        return
-    nodes = client.nodes_manager
-    nodes.connection_kwargs["parser_class"] = BoundedParser
-    for node in nodes.startup_nodes.values():
-        node.connection_kwargs["parser_class"] = BoundedParser
+    if isinstance(client, RedisCluster):
+        nodes = client.nodes_manager
+        startup = [node.connection_kwargs for node in nodes.startup_nodes.values()]
+        all_kwargs = [nodes.connection_kwargs, *startup]
+    else:
+        all_kwargs = [client.connection_pool.connection_kwargs]
+    for kwargs in all_kwargs:
+        kwargs["parser_class"] = BoundedParser

@@ -6,36 +6,32 @@ URL, password file and file of authorities are checked before a connection is ma
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import unquote
+from typing import Any
+from urllib.parse import urlsplit
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
 from outrider.errors import invalid
 from outrider.process.files import check_file, read_file
+from outrider.process.redis.replies import bound_replies
 from outrider.process.security.tls import Tls, explain
 
-_FORMS = (
-    "redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE "
-    "or redis+cluster://HOST:PORT,HOST:PORT, or rediss for TLS"
-)
-# The options of redis-py that a URL may have after the ?, all of TLS.
+_FORM = "must be a URL such as redis://USER@HOST:6379/0, or rediss://USER@HOST:6379/0 with TLS"
+# The options of redis-py that a URL may have after the ?, all of TLS. redis-py takes any option,
+# those that bound time as well.
 _OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
 
 Client = Redis | RedisCluster
-
-Topology = Literal["standalone", "sentinel", "cluster"]
-_TOPOLOGIES: dict[str, Topology] = {"": "standalone", "sentinel": "sentinel", "cluster": "cluster"}
 
 
 class Credentials(CredentialProvider):
@@ -66,16 +62,11 @@ class Credentials(CredentialProvider):
 
 @dataclass(frozen=True, slots=True)
 class RedisServer:
-    """The addresses, topology and credentials of a Redis.
+    """The address and credentials of a Redis; of a cluster, some of its nodes' addresses."""
 
-    `service` is Sentinel's name for the group of servers; empty for other topologies.
-    """
-
-    topology: Topology
     addresses: tuple[tuple[str, int], ...]
+    is_cluster: bool = False
     database: int = 0
-    service: str = ""
-    sentinel_auth: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     """redis-py's keyword arguments for credentials and TLS."""
 
@@ -93,103 +84,82 @@ class RedisServer:
         return Tls(Path(cert), Path(key), ca and Path(ca)) if cert and key else None
 
     def client(self, timeout_s: float, connect_s: float, **own: Any) -> Client:
-        """redis-py's client, which connects with its first command.
+        """redis-py's client, which connects with its first command and bounds each reply.
 
-        `timeout_s` bounds each command and `connect_s` each connection. `own` are redis-py's
-        arguments for connections to the servers, but not to Sentinels.
+        `timeout_s` bounds each command and `connect_s` each connection. `own` are further arguments
+        of redis-py.
         """
         # With RESP2 and no driver_info a connection begins with AUTH and SELECT alone, for which a
         # user needs no permissions.
-        common: dict[str, Any] = {
+        servers: dict[str, Any] = {
             "protocol": 2,
             "driver_info": None,
             "socket_timeout": timeout_s,
             "socket_connect_timeout": connect_s,
             # Retry once on a new connection: a pooled connection may lead to a server that is gone.
             "retry": Retry(NoBackoff(), 1),
+            **self.options,
+            **own,
         }
-        servers = {**common, **self.options, **own}
-        if self.topology == "cluster":
+        client: Client
+        if self.is_cluster:
             nodes = [ClusterNode(host, port) for host, port in self.addresses]
             # Always ask the given addresses for the slots: they may be names that move to other
             # hosts.
-            return RedisCluster(startup_nodes=nodes, dynamic_startup_nodes=False, **servers)
-        if self.topology == "standalone":
+            client = RedisCluster(startup_nodes=nodes, dynamic_startup_nodes=False, **servers)
+        else:
             [(host, port)] = self.addresses
-            return Redis(host=host, port=port, db=self.database, **servers)
-        login = dict(self.options)
-        if not self.sentinel_auth:
-            login.pop("credential_provider", None)
-        # redis-py's Sentinel has no types.
-        make_sentinel: Any = Sentinel
-        sentinel = make_sentinel(self.addresses, sentinel_kwargs=common | login)
-        master: Redis = sentinel.master_for(self.service, db=self.database, **servers)
-        return master
+            client = Redis(host=host, port=port, db=self.database, **servers)
+        bound_replies(client)
+        return client
 
     @classmethod
     def parse(
         cls,
-        url: str,
+        urls: str,
         password_file: Path | None = None,
         tls: Tls | None = None,
+        *,
+        is_cluster: bool = False,
     ) -> RedisServer:
-        """Check a URL and the files that go with it. `tls` has this process's certificate.
+        """Check a URL, or a cluster's with commas between them, and the files that go with it.
 
-        Raises OutriderError(INVALID_VALUE) that names the setting. The message does not repeat the
-        URL, which may hold a password.
+        `tls` has this process's certificate. Raises OutriderError(INVALID_VALUE) that names the
+        setting. The message does not repeat the URL, which may hold a password.
         """
-        scheme, _, rest = url.partition("://")
-        scheme, _, kind = scheme.partition("+")
-        rest, _, query = rest.partition("?")
-        login, at, rest = rest.rpartition("@")
-        servers, _, path = rest.partition("/")
-        try:
-            topology = _TOPOLOGIES[kind]
-            if scheme not in ("redis", "rediss"):
-                raise KeyError(scheme)
-            # redis-py's URLs have one server each.
-            urls = [f"{scheme}://{login}{at}{server}/?{query}" for server in servers.split(",")]
-            parsed: list[dict[str, Any]] = [dict(parse_url(single)) for single in urls]
-            default_port = 26379 if topology == "sentinel" else 6379
-            addresses = tuple((each["host"], each.get("port", default_port)) for each in parsed)
-        except (KeyError, ValueError) as cause:
-            raise invalid("redis", f"must look like {_FORMS}") from cause
-        if topology == "standalone" and len(addresses) > 1:
-            message = "takes one address, unless the scheme ends with +sentinel or +cluster"
-            raise invalid("redis", message)
-        service, database = _path(unquote(path), topology)
-        given = parsed[0]
-        sentinel_auth = given.pop("sentinel_auth", "false")
-        if sentinel_auth not in ("true", "false"):
-            raise invalid("redis", "takes sentinel_auth as true or false")
-        use_tls = given.pop("connection_class", None) is not None
-        login_options = _credentials(
-            given.pop("username", ""), given.pop("password", ""), password_file
+        parsed = [_parsed(url) for url in urls.split(",")]
+        addresses = tuple(
+            (each.pop("host", "localhost"), each.pop("port", 6379)) for each in parsed
         )
-        own = {name: value for name, value in given.items() if name not in ("host", "port")}
-        if wrong := next((name for name in own if not use_tls or name not in _OPTIONS), None):
-            names = f"sentinel_auth, and with rediss {', '.join(_OPTIONS)}"
-            raise invalid("redis", f"does not take {wrong!r} here; after the ? it takes {names}")
-        options = _tls(use_tls, tls) | own | login_options
+        given = parsed[0]
+        if len(parsed) > 1 and not is_cluster:
+            raise invalid("redis", "takes one URL, unless redis-cluster is given too")
+        if any(each != given for each in parsed):
+            raise invalid("redis", "must have the same user, password and options in each URL")
+        database = given.pop("db", 0)
+        if is_cluster and database:
+            raise invalid("redis", "takes no database: a cluster has only one")
+        use_tls = given.pop("connection_class", None) is not None
+        login = _credentials(given.pop("username", ""), given.pop("password", ""), password_file)
+        if wrong := next((name for name in given if not use_tls or name not in _OPTIONS), None):
+            names = ", ".join(_OPTIONS)
+            message = f"does not take {wrong!r} here; with rediss it takes {names} after the ?"
+            raise invalid("redis", message)
+        options = _tls(use_tls, tls) | given | login
         _check_authorities(options.get("ssl_ca_certs"))
-        return cls(topology, addresses, database, service, sentinel_auth == "true", options)
+        return cls(addresses, is_cluster, database, options)
 
 
-def _path(path: str, topology: str) -> tuple[str, int]:
-    """The service, for Sentinel alone, and the number of the database, 0 unless given."""
-    service, number = "", path
-    if topology == "sentinel":
-        service, _, number = path.partition("/")
-        if not service:
-            example = "redis+sentinel://host:26379/mymaster"
-            raise invalid("redis", f"must end with Sentinel's name of the service, as in {example}")
-    if number and not number.isdecimal():
-        message = f"must have a number after the last slash for the database, not {number!r}"
-        raise invalid("redis", message)
-    database = int(number or 0)
-    if topology == "cluster" and database:
-        raise invalid("redis", "takes no database: a cluster has only one")
-    return service, database
+def _parsed(url: str) -> dict[str, Any]:
+    """redis-py's arguments for a URL. Raises OutriderError(INVALID_VALUE) for any other text."""
+    try:
+        parts = urlsplit(url)
+        # redis-py ignores a path that is no number.
+        if parts.scheme in ("redis", "rediss") and re.fullmatch(r"/?\d*", parts.path):
+            return dict(parse_url(url))
+    except ValueError as cause:
+        raise invalid("redis", _FORM) from cause
+    raise invalid("redis", _FORM)
 
 
 def _tls(use_tls: bool, tls: Tls | None) -> dict[str, Any]:
@@ -237,12 +207,6 @@ def _credentials(user: str, password: str, password_file: Path | None) -> dict[s
 async def close(*clients: Client) -> None:
     """Close all connections of the clients, also if one fails; then raise the first failure."""
     closing = [client.aclose() for client in clients]
-    for client in clients:
-        if isinstance(client, RedisCluster):
-            continue
-        pool = client.connection_pool
-        if isinstance(pool, SentinelConnectionPool):
-            closing += [sentinel.aclose() for sentinel in pool.sentinel_manager.sentinels]
     failures = await asyncio.gather(*closing, return_exceptions=True)
     for client in clients:
         if isinstance(client, RedisCluster):
