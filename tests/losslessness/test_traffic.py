@@ -123,7 +123,7 @@ CASES = {
     ),
     "deaths of the verifier": Case(
         lambda offers: [Guesser("first", CLOSE, offers, late=1)],
-        lambda traffic, drafters: traffic.engine._intake._last_id > 700,
+        lambda traffic, drafters: traffic.engine._book._last_id > 700,
         {"concurrent": 24, "length": 9},
         lambda traffic, drafters, tick: die(traffic) if tick % 3 == 2 else None,
     ),

@@ -116,17 +116,17 @@ BUDGETS = (
     Mutant(
         "B12",
         "any number of answers may be unread",
-        "verifier_svc/engine/loop.py",
-        "if len(scheduler.unread) > self.config.max_waiting:",
-        "if False:",
+        "verifier_svc/engine/sequence_book.py",
+        "if len(self.unread) <= self._max_waiting:",
+        "if True:",
         (f"{UNREAD}::test_of_too_many_unread_the_tenant_with_the_most_loses_its_longest_unread",),
     ),
     Mutant(
         "B13",
         "an unread sequence keeps its place",
-        "verifier_svc/engine/scheduler.py",
-        "        self.remove(sequence)\n        self.unread[sequence.id] = sequence\n",
-        "        self.unread[sequence.id] = sequence\n",
+        "verifier_svc/engine/loop.py",
+        "        self.scheduler.remove(sequence)\n        self.drafting.close(sequence)\n",
+        "        self.drafting.close(sequence)\n",
         (f"{UNREAD}::test_unread_sequences_of_tenants_leave_all_places_to_another",),
     ),
     Mutant(

@@ -21,7 +21,7 @@ from verifier_svc.streams.servicer import VerifierServicer
 class Verifier:
     """The engine, its thread and its address."""
 
-    def __init__(self, engine: Engine, thread: EngineThread, port: int) -> None:
+    def __init__(self, engine: Engine, thread: EngineThread[Engine], port: int) -> None:
         self.engine = engine
         self.thread = thread
         self.port = port

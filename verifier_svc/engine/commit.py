@@ -32,16 +32,15 @@ class Committer:
         eos_token_ids: SequenceOf[int],
     ) -> None:
         """`eos_token_ids` are the model's, which alone end the text of a grammar."""
-        self._sequences = context.sequences
         self._pool = context.scheduler.pool
         self._drafting = context.drafting
         self._outbox = context.outbox
+        self._book = context.book
         self._metrics = context.metrics
         self._endings = endings
         self._spans = spans
         self._eos_token_ids = frozenset(eos_token_ids)
         self._token_count = 0
-        self._gathers = True
 
     def commit(
         self,
@@ -78,14 +77,6 @@ class Committer:
         self._token_count = 0
         self._metrics.generated(count)
         return count
-
-    def stop_gathering(self) -> None:
-        """Add all unsent tokens to the outbox, and hold no tokens back from now on."""
-        self._gathers = False
-        for sequence in self._sequences.values():
-            if sequence.unsent is not None:
-                self._outbox.add(sequence.sink, sequence.unsent)
-                sequence.unsent = None
 
     def _leave_out(self, scheduled: ScheduledSequence) -> None:
         """Undo a sequence's part of a step that has to be repeated.
@@ -133,7 +124,10 @@ class Committer:
             draft = scheduled.draft
             record_draft(self._metrics, sequence, verified_of, draft, rows, len(new))
         sources = sources_of(scheduled.draft, rows, len(new))
-        self._emit(sequence, chunk_of(scheduled, verified, new, sources, finish_reason))
+        if finish_reason is not None:
+            sequence.stats.paused = pause_of(sequence, self._drafting.plan)
+        chunk = chunk_of(scheduled, verified, new, sources, finish_reason)
+        self._book.emit(sequence, chunk)
         if finish_reason is not None:
             self._endings.end(sequence)
         else:
@@ -167,22 +161,6 @@ class Committer:
         if accepted < drafted:
             self._pool.truncate(sequence.kv, sequence.kv.num_computed_tokens)
         self._pool.cache_pages(sequence.kv, sequence.tokens, sequence.request.tenant)
-
-    def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
-        """Send a chunk, or keep it until it has the request's `min_chunk_tokens`.
-
-        The first and the last chunk are sent at once.
-        """
-        if chunk.finish_reason is not None:
-            sequence.stats.paused = pause_of(sequence, self._drafting.plan)
-        if sequence.unsent is not None:
-            chunk = sequence.unsent.joined(chunk)
-        enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens or not self._gathers
-        if enough or chunk.finish_reason is not None or sequence.stats.forward_count == 1:
-            self._outbox.add(sequence.sink, chunk)
-            sequence.unsent = None
-        else:
-            sequence.unsent = chunk
 
 
 def moved_slots(

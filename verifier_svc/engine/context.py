@@ -8,6 +8,7 @@ from outrider.process.clock import Clock
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.outbox import Outbox
 from verifier_svc.engine.scheduler import Scheduler
+from verifier_svc.engine.sequence_book import SequenceBook
 from verifier_svc.metrics import Metrics
 from verifier_svc.state.sequence import Sequence
 
@@ -20,5 +21,6 @@ class EngineContext:
     scheduler: Scheduler
     drafting: DraftExchange
     outbox: Outbox
+    book: SequenceBook
     metrics: Metrics
     clock: Clock

@@ -6,18 +6,19 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.engine.served import ServedEngine
+from verifier_svc.engine.served import DraftPort
 
 log = logging.getLogger(__name__)
 
 _STOP_S = 10.0
 _Result = TypeVar("_Result")
+_Port = TypeVar("_Port", bound=DraftPort, covariant=True)
 
 
-class EngineThread:
+class EngineThread(Generic[_Port]):
     """Builds and runs an engine on a daemon thread. Create and use it on a running event loop.
 
     The thread that runs the model also loads it and warms it up. OpenMP keeps a team of workers for
@@ -25,10 +26,10 @@ class EngineThread:
     doubled the step time of a small model.
     """
 
-    def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], ServedEngine]) -> None:
+    def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], _Port]) -> None:
         self._loop = asyncio.get_running_loop()
         self._build = build
-        self.built: asyncio.Future[ServedEngine] = self._loop.create_future()
+        self.built: asyncio.Future[_Port] = self._loop.create_future()
         """Done when the engine takes work; raises what `build` raised."""
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when the engine's loop has ended; raises the exception that ended it."""
@@ -36,7 +37,7 @@ class EngineThread:
         self._thread.start()
 
     @property
-    def engine(self) -> ServedEngine:
+    def engine(self) -> _Port:
         """The engine, once `built` is done."""
         return self.built.result()
 

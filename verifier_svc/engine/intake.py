@@ -13,7 +13,6 @@ from outrider.lm.pages import KVSequence
 from outrider.process.observability.telemetry import Span
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
-from outrider.protocol.model_info import retry_after_s
 from verifier_svc.engine.config import EngineConfig, LanguageModel
 from verifier_svc.engine.context import EngineContext
 from verifier_svc.state.sequence import Sequence
@@ -84,11 +83,11 @@ class Intake:
         self._scheduler = context.scheduler
         self._drafting = context.drafting
         self._outbox = context.outbox
+        self._book = context.book
         self._clock = context.clock
         self._model = model
         self._config = config
         self._thinking_ids = thinking_ids
-        self._last_id = 0
 
     def submit(
         self,
@@ -100,7 +99,7 @@ class Intake:
         """Queue a request and admit what fits; raises OutriderError, see `Engine.submit`."""
         self._check(request)
         sequence = new_sequence(
-            self.new_id(),
+            self._book.new_id(),
             request,
             sink,
             span,
@@ -122,11 +121,6 @@ class Intake:
         """Move sequences from the queue into the batch while they fit, and assign drafters."""
         for sequence in self._scheduler.admit():
             self._drafting.assign(sequence)
-
-    def new_id(self) -> int:
-        """An id that no sequence has had."""
-        self._last_id += 1
-        return self._last_id
 
     def _check(self, request: TokenRequest) -> None:
         needed = len(request.prompt) + request.max_tokens
@@ -151,22 +145,15 @@ class Intake:
         In that case its youngest waiting sequence ends with OVERLOADED instead.
         """
         waiting = self._scheduler.waiting
-        most = self._config.max_waiting
-        if request.committed:
-            # It was taken before, so it may go beyond the bound for new requests.
-            most *= 2
-        if len(waiting) < most:
-            return
-        load = self._scheduler.load_meter.load()
-        retry_s = retry_after_s(load.wait_s())
-        message = f"{most} requests are waiting already"
-        error = OutriderError(Reason.OVERLOADED, message, retry_after_s=retry_s)
-        displaced = waiting.to_displace(request.tenant)
-        if displaced is None:
-            raise error
-        del self._sequences[displaced.id]
-        self._scheduler.remove(displaced)
-        self._outbox.add(displaced.sink, error)
+        try:
+            self._book.check_room(len(waiting), request, self._scheduler.load_meter.load)
+        except OutriderError as error:
+            displaced = waiting.to_displace(request.tenant)
+            if displaced is None:
+                raise
+            del self._sequences[displaced.id]
+            self._scheduler.remove(displaced)
+            self._outbox.add(displaced.sink, error)
 
 
 def new_sequence(

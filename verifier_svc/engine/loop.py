@@ -33,6 +33,7 @@ from verifier_svc.engine.endings import Endings
 from verifier_svc.engine.intake import Inbox, Intake
 from verifier_svc.engine.outbox import Delivery, Outbox
 from verifier_svc.engine.scheduler import Scheduler
+from verifier_svc.engine.sequence_book import SequenceBook
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.engine.warm_up import WarmUp
 from verifier_svc.metrics import Metrics
@@ -108,6 +109,8 @@ class Engine:
         )
         self.drafting.roster.max_drafters = config.max_drafters
         self.outbox = Outbox(deliver, self.drafting)
+        unread = self.scheduler.unread
+        self._book = SequenceBook(self.outbox, clock, config.max_waiting, unread)
         self._metrics = metrics
         verifier = draft_verifier or DraftVerifier()
         self._draft_verifier = verifier
@@ -118,7 +121,13 @@ class Engine:
         budget_of_masks = MaskBudget(mask_seconds, clock)
         self._grammar_masks = GrammarMasks(mask_lanes, budget_of_masks, self._wake)
         shared = EngineContext(
-            self.sequences, self.scheduler, self.drafting, self.outbox, metrics, clock
+            self.sequences,
+            self.scheduler,
+            self.drafting,
+            self.outbox,
+            self._book,
+            metrics,
+            clock,
         )
         self._intake = Intake(shared, model, config, verifier.thinking_ids)
         self._wait = DraftWait(
@@ -185,41 +194,33 @@ class Engine:
         """Leave a sequence out of steps until `resume`, because its caller does not read.
 
         Its drafters are told that it is over, so that they draft for others. Its text does not
-        depend on that. If more than `max_waiting` sequences are unread, the longest unread of the
-        tenant with the most of them ends with SLOW_READER.
+        depend on that: its tokens are computed anew later, as after a preemption. If more than
+        `max_waiting` sequences are unread, the longest unread of the tenant with the most of them
+        ends with SLOW_READER.
         """
-        scheduler = self.scheduler
-        if sequence.id not in self.sequences or sequence.id in scheduler.unread:
+        book = self._book
+        if sequence.id not in self.sequences or sequence.id in book.unread:
             return
-        scheduler.set_aside(sequence)
+        self.scheduler.remove(sequence)
         self.drafting.close(sequence)
-        sequence.unread_at = self.clock()
-        if len(scheduler.unread) > self.config.max_waiting:
-            message = f"more than {self.config.max_waiting} answers are unread"
-            error = OutriderError(Reason.SLOW_READER, message)
-            self._endings.fail(scheduler.unread_longest(), error)
-        self._metrics.occupancy(scheduler.occupancy())
+        overdue = book.set_aside(sequence)
+        if overdue is not None:
+            self._endings.fail(overdue, book.slow_reader)
+        self._metrics.occupancy(self.scheduler.occupancy())
 
     def resume(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its next step after `set_aside`.
-
-        It gets a new id, because a drafter may be told of an id only once.
-        """
-        if sequence.unread_at is None or sequence.id not in self.scheduler.unread:
+        """Let a sequence wait for its next step after `set_aside`, under a new id."""
+        former_id = sequence.id
+        if not self._book.resume(sequence):
             return
-        if sequence.scheduled_at is not None:
-            sequence.scheduled_at += max(self.clock() - sequence.unread_at, 0.0)
-        sequence.unread_at = None
-        self.scheduler.resume(sequence)
-        del self.sequences[sequence.id]
-        sequence.id = self._intake.new_id()
+        del self.sequences[former_id]
         self.sequences[sequence.id] = sequence
+        self.scheduler.waiting.put_back(sequence)
         self._metrics.occupancy(self.scheduler.occupancy())
 
     def stop_gathering(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""
-        self._committer.stop_gathering()
-        self.outbox.send_to_clients()
+        self._book.stop_gathering(self.sequences.values())
 
     # --- the loop ---
 

@@ -54,7 +54,7 @@ class Scheduler:
         self._shares = StepShares(cost, self.use, config.max_batch_tokens)
         self.waiting = FairQueue()
         self.unread: dict[int, Sequence] = {}
-        """Sequences whose callers do not read, by id, the longest unread first."""
+        """The sequences of `SequenceBook.unread`, which neither run nor wait."""
         self.load_meter = LoadMeter(
             self.running, self.waiting, config.max_sequences, config.max_waiting, cost
         )
@@ -86,25 +86,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a sequence runs or waits for a place. An unread sequence does neither."""
         return bool(self.running) or len(self.waiting) > 0
-
-    def set_aside(self, sequence: Sequence) -> None:
-        """Keep a sequence out of the batch and the queue until `resume`; free its pages.
-
-        It is recomputed later, as after a preemption. Its full pages stay cached until others need
-        the room.
-        """
-        self.remove(sequence)
-        self.unread[sequence.id] = sequence
-
-    def resume(self, sequence: Sequence) -> None:
-        """Put an unread sequence back into the queue."""
-        del self.unread[sequence.id]
-        self.waiting.put_back(sequence)
-
-    def unread_longest(self) -> Sequence:
-        """Of the tenant with the most unread sequences, the sequence that is unread longest."""
-        counts = Counter([each.request.tenant for each in self.unread.values()])
-        return max(self.unread.values(), key=lambda each: counts[each.request.tenant])
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch."""

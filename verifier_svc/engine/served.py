@@ -1,4 +1,4 @@
-"""What the verifier's server needs of an engine: its own, or vLLM's."""
+"""What the verifier's server needs of an engine: one port for drafts, one for requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.state.sequence import Sequence
 
 
-class ServedEngine(Protocol):
-    """An engine on its thread; `verifier_svc.engine.loop.Engine` documents the methods.
+class DraftPort(Protocol):
+    """An engine on its thread, as drafters see it. Other threads may call only `post` and `stop`.
 
-    Other threads may call only `post` and `stop`.
+    `verifier_svc.engine.loop.Engine` documents the methods.
     """
 
     @property
@@ -40,6 +40,10 @@ class ServedEngine(Protocol):
 
     def load(self) -> Load:
         """How busy the engine is."""
+
+
+class ServedEngine(DraftPort, Protocol):
+    """An engine that takes requests: its own, or vLLM's."""
 
     def submit(
         self,

@@ -30,6 +30,7 @@ from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.engine.served import DraftPort, ServedEngine
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.drafter_streams import DrafterStream
 from verifier_svc.streams.gateway_streams import GatewayStream
@@ -65,7 +66,9 @@ class VerifierServicer(
     def __init__(self, model_id: str, *aliases: str, clock: Clock = monotonic) -> None:
         self._clock = clock
         self.info = ModelInfo(model_id, Stage.LOADING, "starting", aliases=aliases)
-        self._engine: EngineThread | None = None
+        self._engine: EngineThread[DraftPort] | None = None
+        # The same engine, if it takes requests.
+        self._serving: EngineThread[ServedEngine] | None = None
         self._grammars: GrammarCompiler | None = None
         self._join_until = 0.0
         self._streams: set[DrafterStream] = set()
@@ -83,16 +86,24 @@ class VerifierServicer(
         self.info = replace(self.info, stage=stage, stage_detail=detail)
 
     def serve(
-        self, engine: EngineThread, info: ModelInfo, grammars: GrammarCompiler | None = None
+        self,
+        engine: EngineThread[ServedEngine],
+        info: ModelInfo,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Begin to take requests and drafters.
 
         Without `grammars`, requests with a grammar are refused.
         """
-        self._engine = engine
-        self.info = info
+        self._serving = engine
         self._grammars = grammars
         self._join_until = self._clock() + JOIN_S
+        self.serve_drafters(engine, info)
+
+    def serve_drafters(self, engine: EngineThread[DraftPort], info: ModelInfo) -> None:
+        """Begin to take drafters. Without `serve`, requests are refused."""
+        self._engine = engine
+        self.info = info
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and let running ones end within `grace_s`.
@@ -100,7 +111,7 @@ class VerifierServicer(
         Drafters are told, and gateways too: they move their sequences to another verifier if they
         have one. First, clients get the tokens that `min_chunk_tokens` holds back.
         """
-        engine = self._ready()
+        engine = self._taking_requests()
         # A drain does not wait for an engine that hangs.
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
@@ -118,7 +129,14 @@ class VerifierServicer(
         for stream in self._streams:
             stream.end()
 
-    def _ready(self) -> EngineThread:
+    def _taking_requests(self) -> EngineThread[ServedEngine]:
+        self._ready()
+        if self._serving is None:
+            message = "this port is for drafters; vLLM's own server takes the requests"
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message)
+        return self._serving
+
+    def _ready(self) -> EngineThread[DraftPort]:
         if self.info.stage is Stage.DRAINING:
             raise OutriderError(Reason.DRAINING, "the verifier is about to stop")
         if self._engine is None or self.info.stage is not Stage.READY:
@@ -137,7 +155,7 @@ class VerifierServicer(
             info = replace(info, drafters=drafters, load=load)
         return wire_model.model_to_proto(info)
 
-    async def _ask(self, engine: EngineThread) -> _Answer:
+    async def _ask(self, engine: EngineThread[DraftPort]) -> _Answer:
         """The engine's drafters and load; during a long step, what the engine reported last.
 
         Raises OutriderError(NOT_READY) if the step takes more than `_MAX_STEP_S`: the engine hangs.
@@ -225,7 +243,7 @@ class VerifierServicer(
         most_unread_s: float,
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the chunks of one sequence; closing this frees it. Raises as `_generate` does."""
-        engine = self._ready()
+        engine = self._taking_requests()
         parsed = wire_requests.request_from_proto(
             request, vocab_size=self.info.vocab_size, context_length=self.info.context_length
         )
@@ -264,7 +282,9 @@ class VerifierServicer(
             engine.post(cancel)
             self._leave()
 
-    async def _submitted(self, engine: EngineThread, submit: Callable[[], None]) -> None:
+    async def _submitted(
+        self, engine: EngineThread[ServedEngine], submit: Callable[[], None]
+    ) -> None:
         """Submit a request. Soon after the start, wait for the drafter that it names to join."""
         while True:
             try:
@@ -311,7 +331,7 @@ class VerifierServicer(
             self._streams.discard(stream)
 
 
-async def report_health(engine: EngineThread, server: Server) -> None:
+async def report_health(engine: EngineThread[DraftPort], server: Server) -> None:
     """Report SERVING for ever, but NOT_SERVING while the engine hangs."""
     while True:
         await server.set_serving(True)

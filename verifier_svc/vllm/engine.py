@@ -25,7 +25,7 @@ from outrider.protocol.messages import (
     TokenRequest,
     TokenSource,
 )
-from outrider.protocol.model_info import Load, retry_after_s
+from outrider.protocol.model_info import Load
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.intake import check_committed
 from verifier_svc.state.sequence import Sequence
@@ -54,13 +54,10 @@ class VllmEngine:
         self._llm = llm
         self._hub = hub
         self._eos_token_ids = tuple(eos_token_ids)
-        self._gathers = True
         # By vLLM's name of a request, and its name by the sequence's id.
         self._sequences: dict[str, Sequence] = {}
         self._names: dict[int, str] = {}
         self._name_count = 0
-        # Sequences whose callers do not read, by arrival, the longest unread first.
-        self._unread: dict[int, Sequence] = {}
 
     @property
     def drafting(self) -> DraftExchange:
@@ -104,11 +101,7 @@ class VllmEngine:
         parameters.check(request)
         if request.speculation.enabled and not request.committed:
             hub.drafting.roster.check_known(request.speculation)
-        most = hub.limits.max_waiting * (2 if request.committed else 1)
-        if len(hub.waiting) >= most:
-            retry_s = retry_after_s(hub.load().wait_s())
-            message = f"{most} requests are waiting already"
-            raise OutriderError(Reason.OVERLOADED, message, retry_after_s=retry_s)
+        hub.book.check_room(len(hub.waiting), request, hub.load)
         sequence = hub.new_sequence(request, sink, span, self._eos_token_ids)
         try:
             check_committed(sequence)
@@ -142,7 +135,7 @@ class VllmEngine:
         name = self._drop(sequence)
         if name is not None:
             self._llm.abort_request([name])
-        self._unread.pop(sequence.arrival, None)
+        self._hub.book.unread.pop(sequence.id, None)
         self._hub.forget(sequence)
 
     def _drop(self, sequence: Sequence) -> str | None:
@@ -157,7 +150,7 @@ class VllmEngine:
 
         A sequence with a grammar goes on, since vLLM could not take it up in the grammar's middle,
         and so does every sequence once the hub has failed, which counts its tokens. If more
-        than `max_waiting` sequences are unread, the longest unread ends with SLOW_READER.
+        than `max_waiting` sequences are unread, one of them ends, see `SequenceBook.set_aside`.
         """
         if sequence.request.grammar is not None or self._hub.failed:
             return
@@ -167,24 +160,17 @@ class VllmEngine:
         # Before vLLM says that its request is over, which would end the sequence for the hub.
         self._hub.set_aside(sequence)
         self._llm.abort_request([name])
-        sequence.unread_at = self.clock()
-        self._unread[sequence.arrival] = sequence
-        most = self._hub.limits.max_waiting
-        if len(self._unread) > most:
-            longest = self._unread.pop(next(iter(self._unread)))
-            longest.unread_at = None
-            error = OutriderError(Reason.SLOW_READER, f"more than {most} answers are unread")
-            self._hub.outbox.add(longest.sink, error)
+        book = self._hub.book
+        overdue = book.set_aside(sequence)
+        if overdue is not None:
+            del book.unread[overdue.id]
+            self._hub.outbox.add(overdue.sink, book.slow_reader)
 
     def resume(self, sequence: Sequence) -> None:
         """Let a sequence go on after `set_aside`, under a new id, from where it was."""
-        if sequence.unread_at is None or self._unread.pop(sequence.arrival, None) is None:
-            return
-        if sequence.scheduled_at is not None:
-            sequence.scheduled_at += max(self.clock() - sequence.unread_at, 0.0)
-        sequence.unread_at = None
         hub = self._hub
-        sequence.id = hub.new_id()
+        if not hub.book.resume(sequence):
+            return
         sequence.admitted = False
         hub.sequences[sequence.id] = hub.waiting[sequence.id] = sequence
         try:
@@ -196,12 +182,7 @@ class VllmEngine:
 
     def stop_gathering(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""
-        self._gathers = False
-        for sequence in self._sequences.values():
-            if sequence.unsent is not None:
-                self._hub.outbox.add(sequence.sink, sequence.unsent)
-                sequence.unsent = None
-        self._hub.outbox.send_to_clients()
+        self._hub.book.stop_gathering(self._sequences.values())
 
     # --- the loop ---
 
@@ -250,7 +231,7 @@ class VllmEngine:
         chunk = _chunk(sequence, output, completion, judged, reason)
         if reason is not None:
             self._drop(sequence)
-        self._emit(sequence, chunk)
+        self._hub.book.emit(sequence, chunk)
 
     def _note(self, sequence: Sequence, new: list[int], reason: FinishReason | None) -> None:
         """Keep the books of a sequence where the hub has failed, which else does it."""
@@ -259,17 +240,6 @@ class VllmEngine:
         self._hub.waiting.pop(sequence.id, None)
         if reason is not None:
             self._hub.forget(sequence)
-
-    def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
-        """Send a chunk, or keep it until it has the request's `min_chunk_tokens`."""
-        if sequence.unsent is not None:
-            chunk = sequence.unsent.joined(chunk)
-            sequence.unsent = None
-        enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens or not self._gathers
-        if enough or chunk.finish_reason is not None or sequence.stats.forward_count <= 1:
-            self._hub.outbox.add(sequence.sink, chunk)
-        else:
-            sequence.unsent = chunk
 
     # --- before the first request ---
 

@@ -26,6 +26,7 @@ from verifier_svc.engine.draft_wait import DraftWait
 from verifier_svc.engine.intake import Inbox, new_sequence
 from verifier_svc.engine.load_meter import LoadMeter
 from verifier_svc.engine.outbox import Delivery, Outbox
+from verifier_svc.engine.sequence_book import SequenceBook
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import PAYING_DRAFTS, DraftPolicy
@@ -112,6 +113,7 @@ class DraftHub:
         )
         self.drafting.roster.max_drafters = limits.max_drafters
         self.outbox = Outbox(deliver, self.drafting)
+        self.book = SequenceBook(self.outbox, clock, limits.max_waiting, {})
         self.load_meter = LoadMeter(
             self.running, self.waiting, limits.max_sequences, limits.max_waiting, self.cost
         )
@@ -138,7 +140,6 @@ class DraftHub:
         self._baseline = False
         self.is_stalled = False
         """Whether the last step computed nothing, as while vLLM compiles a grammar."""
-        self._last_id = 0
         self.preemption_count = 0
         """How often vLLM has preempted a request."""
         self.bad_draft_count = 0
@@ -147,11 +148,6 @@ class DraftHub:
         self._kv_cache_usage = 0.0  # at the last step
 
     # --- requests ---
-
-    def new_id(self) -> int:
-        """An id that no sequence has had."""
-        self._last_id += 1
-        return self._last_id
 
     def new_sequence(
         self,
@@ -162,7 +158,7 @@ class DraftHub:
     ) -> Sequence:
         """A sequence that waits for its place in vLLM's batch, until `open`."""
         sequence = new_sequence(
-            self.new_id(), request, sink, span, eos_token_ids, self._policy, self.clock()
+            self.book.new_id(), request, sink, span, eos_token_ids, self._policy, self.clock()
         )
         self.sequences[sequence.id] = self.waiting[sequence.id] = sequence
         return sequence

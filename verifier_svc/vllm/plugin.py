@@ -20,15 +20,12 @@ import vllm
 
 from outrider import __version__
 from outrider.errors import OutriderError, Reason
-from outrider.grammar.backends import TextMatcher
 from outrider.process.clock import Clock
 from outrider.process.network import rpc
 from outrider.process.observability import telemetry
 from outrider.process.observability.metrics_export import serve_metrics
-from outrider.process.observability.telemetry import Span
 from outrider.process.settings.config import load
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import Load, ModelInfo, Stage
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
@@ -39,7 +36,6 @@ from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.drafter import target_cores
-from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.vllm.hub import DraftHub, Limits
 
@@ -156,7 +152,7 @@ class DraftPort:
         serve_metrics(self._metrics.registry, settings, settings.tls)
         thread = EngineThread(self._build)
         await thread.built
-        servicer.serve(thread, self.info)
+        servicer.serve_drafters(thread, self.info)
         log.warning("drafters dial %s:%d", settings.listen.rpartition(":")[0], ports[0])
         self._started.set_result(None)
         with suppress(asyncio.CancelledError):
@@ -220,29 +216,6 @@ class PortEngine:
                     log.exception("the drafters' port failed at a message")
                     hub.give_up()
                 hub.turn.notify_all()
-
-    def submit(
-        self,
-        request: TokenRequest,
-        sink: Callable[[TokenChunk | OutriderError], None],
-        span: Span,
-        matcher: TextMatcher | None,
-    ) -> Sequence:
-        """Refuse a request: raises OutriderError(UNSUPPORTED_PARAMETER)."""
-        message = "this port is for drafters; vLLM's own server takes the requests"
-        raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message)
-
-    def cancel(self, sequence: Sequence) -> None:
-        """Not called: no request comes this way."""
-
-    def set_aside(self, sequence: Sequence) -> None:
-        """Not called, as above."""
-
-    def resume(self, sequence: Sequence) -> None:
-        """Not called, as above."""
-
-    def stop_gathering(self) -> None:
-        """Not called, as above."""
 
 
 def _nobody(_: list[Delivery]) -> None:
