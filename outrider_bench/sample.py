@@ -70,11 +70,11 @@ def _tokens_by(at: float, first: float, last: float, count: int) -> float:
     return 1 + (count - 1) * (at - first) / (last - first)
 
 
-async def counters(port: int, host: str = "127.0.0.1") -> dict[str, float]:
-    """Read a process's Prometheus counters, by name and label of phase, result or drafter."""
+async def counters(port: int) -> dict[str, float]:
+    """Read a local process's Prometheus counters, by name and label of phase, result or drafter."""
     # Reading the system's certificates takes longer than the request, on the measured cores.
     async with httpx.AsyncClient(verify=False) as client:
-        text = (await client.get(f"http://{host}:{port}/metrics")).text
+        text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for point in family.samples:

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Installs the programs that the tests start and that are missing, from the system's own packages:
-# redis-server, openssl for its certificates, OpenSSH for other machines, Chromium for the pages, npm
-# to build the page of clients/browser, Prometheus for the dashboard's queries, and Ruby with gRPC for
-# the drafter of docs/drafters.md.
+# redis-server, openssl for its certificates, Chromium for the pages, npm to build the page of
+# clients/browser, Prometheus for the dashboard's queries, and Ruby with gRPC for the drafter of
+# docs/drafters.md.
 set -euo pipefail
 missing() {
   local found=()
-  local programs="redis-server openssl prometheus npm ssh-keygen /usr/sbin/sshd"
+  local programs="redis-server openssl prometheus npm"
   # docs/drafters.md installs Debian's packages.
   command -v apt-get >/dev/null && programs="$programs grpc_tools_ruby_protoc protoc"
   for program in $programs; do command -v "$program" >/dev/null || found+=("$program"); done
@@ -59,17 +59,15 @@ if command -v apt-get >/dev/null; then
       chromium) packages+=(chromium fonts-dejavu-core) ;;
       grpc_tools_ruby_protoc) packages+=(ruby ruby-grpc ruby-grpc-tools) ;;
       protoc) packages+=(protobuf-compiler libprotobuf-dev) ;;
-      ssh-keygen) packages+=(openssh-client) ;;
-      /usr/sbin/sshd) packages+=(openssh-server) ;;
       *) packages+=("$program") ;;
     esac
   done
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
     apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
 elif command -v dnf >/dev/null; then
-  "${as_root[@]}" dnf install -y -q redis openssl openssh-clients openssh-server golang-github-prometheus npm chromium
+  "${as_root[@]}" dnf install -y -q redis openssl golang-github-prometheus npm chromium
 elif command -v apk >/dev/null; then
-  "${as_root[@]}" apk add -q redis openssl openssh prometheus npm chromium
+  "${as_root[@]}" apk add -q redis openssl prometheus npm chromium
 fi
 [ -z "$(missing)" ] || {
   echo "could not be installed: $(missing); install them by hand, then run this again" >&2

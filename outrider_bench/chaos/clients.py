@@ -13,7 +13,7 @@ import httpx
 
 from outrider_bench.chaos.history import History
 from outrider_bench.chaos.requests import COUNT, Answer, body
-from outrider_bench.experiment.hosts import LOOPBACK
+from outrider_bench.experiment.child import LOOPBACK
 
 _SILENCE_S = 120.0
 _PAUSE_S = 0.5

@@ -27,7 +27,7 @@ from outrider.process.security.certs import Authority
 from outrider.process.security.roles import Role
 from outrider_bench.chaos.observe import in_use, size_of, within
 from outrider_bench.chaos.parts import DRAFTERS, GATEWAYS, VERIFIERS
-from outrider_bench.experiment.hosts import LOOPBACK, Launch, LocalHandle, LocalHost
+from outrider_bench.experiment.child import LOOPBACK, Launch
 from outrider_bench.experiment.launches import (
     Dial,
     Endpoint,
@@ -88,7 +88,6 @@ class Site:
         self._absent = absent
         self._directory = directory
         self._drafters = [name for name in DRAFTERS if name not in absent]
-        self._host = LocalHost()
         self._verifiers: list[Endpoint] = []
         self._redis_port = 0
         self._http = httpx.AsyncClient(
@@ -152,7 +151,7 @@ class Site:
         """Start a process, with the certificate of its role if it has one."""
         if role is not None and self._certificates is not None:
             launch = self._certificates.given_to(launch, role)
-        await self.processes.start(self._host, launch)
+        await self.processes.start(launch)
 
     async def _link(self, name: str, target: str) -> str:
         """Start a link to one target; returns the address at which it listens."""
@@ -160,24 +159,18 @@ class Site:
 
     async def _links(self, name: str, targets: list[str]) -> dict[str, str]:
         """Start a link; returns the addresses at which it listens for each target."""
-        control, fronts = await start_link(self.processes, self._host, name, targets)
+        control, fronts = await start_link(self.processes, name, targets)
         self.links[f"link-{name}"] = control
         return fronts
 
     def pid(self, name: str) -> int:
         """The number of a process."""
-        return self._handle(name).pid
-
-    def _handle(self, name: str) -> LocalHandle:
-        handle = self.processes.handle(name)
-        # All of them run on this machine.
-        assert isinstance(handle, LocalHandle)
-        return handle
+        return self.processes.child(name).pid
 
     async def down(self, names: Collection[str], seconds: float, *, kill: bool) -> None:
         """Kill or stop processes, and start them again after some seconds."""
         if kill:
-            await asyncio.gather(*(self._handle(name).kill() for name in names))
+            await asyncio.gather(*(self.processes.child(name).kill() for name in names))
         await asyncio.gather(*(self.processes.end(name) for name in names))
         await asyncio.sleep(seconds)
         for name in names:
@@ -185,7 +178,7 @@ class Site:
 
     async def freeze(self, names: Iterable[str], seconds: float) -> None:
         """Stop processes by SIGSTOP for some seconds."""
-        handles = [self._handle(name) for name in names]
+        handles = [self.processes.child(name) for name in names]
         for handle in handles:
             await handle.pause()
         await asyncio.sleep(seconds)
@@ -204,7 +197,7 @@ class Site:
 
     async def start_again_if_ended(self, name: str) -> None:
         """Start a process again that a fault may end."""
-        if not await self.processes.handle(name).alive():
+        if not await self.processes.child(name).alive():
             await self.processes.end(name)
             await self.processes.again(name)
 
@@ -214,7 +207,7 @@ class Site:
         module = "outrider_bench.chaos.hostile_drafter"
         await self._start(Launch("hostile", module, (way, *addresses)), Role.DRAFTER)
         await asyncio.sleep(seconds)
-        handle = self._handle("hostile")
+        handle = self.processes.child("hostile")
         if not await handle.alive():
             raise StackFailed(f"the hostile drafter ended: {(await handle.tail())[-5:]}")
         await handle.kill()
@@ -259,7 +252,7 @@ class Site:
         """Start the processes that ended by themselves; returns their names and last lines."""
         found = []
         for name in [*self._names(), *self.links]:
-            handle = self.processes.handle(name)
+            handle = self.processes.child(name)
             if not await handle.alive():
                 found.append(f"{name} ended: {(await handle.tail())[-5:]}")
                 await self.processes.end(name)
@@ -282,7 +275,7 @@ class Site:
         in_use = {}
         if not await within(_QUIET_S, is_quiet):
             in_use = await self._in_use()
-        alive = [name for name in self._names() if await self.processes.handle(name).alive()]
+        alive = [name for name in self._names() if await self.processes.child(name).alive()]
         sizes = {name: size_of(self.pid(name)) for name in alive}
         return {"in_use": in_use, "processes": sizes}
 

@@ -12,7 +12,7 @@ from outrider_bench.commands.entry import entry
 @entry("report")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def main(folder: Path) -> int:
-    """Make tables, a plot and a page of a run's measurements and predictions.
+    """Make tables, a plot and a CSV of a run's measurements and predictions.
 
     FOLDER is what `outrider lab run` or `predict` has printed. The files are in its folder
     `report`.

@@ -19,24 +19,17 @@ _PROGRAM = "outrider lab run"
 @entry("run")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--with",
-    "way",
-    type=click.Choice(["processes", "compose"]),
-    default="processes",
-    help="Run each process by itself, or in a container of compose/compose.yaml's images.",
-)
-@click.option(
     "--out",
     type=click.Path(path_type=Path),
     default=RUNS,
     help="Directory for the results: a folder for each experiment, machine and commit.",
 )
-def main(file: Path, way: str, out: Path) -> int:
+def main(file: Path, out: Path) -> int:
     """Measure the cells of an experiment FILE; docs/placement.md describes it.
 
     A run that was interrupted goes on where it stopped when it is started again.
     """
-    command = f"{_PROGRAM} {shlex.join([str(file), '--with', way, '--out', str(out)])}"
+    command = f"{_PROGRAM} {shlex.join([str(file), '--out', str(out)])}"
     import asyncio
 
     from rich.console import Console
@@ -53,7 +46,7 @@ def main(file: Path, way: str, out: Path) -> int:
         if experiment.costs is not None:
             raise invalid("costs", "is for hardware that is not here; predict this file instead")
         cells = experiment.cells()
-        running = run(experiment, cells, out, console, command, compose=way == "compose")
+        running = run(experiment, cells, out, console, command)
         folder = asyncio.run(running)
     except KeyboardInterrupt:
         console.print(f"stopped; to go on, run the same command again: {command}")

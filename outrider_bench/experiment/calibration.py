@@ -18,10 +18,9 @@ from outrider.drafter.dialled import wait_until_ready
 from outrider.process.network import rpc
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.load import Asked, play
-from outrider_bench.experiment.places import places
 from outrider_bench.experiment.report.figures import PHASES
 from outrider_bench.experiment.spec import Experiment, Workload
-from outrider_bench.experiment.stack import drafting, servers
+from outrider_bench.experiment.stack import drafting, server
 from outrider_bench.experiment.traffic import Encoder, Request, requests_of
 from outrider_bench.sample import Sample
 from outrider_bench.simulator.costs import NotNegative
@@ -115,11 +114,10 @@ async def _serve(experiment: Experiment, tell: Callable[[], None]) -> list[Serve
     target = experiment.target
     loads = {batch: load_of(target.model, batch) for batch in BATCHES}
     async with (
-        places([experiment], "") as found,
-        servers(target, target.model, found) as running,
-        drafting(experiment, running, found),
+        server(target, target.model) as running,
+        drafting(experiment, running),
     ):
-        [endpoint] = running.endpoints
+        endpoint = running.endpoint
         # In the first round planner and drafters learn the costs; it does not count.
         for number in range(_ROUNDS + 1):
             for batch, load in loads.items():

@@ -51,8 +51,6 @@ def check(experiment: Experiment, profile: Profile) -> None:
             "workload.temperature: only 0 can be predicted, since guesses are recorded for greedy "
             "texts"
         )
-    if target.count > 1:
-        raise ValueError("target.count: several verifiers cannot be predicted")
     for name, drafter in drafters_of(experiment):
         _check_drafter(name, drafter, profile)
 
@@ -201,7 +199,7 @@ def _specs(
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
     """The effects of a drafter's place on its own speed and on the target's."""
     serving = profile.serving_at(_served_as(drafter.family), experiment.workload.under_way)
-    if drafter.host != experiment.target.host:
+    if drafter.host is not None:
         return {"interference": 0.0, "slowness": 1.0}
     if drafter.device != "cpu":
         # It takes turns with the target on its device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from drafter_svc.config import DrafterSettings, settings_schema
 from outrider.errors import OutriderError, invalid
 from outrider.process.settings.config import Settings, load
 from outrider.process.settings.cores import parse_cores
-from outrider_bench.experiment.hosts import LOOPBACK, Launch
+from outrider_bench.experiment.child import LOOPBACK, Launch
 from outrider_bench.experiment.spec import Drafter, Experiment, Setting, Target, drafters_of
 from outrider_cli.stack_plan import flags
 from outrider_cli.verifier import HeadVerifierSettings
@@ -37,16 +37,11 @@ class Endpoint:
     verifier: str
     """host:port of the draft stream."""
     uds: Path | None = None
-    bind: str = LOOPBACK
-    """IP address at which both processes listen."""
-    gateway_at: str = LOOPBACK
-    """IP address by which this machine reaches the gateway; `verifier_at` is the verifier's."""
-    verifier_at: str = LOOPBACK
 
     @property
     def url(self) -> str:
         """The gateway's."""
-        return f"http://{self.gateway_at}:{self.http_port}"
+        return f"http://{LOOPBACK}:{self.http_port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +67,7 @@ def verifier_launch(
         "target": str(model),
         "model_name": endpoint.model,
         "dtype": target.dtype,
-        "listen": f"{endpoint.bind}:{endpoint.verifier.rpartition(':')[2]}",
+        "listen": endpoint.verifier,
         # An experiment has a network of its own.
         "open": True,
         "uds": _path(endpoint.uds),
@@ -95,7 +90,6 @@ def verifier_launch(
         _flags(options),
         environment=_OFFLINE,
         cores=target.cores,
-        shares=(model, *_shares({"uds": options["uds"], "head": _path(head)})),
     )
 
 
@@ -104,15 +98,15 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int) -> Launch:
     options: dict[str, Setting | None] = {
         "verifier": endpoint.verifier,
         "tokenizer": str(model),
-        "http_host": endpoint.bind,
+        "http_host": LOOPBACK,
         "http_port": endpoint.http_port,
-        "grpc_listen": f"{endpoint.bind}:{grpc_port}",
+        "grpc_listen": f"{LOOPBACK}:{grpc_port}",
         # An experiment has no clients but its own.
         "open": True,
         "log_level": _LOG_LEVEL,
     }
     name = endpoint.name.replace("verifier", "gateway")
-    return Launch(name, "gateway", _flags(options), environment=_OFFLINE, shares=(model,))
+    return Launch(name, "gateway", _flags(options), environment=_OFFLINE)
 
 
 def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial: Dial) -> Launch:
@@ -129,7 +123,6 @@ def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial
         "drafter_svc",
         _flags({"verifier": [*dial.verifiers], **options}),
         environment=_OFFLINE,
-        shares=tuple(_shares(options)),
     )
 
 
@@ -156,14 +149,6 @@ def _drafter_options(
     return options
 
 
-def _shares(options: Mapping[str, Setting | None]) -> Iterator[Path]:
-    for name in ("model", "head", "target"):
-        if path := options.get(name):
-            yield Path(str(path))
-    if uds := options.get("uds"):
-        yield Path(str(uds)).parent
-
-
 def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
     """The command line of a link; `forwards` has the target of each address that it listens on."""
     pairs = [f"--forward={listen}={target}" for listen, target in forwards.items()]
@@ -171,22 +156,15 @@ def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
     return Launch(f"link-{name}", "outrider_bench.experiment.link_process", arguments)
 
 
-def process_names(experiment: Experiment, name: str) -> list[str]:
-    """The processes of a drafter: the first verifier's, the second's and so on, or shared ones.
-
-    One in the verifier's process has none.
-    """
-    drafter = experiment.drafters[name]
+def process_names(name: str, drafter: Drafter) -> list[str]:
+    """The processes of a drafter; one in the verifier's process has none."""
     if drafter.in_process:
         return []
-    count = drafter.count
-    if not drafter.shared:
-        count *= experiment.target.count
-    return [f"{name}-{number + 1}" for number in range(count)]
+    return [f"{name}-{number + 1}" for number in range(drafter.count)]
 
 
-def drafters_at_each(experiment: Experiment) -> int:
-    """The number of drafters that each verifier has, one in its own process among them."""
+def drafter_count(experiment: Experiment) -> int:
+    """The number of drafters that the verifier has, one in its own process among them."""
     return sum(drafter.count for _, drafter in drafters_of(experiment))
 
 

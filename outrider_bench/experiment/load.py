@@ -60,7 +60,7 @@ async def play(
 
     A request that fails is an error of the result, not an exception.
     """
-    before = await counters(endpoint.metrics_port, endpoint.verifier_at)
+    before = await counters(endpoint.metrics_port)
     started = time.perf_counter()
     if workload.arrivals == "closed":
         answers, full_s = await _closed(requests, workload.batch, endpoint, asked)
@@ -68,7 +68,7 @@ async def play(
         answers = await _open(requests, endpoint, asked, started)
         full_s = 0.0
     seconds = time.perf_counter() - started
-    after = await counters(endpoint.metrics_port, endpoint.verifier_at)
+    after = await counters(endpoint.metrics_port)
     sample = Sample(0, seconds, full_s=full_s)
     sample.counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
     played = Played(sample)
@@ -125,7 +125,7 @@ async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
     answer = _Answer(time.perf_counter())
     headers = {"Authorization": f"Bearer {asked.tenant}"}
     try:
-        async for block in stream(endpoint.http_port, body, headers, endpoint.gateway_at):
+        async for block in stream(endpoint.http_port, body, headers):
             answer.blocks.append((time.perf_counter(), block))
     except (RuntimeError, OSError) as error:
         answer.error = f"{endpoint.name}: {error}"
@@ -183,6 +183,6 @@ def _events(blocks: Sequence[tuple[float, bytes]]) -> list[tuple[float, dict[str
     return found
 
 
-def digest(played: Sequence[Played]) -> str:
+def digest(played: Played) -> str:
     """SHA-256 of all texts in order."""
-    return hashlib.sha256(json.dumps([each.texts for each in played]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(played.texts).encode()).hexdigest()

@@ -21,7 +21,7 @@ import numpy as np
 
 from drafter_svc.placement import Topology
 from outrider.errors import invalid
-from outrider_bench.experiment.hosts import check_cores
+from outrider_bench.experiment.child import check_cores
 from outrider_bench.experiment.records import Machine
 from outrider_bench.experiment.spec import Experiment, drafters_of
 
@@ -83,11 +83,8 @@ def check(experiment: Experiment) -> None:
     """
     nodes = Topology.read(Path("/sys")).nodes
     gpu_count = len(_gpus())
-    if experiment.target.host is None:
-        check_cores("target.cores", experiment.target.cores)
+    check_cores("target.cores", experiment.target.cores)
     for name, drafter in drafters_of(experiment):
-        if drafter.host is not None:
-            continue
         check_cores(f"drafters.{name}.cores", drafter.cores)
         if drafter.numa_node is not None and drafter.numa_node not in nodes:
             known = ", ".join(map(str, nodes)) or "(none)"

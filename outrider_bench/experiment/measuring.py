@@ -1,8 +1,7 @@
-"""One measurement: the load on all verifiers, and the counters before and after."""
+"""One measurement: the load on the verifier, and the counters before and after."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
@@ -12,20 +11,20 @@ from outrider_bench.experiment.launches import SYNTHETIC
 from outrider_bench.experiment.load import LEARNING, Asked, Played, digest, play
 from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
 from outrider_bench.experiment.spec import Experiment, drafters_of
-from outrider_bench.experiment.stack import Drafting, Servers
+from outrider_bench.experiment.stack import Drafting, Server
 from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
 
 
 @dataclass(slots=True)
 class Bench:
-    """Running verifiers, with drafters beside them or without."""
+    """A running verifier, with drafters beside it or without."""
 
-    servers: Servers
+    server: Server
     drafting: Drafting | None
     encoder: Encoder
 
     async def warm_up(self, experiment: Experiment, way: str) -> None:
-        """Send requests that are not counted, so that the verifiers learn the costs of steps."""
+        """Send requests that are not counted, so that the verifier learns the costs of steps."""
         if way == DRAFTED and any(each.family == SYNTHETIC for _, each in drafters_of(experiment)):
             # Such drafters repeat the texts of requests that they have seen.
             learning = replace(_asked(experiment, way, "learning"), speculation=LEARNING)
@@ -37,8 +36,7 @@ class Bench:
         workload = experiment.workload
         requests = warm_up_of(workload, self.encoder)
         closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
-        endpoints = self.servers.endpoints
-        await asyncio.gather(*(play(requests, closed, each, asked) for each in endpoints))
+        await play(requests, closed, self.server.endpoint, asked)
 
     async def measure(self, experiment: Experiment, way: str, tenant: str) -> Measurement:
         """Play the workload once; `tenant` must be new, so that no n-grams are known."""
@@ -47,24 +45,20 @@ class Bench:
         played = await self._play(experiment, _asked(experiment, way, tenant))
         return Measurement(
             way,
-            [each.sample for each in played],
+            played.sample,
             cpu_s=_grown(cpu_before, await self._cpu_s()),
             links=_carried(traffic_before, await self._traffic()),
             texts_sha256=digest(played),
-            errors=[error for each in played for error in each.errors],
+            errors=played.errors,
         )
 
-    async def _play(self, experiment: Experiment, asked: Asked) -> list[Played]:
+    async def _play(self, experiment: Experiment, asked: Asked) -> Played:
         workload = experiment.workload
-        turns = [
-            (requests_of(workload, self.encoder, place), endpoint)
-            for place, endpoint in enumerate(self.servers.endpoints)
-        ]
-        playing = (play(requests, workload, endpoint, asked) for requests, endpoint in turns)
-        return await asyncio.gather(*playing)
+        requests = requests_of(workload, self.encoder)
+        return await play(requests, workload, self.server.endpoint, asked)
 
     async def _cpu_s(self) -> dict[str, float]:
-        found = await self.servers.processes.cpu_s()
+        found = await self.server.processes.cpu_s()
         if self.drafting is not None:
             found |= await self.drafting.processes.cpu_s()
         return {**found, "load": time.process_time()}

@@ -100,7 +100,7 @@ def predict(cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder) 
         for cell, way in bar.track(asked, description="simulating"):
             found = predictor.measurement(cell, way)
             folder.save(cell.key, 0, found, predicted=True)
-            rates[cell.key, way] = found.tokens_per_s
+            rates[cell.key, way] = found.sample.tokens_per_s
     return table(cells, rates, predictor)
 
 
@@ -163,7 +163,7 @@ class Predictor:
         if key not in self._known:
             self._known[key] = self._simulate(experiment, way, profile)
         found = self._known[key]
-        return Measurement(way, found.samples, links=found.links, errors=found.errors)
+        return Measurement(way, found.sample, links=found.links, errors=found.errors)
 
     def profile(self, cell: Cell) -> Profile:
         """The first profile that fits a cell; raises ValueError with what the first one lacks."""
@@ -187,7 +187,7 @@ class Predictor:
         simulation.world.offers = recorder.offers
         outcome = simulation.run()
         links = _traffic(experiment, simulation)
-        return Measurement(way, [*outcome.by_verifier.values()], links=links, errors=outcome.errors)
+        return Measurement(way, outcome.sample, links=links, errors=outcome.errors)
 
     def _recorder(self, experiment: Experiment) -> Recorder:
         used = {drafter.family: drafter for _, drafter in drafters_of(experiment)}

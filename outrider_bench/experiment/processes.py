@@ -1,4 +1,4 @@
-"""Running processes by name: starts each on its host, watches it, and stops the last one first."""
+"""Running processes by name: starts each, watches it, and stops the last one first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from outrider_bench.experiment.hosts import Handle, Host, Launch
+from outrider_bench.experiment.child import Child, Launch, start
 
 _READY_S = 300.0
 _LOOK_S = 0.1
@@ -18,9 +18,8 @@ class StackFailed(Exception):
 
 @dataclass(slots=True)
 class _Process:
-    host: Host
     launch: Launch
-    handle: Handle
+    child: Child
     is_wanted: bool = True
 
 
@@ -30,38 +29,38 @@ class Processes:
     def __init__(self) -> None:
         self._all: dict[str, _Process] = {}
 
-    async def start(self, host: Host, launch: Launch) -> None:
+    async def start(self, launch: Launch) -> None:
         """Start a process; raises StackFailed when it cannot be run."""
         try:
-            handle = await host.start(launch)
+            child = await start(launch)
         except OSError as error:
             raise StackFailed(f"{launch.name} could not be started: {error}") from error
-        self._all[launch.name] = _Process(host, launch, handle)
+        self._all[launch.name] = _Process(launch, child)
 
-    def handle(self, name: str) -> Handle:
-        """The handle of a process that was started."""
-        return self._all[name].handle
+    def child(self, name: str) -> Child:
+        """A process that was started."""
+        return self._all[name].child
 
     async def end(self, name: str) -> None:
         """Stop a process; `check` does not miss it."""
         process = self._all[name]
         process.is_wanted = False
-        await process.handle.stop()
+        await process.child.stop()
 
     async def again(self, name: str) -> None:
         """Start a process again after `end`; do nothing if it was not ended."""
         process = self._all[name]
         if not process.is_wanted:
-            await self.start(process.host, process.launch)
+            await self.start(process.launch)
 
     async def cpu_s(self) -> dict[str, float]:
         """CPU seconds of each process."""
-        return {name: await process.handle.cpu_s() for name, process in self._all.items()}
+        return {name: await process.child.cpu_s() for name, process in self._all.items()}
 
     async def check(self) -> None:
         """Raise StackFailed with the last lines of a process that should run and does not."""
         for name, process in self._all.items():
-            if process.is_wanted and not await process.handle.alive():
+            if process.is_wanted and not await process.child.alive():
                 raise StackFailed(f"{name} ended\n{await self._last_lines(name)}")
 
     async def until(self, who: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
@@ -78,7 +77,7 @@ class Processes:
     async def stop(self) -> None:
         """Stop all processes, the last one first, and forget them."""
         for name in reversed(list(self._all)):
-            await self._all.pop(name).handle.stop()
+            await self._all.pop(name).child.stop()
 
     async def _last_lines(self, name: str) -> str:
-        return "\n".join(f"  {name}: {line}" for line in await self._all[name].handle.tail())
+        return "\n".join(f"  {name}: {line}" for line in await self._all[name].child.tail())

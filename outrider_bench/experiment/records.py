@@ -73,19 +73,14 @@ class Measurement:
     """One repetition of one way in one cell."""
 
     way: str
-    samples: list[Sample]
-    """One for each verifier; their counters are the verifier's metrics."""
+    sample: Sample
+    """Its counters are the verifier's metrics."""
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU seconds by process."""
     links: dict[str, LinkTraffic] = field(default_factory=dict)
     texts_sha256: str = ""
     """A hash of all texts in order, to compare greedy and seeded texts across ways."""
     errors: list[str] = field(default_factory=list)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The rates of all verifiers added up."""
-        return sum(sample.tokens_per_s for sample in self.samples)
 
 
 _MEASUREMENT = TypeAdapter(Measurement)

@@ -1,8 +1,8 @@
 """Measures all cells of an experiment on real processes, in an order that treats them alike.
 
 Repetitions go over all stacks and cells forwards and backwards in turn, so that a machine that gets
-slower or faster affects all alike. Verifiers run on while drafters come and go. Plain decoding is
-measured right before its cells' drafters start.
+slower or faster affects all alike. The verifier runs on while drafters come and go. Plain decoding
+is measured right before its cells' drafters start.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from rich.console import Console
 from outrider_bench.console import progress
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.measuring import Bench
-from outrider_bench.experiment.places import Places, places
 from outrider_bench.experiment.records import PLAIN, Folder, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target
-from outrider_bench.experiment.stack import drafting, own_head, servers
+from outrider_bench.experiment.stack import drafting, own_head, server
 from outrider_bench.experiment.traffic import Encoder
 
 _ROOT = Path(__file__).parents[2]
@@ -35,41 +34,30 @@ async def run(
     out: Path,
     console: Console,
     command: str,
-    *,
-    compose: bool = False,
 ) -> Folder:
     """Measure all missing repetitions.
 
-    Raises OutriderError(INVALID_VALUE) if this machine or the places do not fit the experiment, and
-    OSError or StackFailed when a process, a machine or the engine fails.
+    Raises OutriderError(INVALID_VALUE) if this machine does not fit the experiment, and OSError or
+    StackFailed when a process fails.
     """
-    experiments = [cell.experiment for cell in cells]
-    async with places(experiments, machine.commit(_ROOT), compose=compose) as found:
-        for cell in cells:
-            machine.check(cell.experiment)
-            stack.check(cell.experiment, found)
-        folder = open_folder(out, experiment, console, command, found)
-        for warning in machine.warnings():
-            console.print(f"[yellow]warning:[/] {warning}")
-        await measure(experiment, cells, folder, found, console)
+    for cell in cells:
+        stack.check(cell.experiment)
+        machine.check(cell.experiment)
+    folder = open_folder(out, experiment, console, command)
+    for warning in machine.warnings():
+        console.print(f"[yellow]warning:[/] {warning}")
+    await measure(experiment, cells, folder, console)
     return folder
 
 
-def open_folder(
-    out: Path,
-    experiment: Experiment,
-    console: Console,
-    command: str,
-    found: Places,
-) -> Folder:
-    """The folder of these machines, commit and experiment; results of others are left alone.
+def open_folder(out: Path, experiment: Experiment, console: Console, command: str) -> Folder:
+    """The folder of this machine, commit and experiment; results of others are left alone.
 
     A new folder records the machine, the commit and `command`, the command line.
     """
     here = machine.this_machine()
     commit = machine.commit(_ROOT)
-    version = f"{commit}-{found.digest}" if found.about else commit
-    folder = Folder.of(out, experiment, here, version)
+    folder = Folder.of(out, experiment, here, commit)
     others = [other for other in folder.path.parent.glob("*") if other != folder.path]
     if others and not folder.path.exists():
         runs = "1 earlier run was" if len(others) == 1 else f"{len(others)} earlier runs were"
@@ -79,7 +67,6 @@ def open_folder(
             "machine": dataclasses.asdict(here),
             "load": os.getloadavg()[0],
             "commit": commit,
-            "places": dict(found.about),
             "experiment": experiment.model_dump(mode="json"),
             "command": command,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -92,7 +79,6 @@ async def measure(
     experiment: Experiment,
     cells: Sequence[Cell],
     folder: Folder,
-    places: Places,
     console: Console,
 ) -> None:
     """Measure all that the folder lacks; a bar shows the time left."""
@@ -103,7 +89,7 @@ async def measure(
         def tell(doing: str, finished: int) -> None:
             bar.update(task, description=doing, advance=finished)
 
-        await Runner(experiment, cells, folder, places, tell).run()
+        await Runner(experiment, cells, folder, tell).run()
 
 
 def missing(
@@ -120,7 +106,7 @@ def missing(
 
 
 def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
-    """Cells by the verifiers that can serve them, and within these by the drafters."""
+    """Cells by the verifier that can serve them, and within these by the drafters."""
     found: dict[str, dict[str, list[Cell]]] = {}
     for cell in cells:
         found.setdefault(cell.target_key, {}).setdefault(cell.stack_key, []).append(cell)
@@ -145,14 +131,12 @@ class Runner:
         experiment: Experiment,
         cells: Sequence[Cell],
         folder: Folder,
-        places: Places,
         tell: Callable[[str, int], None],
     ) -> None:
         """`tell` gets the present work, and the number of measurements that it finished."""
         self._experiment = experiment
         self._groups = groups(cells)
         self._folder = folder
-        self._places = places
         self._tell = tell
 
     async def run(self) -> None:
@@ -169,9 +153,9 @@ class Runner:
         experiment = cells[0].experiment
         model = _target_model(experiment.target)
         encoder = Encoder(model)
-        self._tell(f"{repetition + 1}: starting verifiers", 0)
+        self._tell(f"{repetition + 1}: starting the verifier", 0)
         head = own_head(experiment, model)
-        async with servers(experiment.target, model, self._places, head) as running:
+        async with server(experiment.target, model, head) as running:
             for cells in there_and_back(stacks, repetition):
                 bench = Bench(running, None, encoder)
                 await self._plain(cells, repetition, bench)
@@ -210,7 +194,7 @@ class Runner:
         if not lacking:
             return
         self._tell(f"{repetition + 1}: {lacking[0][0].key}, starting drafters", 0)
-        async with drafting(cells[0].experiment, bench.servers, self._places) as running:
+        async with drafting(cells[0].experiment, bench.server) as running:
             bench.drafting = running
             for cell, way in lacking:
                 self._tell(f"{repetition + 1}: {cell.key}, {way}", 0)

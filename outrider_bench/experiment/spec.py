@@ -30,7 +30,7 @@ class _Part(BaseModel):
 
 
 class Target(_Part):
-    """The target model and the place of each verifier."""
+    """The target model and the place of its verifier."""
 
     model: Path = Path("models/target")
     """Directory of the model."""
@@ -42,16 +42,10 @@ class Target(_Part):
     dtype: Dtype = "float32"
 
     threads: int | None = Field(None, ge=1)
-    """Threads of each verifier's forwards; unset takes one for each of its cores."""
+    """Threads of the verifier's forwards; unset takes one for each of its cores."""
 
     cores: str | None = None
-    """Cores of each verifier, such as 0-3; unset takes any."""
-
-    count: int = Field(1, ge=1, le=16)
-    """Verifiers, verifier-1 and so on, each behind a gateway of its own."""
-
-    host: Name | None = None
-    """Name in `hosts` of the machine that runs the verifiers; unset is this one."""
+    """Cores of the verifier, such as 0-3; unset takes any."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
     """Other settings of the verifier, see `outrider verifier --help`, with underscores."""
@@ -69,10 +63,7 @@ class Drafter(_Part):
     """Directory of a draft model, or of a head; unset is the bundled one of the family."""
 
     count: int = Field(1, ge=1, le=64)
-    """Processes for each verifier; for all verifiers together where `shared`."""
-
-    shared: bool = False
-    """Whether each process drafts for all verifiers."""
+    """Processes."""
 
     transport: Literal["tcp", "unix", "in-process"] = "tcp"
     """How it reaches the verifier; a Unix socket takes no link. in-process is a head in the
@@ -96,15 +87,15 @@ class Drafter(_Part):
     threads."""
 
     host: Name | None = None
-    """Name of its machine in `hosts`; unset is this one."""
+    """Any name of another machine, for predictions; unset is the verifier's."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
     """Other settings of its process, see `outrider drafter --help`, with underscores."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.transport == "unix" and (self.link or self.host or self.shared):
-            raise ValueError("transport unix takes no link, no host and no shared drafter")
+        if self.transport == "unix" and (self.link or self.host):
+            raise ValueError("transport unix takes no link and no host")
         if self.in_process:
             self._check_in_process()
         if self.numa_node is not None and self.cores is None:
@@ -122,8 +113,8 @@ class Drafter(_Part):
         if self.link or self.host or self.cores or self.threads or self.settings:
             problem = "takes no link, host, cores, threads or settings: the process is the verifier"
             raise ValueError(f"transport in-process {problem}")
-        if self.shared or self.count > 1:
-            raise ValueError("transport in-process is one drafter of one verifier")
+        if self.count > 1:
+            raise ValueError("transport in-process is one drafter")
 
 
 class Link(_Part, LinkShape):
@@ -145,13 +136,13 @@ class Workload(_Part):
     """closed keeps `batch` requests under way, poisson starts `rate` requests a second."""
 
     batch: int = Field(1, ge=1, le=256)
-    """Requests under way at each verifier."""
+    """Requests under way."""
 
     waves: int = Field(4, ge=1)
     """Requests in all for each one under way, but at least 8; for closed arrivals."""
 
     rate: float = Field(1.0, gt=0)
-    """New requests each second at each verifier."""
+    """New requests each second."""
 
     seconds: float = Field(10.0, gt=0)
     """Time in which new requests come, with poisson arrivals."""
@@ -171,7 +162,7 @@ class Workload(_Part):
 
     @property
     def under_way(self) -> int:
-        """Requests under way at each verifier while it warms up: `batch` if closed, else 1."""
+        """Requests under way while the verifier warms up: `batch` if closed, else 1."""
         return self.batch if self.arrivals == "closed" else 1
 
 
@@ -191,10 +182,6 @@ class Experiment(_Part):
     drafters: dict[Name, Drafter] = Field(default_factory=dict)
 
     links: dict[Name, Link] = Field(default_factory=dict)
-
-    hosts: dict[Name, str] = Field(default_factory=dict)
-    """Other machines by name: an ssh destination and the directory of a checkout of the same commit
-    there, with its virtual environment in .venv, such as me@10.0.0.2:outrider."""
 
     workload: Workload = Field(default_factory=lambda: Workload.model_validate({}))
 
@@ -279,7 +266,7 @@ class Cell:
 
     @property
     def target_key(self) -> str:
-        """Equal for cells that the same verifiers can serve."""
+        """Equal for cells that the same verifier can serve."""
         own = {name: True for name, each in drafters_of(self.experiment) if each.in_process}
         return self.experiment.model_dump_json(include={"target": True, "drafters": own})
 

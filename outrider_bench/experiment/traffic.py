@@ -73,18 +73,14 @@ class Encoder:
         return Prompts(str(self._model))
 
 
-def requests_of(workload: Workload, encoder: Encoder, verifier: int = 0) -> list[Request]:
-    """The requests for a verifier, by its number from 0, in order of arrival.
-
-    Each verifier gets prompts and arrivals of its own. The last prompt of each kind is kept for
-    warming up.
-    """
+def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
+    """The requests in order of arrival. The last prompt of each kind is kept for warming up."""
     own = _Prompts(workload)
     kinds = own.kinds
     found = []
-    for i, (at, output) in enumerate(_arrivals(workload, verifier)):
+    for i, (at, output) in enumerate(_arrivals(workload)):
         kind = kinds[i % len(kinds)]
-        prompt = own.get(kind, i + verifier * len(kinds))
+        prompt = own.get(kind, i)
         found.append(request_of(prompt, encoder, output, _seed(workload, i), at))
     return found
 
@@ -111,12 +107,12 @@ def request_of(
     return Request(at, prompt.kind, ids, output_tokens, seed, prompt.structured_outputs)
 
 
-def _arrivals(workload: Workload, place: int) -> Iterator[tuple[float, int]]:
+def _arrivals(workload: Workload) -> Iterator[tuple[float, int]]:
     """Time, and length of the answer, of each request."""
     if workload.arrivals == "closed":
         times = [0.0] * max(_FEWEST, workload.waves * workload.batch)
     else:
-        times = list(_poisson(workload, place))
+        times = list(_poisson(workload))
     yield from zip(times, spread_lengths(workload.output_tokens, len(times)), strict=True)
 
 
@@ -125,8 +121,8 @@ def spread_lengths(mean: int, count: int) -> list[int]:
     return [max(round(mean * (0.5 + (i * _GOLDEN) % 1.0)), 1) for i in range(count)]
 
 
-def _poisson(workload: Workload, place: int) -> Iterator[float]:
-    generator = random.Random(1_000 * (workload.seed or 0) + place)
+def _poisson(workload: Workload) -> Iterator[float]:
+    generator = random.Random(1_000 * (workload.seed or 0))
     at = 0.0
     while at < workload.seconds:
         yield at

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.process.network.ports import free_port
-from outrider_bench.experiment.hosts import LOOPBACK, Launch, LocalHost
+from outrider_bench.experiment.child import LOOPBACK, Launch, start
 from outrider_bench.experiment.traffic import Encoder, Request
 from outrider_bench.sample import Sample
 from outrider_bench.settings import TableSettings
@@ -103,14 +103,14 @@ async def _start_vllm(
     if not method.drafter:
         return asked
     words = ("--verifier", listen, "--id", "1", *method.drafter)
-    handle = await LocalHost().start(Launch("drafter", "drafter_svc", words))
-    running.push_async_callback(handle.stop)
+    drafter = await start(Launch("drafter", "drafter_svc", words))
+    running.push_async_callback(drafter.stop)
 
     async def ask(task: dict[str, Any]) -> dict[str, Any]:
         """Send a task as a line, and read its answer."""
         answer = await asked(task)
-        if not await handle.alive():
-            raise RuntimeError(f"the drafter died: {(await handle.tail())[-5:]}")
+        if not await drafter.alive():
+            raise RuntimeError(f"the drafter died: {(await drafter.tail())[-5:]}")
         return answer
 
     return ask

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.load import Asked, play
-from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.spec import Experiment, Workload
-from outrider_bench.experiment.stack import drafting, own_head, servers
+from outrider_bench.experiment.stack import drafting, own_head, server
 from outrider_bench.experiment.traffic import Request
 from outrider_bench.settings import TableSettings
 from outrider_bench.table.rows import PLAIN, Answer
@@ -128,15 +127,12 @@ async def started(
     """
     found: list[Way] = []
     wanted, missing = stacks(settings)
-    places = Places()
     for stack in wanted:
         experiment = stack.experiment(target)
         head = own_head(experiment, target)
-        serving = await running.enter_async_context(
-            servers(experiment.target, target, places, head)
-        )
-        await running.enter_async_context(drafting(experiment, serving, places))
-        [endpoint] = serving.endpoints
+        serving = await running.enter_async_context(server(experiment.target, target, head))
+        await running.enter_async_context(drafting(experiment, serving))
+        endpoint = serving.endpoint
         for name, who in stack.ways.items():
             grammars: Literal["any", "needed"] = "needed" if name == "grammar" else "any"
             found.append(Way(name, _ours(endpoint, who), grammars=grammars))

@@ -76,14 +76,6 @@ PLACEMENT: Settings = {
         ]
     },
 }
-TWO: Settings = {
-    "name": "two",
-    "question": "Does one drafter serve the second verifier better than its own?",
-    "target": {"count": 2},
-    "drafters": {"own": {"family": "ngram"}, "shared": {"family": "ngram", "shared": True}},
-    "workload": {"batch": 2, "output_tokens": 48},
-    "sweep": {"use": [["own"], ["shared"]]},
-}
 
 
 def make_run(
@@ -118,21 +110,19 @@ def make_run(
 
 def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
     """One repetition of a way in a cell."""
-    count = cell.experiment.target.count
-    samples = [_simulate(cell, way, seed, noise, place) for place in range(count)]
-    measured = Measurement(way, samples)
+    sample = _simulate(cell, way, seed, noise)
+    measured = Measurement(way, sample)
     measured.texts_sha256 = hashlib.sha256(b"the texts").hexdigest()
-    tokens = samples[0].tokens
-    seconds = sum(sample.seconds for sample in samples)
-    measured.cpu_s = {"verifier-1": 0.95 * seconds, "gateway-1": 0.0002 * tokens}
+    tokens = sample.tokens
+    measured.cpu_s = {"verifier-1": 0.95 * sample.seconds, "gateway-1": 0.0002 * tokens}
     if way == DRAFTED:
-        measured.cpu_s["drafter"] = 0.6 * seconds
-        received = sum(sample.counters["draft_bytes"] for sample in samples)
+        measured.cpu_s["drafter"] = 0.6 * sample.seconds
+        received = sample.counters["draft_bytes"]
         measured.links = {"wire": LinkTraffic(int(received), 20 * tokens, 1)}
     return measured
 
 
-def _simulate(cell: Cell, way: str, seed: int, noise: float, place: int) -> Sample:
+def _simulate(cell: Cell, way: str, seed: int, noise: float) -> Sample:
     workload = cell.experiment.workload
     scenario = Scenario.model_validate(
         {
@@ -143,23 +133,22 @@ def _simulate(cell: Cell, way: str, seed: int, noise: float, place: int) -> Samp
             "sequences": [workload.batch],
             "waves": workload.waves,
             "output_tokens": [workload.output_tokens // 2, 3 * workload.output_tokens // 2],
-            "drafters": _drafters(cell, place) if way == DRAFTED else [],
+            "drafters": _drafters(cell) if way == DRAFTED else [],
         }
     )
     return simulate(scenario, workload.batch, drafting=way == DRAFTED).sample
 
 
-def _drafters(cell: Cell, place: int) -> list[Settings]:
+def _drafters(cell: Cell) -> list[Settings]:
     found = []
     for name in cell.experiment.use:
         drafter = cell.experiment.drafters[name]
-        learned = 0.25 if place and drafter.shared else 0.0
         link = cell.experiment.links.get(drafter.link or "", NO_LINK)
         found.append(
             {
                 "name": name,
                 "cost": drafter.family,
-                "acceptance": ACCEPTANCE[drafter.family] + learned,
+                "acceptance": ACCEPTANCE[drafter.family],
                 "round_trip_ms": 0.4 + _round_trip_ms(cell) - 0.2 * (drafter.transport == "unix"),
                 "jitter_ms": link.jitter_ms,
                 "mbit_s": link.mbit_s,

@@ -7,12 +7,8 @@ from made_up_profile import made_up_profile
 
 from outrider_bench.experiment.profile_record import Conditions
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
-from outrider_bench.experiment.report.answers import answers, break_even_ms
-from outrider_bench.experiment.report.figures import (
-    groups_of,
-    measurement_figures,
-    sample_figures,
-)
+from outrider_bench.experiment.report.answers import answers
+from outrider_bench.experiment.report.figures import figures_of, groups_of
 from outrider_bench.experiment.report.results import Spread, read
 from outrider_bench.experiment.report.tables import tables
 from outrider_bench.experiment.spec import Experiment
@@ -56,7 +52,7 @@ def test_acceptance_is_told_by_position_family_and_kind() -> None:
     one.count_drafts("code", 4, [1])
     one.count_drafts("code", 8, [0, 0, 2])
     one.count_drafts("chat", 4, [1, 0, 0])
-    found = sample_figures(one)
+    found = figures_of(Measurement(DRAFTED, one))
     assert [found[f"accepted_at_{i}"] for i in (1, 2, 3)] == pytest.approx([0.8, 0.7, 0.5])
     assert found["family_ngram_acceptance"] == pytest.approx(0.25)
     assert found["family_ngram_accepted_length"] == pytest.approx(2.0)
@@ -64,9 +60,7 @@ def test_acceptance_is_told_by_position_family_and_kind() -> None:
     assert found["kind_code_acceptance"] == pytest.approx(4 / 12)
     assert found["kind_code_accepted_at_2"] == pytest.approx(2 / 3)
     assert found["kind_chat_acceptance"] == 0.0
-    whole = measurement_figures(Measurement(DRAFTED, [one, one]))
-    assert whole["kind_code_acceptance"] == pytest.approx(4 / 12)
-    assert groups_of(whole) == ["family_ngram", "kind_code", "kind_chat"]
+    assert groups_of(found) == ["family_ngram", "kind_code", "kind_chat"]
 
 
 def sample(tokens: int = 100, seconds: float = 2.0) -> Sample:
@@ -89,17 +83,12 @@ def run(path: Path, rates: dict[str, list[tuple[float, float]]]) -> Folder:
         for number, pair in enumerate(pairs):
             for way, rate in zip((PLAIN, DRAFTED), pair, strict=True):
                 if rate:
-                    folder.save(cell, number, Measurement(way, [Sample(int(rate), 1.0)]))
+                    folder.save(cell, number, Measurement(way, Sample(int(rate), 1.0)))
     return folder
 
 
-def test_rates_of_verifiers_together_add_up() -> None:
-    both = Measurement(DRAFTED, [sample(100, 2.0), sample(100, 4.0)])
-    assert measurement_figures(both)["tokens_per_s"] == 75.0
-
-
 def test_drafts_have_vllms_definitions() -> None:
-    figures = sample_figures(sample())
+    figures = figures_of(Measurement(DRAFTED, sample()))
     assert figures["acceptance"] == 0.5
     assert figures["accepted_length"] == 3.0
     assert figures["tokens_per_forward"] == 2.5
@@ -109,13 +98,13 @@ def test_drafts_have_vllms_definitions() -> None:
 
 
 def test_lookups_are_shares_of_all_lookups() -> None:
-    figures = sample_figures(sample())
+    figures = figures_of(Measurement(DRAFTED, sample()))
     shares = [figures[f"lookup_{result}"] for result in ("chain", "branch", "late", "miss")]
     assert shares == [0.5, 0.25, 0.15, 0.1]
 
 
 def test_latencies_are_percentiles_over_requests_in_ms() -> None:
-    figures = sample_figures(sample())
+    figures = figures_of(Measurement(DRAFTED, sample()))
     assert figures["ttft_p50_ms"] == pytest.approx(20.0)
     assert figures["tpot_p50_ms"] == pytest.approx(30.0)
     assert figures["tpot_p99_ms"] == pytest.approx(39.8)
@@ -124,11 +113,11 @@ def test_latencies_are_percentiles_over_requests_in_ms() -> None:
 def test_links_and_processors_are_for_each_token() -> None:
     measured = Measurement(
         DRAFTED,
-        [sample()],
+        sample(),
         cpu_s={"verifier-1": 1.5, "near": 0.5},
         links={"wire": LinkTraffic(up_bytes=2000, down_bytes=500)},
     )
-    figures = measurement_figures(measured)
+    figures = figures_of(measured)
     assert figures["link_wire_up_bytes_per_token"] == 20.0
     assert figures["link_wire_down_bytes_per_token"] == 5.0
     assert figures["cpu_near_ms_per_token"] == 5.0
@@ -136,7 +125,7 @@ def test_links_and_processors_are_for_each_token() -> None:
 
 
 def test_a_figure_without_its_counters_is_absent() -> None:
-    figures = measurement_figures(Measurement(PLAIN, [Sample(10, 1.0)]))
+    figures = figures_of(Measurement(PLAIN, Sample(10, 1.0)))
     assert figures == {"tokens_per_s": 10.0}
 
 
@@ -177,8 +166,8 @@ def test_a_speed_beyond_its_tokens_per_forward_is_disturbed(tmp_path: Path) -> N
             plain = Sample(100, 1.0, counters={"generation_tokens": 9.0, "step_sequences_sum": 9.0})
             # 2.5 tokens in a forward.
             drafted = sample(100, seconds)
-            folder.save(cell, number, Measurement(PLAIN, [plain]))
-            folder.save(cell, number, Measurement(DRAFTED, [drafted]))
+            folder.save(cell, number, Measurement(PLAIN, plain))
+            folder.save(cell, number, Measurement(DRAFTED, drafted))
     results = read(folder)
     assert [results.is_disturbed(cell, "measured") for cell in results.cells] == [True, False]
     said = answers(results)
@@ -198,20 +187,9 @@ def test_a_report_repeats_the_load_of_the_profile_that_predicted(tmp_path: Path)
     assert "1.80 ×" in said
 
 
-def test_a_break_even_is_interpolated() -> None:
-    def at(*medians: float) -> float | None:
-        spreads = [Spread(value, value, value, 3) for value in medians]
-        return break_even_ms(list(zip((0.0, 10.0, 50.0), spreads, strict=False)))
-
-    assert at(1.5, 0.5) == 5.0
-    assert at(1.5, 1.1, 0.9) == pytest.approx(30.0)
-    assert at(1.5, 1.2, 1.1) is None
-    assert at(0.9, 1.2) is None
-
-
 def test_errors_of_predictions_are_of_medians_by_cell_and_way(tmp_path: Path) -> None:
     folder = run(tmp_path, {"round_trip_ms=0": [(100.0, 200.0), (110.0, 220.0), (90.0, 180.0)]})
     for way, rate in ((PLAIN, 98), (DRAFTED, 220)):
-        folder.save("round_trip_ms=0", 0, Measurement(way, [Sample(rate, 1.0)]), predicted=True)
+        folder.save("round_trip_ms=0", 0, Measurement(way, Sample(rate, 1.0)), predicted=True)
     said = answers(read(folder))
     assert "Predictions of 2 speeds are off by 6.0 % in the median and 10.0 % at worst." in said

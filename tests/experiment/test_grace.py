@@ -120,7 +120,7 @@ def test_hardware_that_is_not_here_is_not_run(capsys: pytest.CaptureFixture[str]
 def test_the_gpu_drafts_faster_than_grace_and_grace_faster_than_none() -> None:
     predictor = Predictor([profile_of("gb200", GRACE.target)])
     speeds = {
-        (name, way): predictor.measurement(cell, way).tokens_per_s
+        (name, way): predictor.measurement(cell, way).sample.tokens_per_s
         for name in ("gpu", "grace")
         for cell in _cells(name, 1)
         for way in (PLAIN, DRAFTED)

@@ -1,11 +1,9 @@
-"""The report of simulated runs: its files, its page and its answer."""
+"""The report of simulated runs: its files, its tables and its answer."""
 
 import csv
 import json
-import re
 import shutil
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
 
@@ -14,38 +12,12 @@ import simulated_runs
 
 from outrider_bench.commands.report import main
 from outrider_bench.experiment.records import Folder
+from outrider_bench.experiment.report.answers import answers
+from outrider_bench.experiment.report.results import read
+from outrider_bench.experiment.report.tables import tables
 
 PNG = b"\x89PNG\r\n\x1a\n"
 Row = dict[str, str]
-
-
-class Page(HTMLParser):
-    """Collects a page's pictures, and its tables' lines and other words."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.pictures: list[str] = []
-        self.lines: list[list[str]] = []
-        self.words = ""
-        self._in_cell = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._in_cell = tag in ("td", "th")
-        if tag == "tr":
-            self.lines.append([])
-        elif self._in_cell:
-            self.lines[-1].append("")
-        elif tag == "img":
-            self.pictures.append(dict(attrs)["src"] or "")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_cell = False
-
-    def handle_data(self, data: str) -> None:
-        self.words += data
-        if self._in_cell:
-            self.lines[-1][-1] += data
 
 
 class WithoutMatplotlib:
@@ -63,7 +35,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for settings, sources, repetitions in (
         (simulated_runs.ROUND_TRIP, ("measured", "predicted"), 1),
         (simulated_runs.PLACEMENT, ("measured",), 3),
-        (simulated_runs.TWO, ("predicted",), 1),
     ):
         path = tmp_path_factory.mktemp(settings["name"])
         simulated_runs.make_run(path, settings, repetitions=repetitions, sources=sources)
@@ -72,23 +43,21 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def page_of(report: Path) -> Page:
-    return Page((report / "index.html").read_text())
+def lines_of(report: Path, title: str) -> list[dict[str, str]]:
+    """The lines of a table, each by the titles of its columns."""
+    results = read(Folder(report.parent))
+    [table] = [table for table in tables(results) if table.title == title]
+    return [dict(zip(table.columns, line, strict=True)) for line in table.lines]
+
+
+def said_in(report: Path) -> str:
+    """The sentences of a report."""
+    return " ".join(answers(read(Folder(report.parent))))
 
 
 def rows_of(report: Path) -> list[Row]:
     with (report / "figures.csv").open() as file:
         return list(csv.DictReader(file))
-
-
-def test_a_page_shows_the_plot_of_its_sweep_and_loads_nothing_else(
-    reports: dict[str, Path],
-) -> None:
-    for report in reports.values():
-        page = page_of(report)
-        assert page.pictures == ["speed.png"]
-        assert all((report / name).read_bytes().startswith(PNG) for name in page.pictures)
-        assert not re.search(r"<script|https?:|@import|url\(", (report / "index.html").read_text())
 
 
 def test_a_report_without_matplotlib_has_all_but_the_plot(
@@ -98,6 +67,7 @@ def test_a_report_without_matplotlib_has_all_but_the_plot(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = reports[simulated_runs.ROUND_TRIP["name"]]
+    assert (whole / "speed.png").read_bytes().startswith(PNG)
     run = tmp_path / "run"
     shutil.copytree(whole.parent, run)
     shutil.rmtree(run / "report")
@@ -108,81 +78,56 @@ def test_a_report_without_matplotlib_has_all_but_the_plot(
     assert main([str(run)]) == 0
     assert "no plot: matplotlib is missing" in capsys.readouterr().out
     assert rows_of(run / "report") == rows_of(whole)
-    assert page_of(run / "report").pictures == []
+    assert not (run / "report/speed.png").exists()
 
 
-def test_ratios_of_the_page_are_medians_of_figures_csv(reports: dict[str, Path]) -> None:
+def test_ratios_of_the_table_are_medians_of_figures_csv(reports: dict[str, Path]) -> None:
     report = reports["placement"]
-    lines = page_of(report).lines
-    heads = lines[0]
-    for use in ("own-core", "far"):
-        line = next(line for line in lines if line[0] == use)
-        shown = line[heads.index("× plain")]
+    for line in lines_of(report, "Speed"):
         values = [
             float(row["times_plain"])
             for row in rows_of(report)
-            if (row["sweep.use"], row["way"], row["verifier"]) == (use, "drafted", "all")
+            if (row["sweep.use"], row["way"]) == (line["use"], "drafted")
         ]
-        assert shown == f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+        assert line["× plain"] == f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
-def test_figures_csv_has_a_row_for_each_verifier_and_for_all(reports: dict[str, Path]) -> None:
-    rows = rows_of(reports["two"])
-    places = [(row["cell"], row["way"], row["repetition"], row["verifier"]) for row in rows]
-    assert len(set(places)) == len(places) == 2 * 2 * 1 * 3
-    assert {row["sweep.use"] for row in rows} == {"own", "shared"}
+def test_figures_csv_has_a_row_for_each_way_and_repetition(reports: dict[str, Path]) -> None:
+    rows = rows_of(reports["placement"])
+    places = [(row["cell"], row["way"], row["repetition"]) for row in rows]
+    assert len(set(places)) == len(places) == 6 * 2 * 3
 
 
 def test_predicted_figures_are_marked(reports: dict[str, Path]) -> None:
-    page = page_of(reports["two"])
-    assert any("predicted" in line for line in page.lines)
-    assert not any("measured" in line for line in page.lines)
-    assert "(predicted)" in page.words
-    assert "(predicted)" not in page_of(reports["placement"]).words
+    speeds = lines_of(reports["round-trip"], "Speed")
+    assert all(float(line["predicted"]) > 0 for line in speeds)
+    assert "predicted" not in lines_of(reports["placement"], "Speed")[0]
 
 
 def test_acceptance_is_shown_by_position_family_and_kind(reports: dict[str, Path]) -> None:
-    lines = page_of(reports["placement"]).lines
-    heads = next(line for line in lines if "at 1" in line)
-    shown = {line[1]: line for line in lines if len(line) == len(heads) and line[0] == "far"}
+    lines = lines_of(reports["placement"], "Acceptance by position and kind")
+    shown = {line["of"]: line for line in lines if line["use"] == "far"}
     assert {"all", "family far", "kind any"} <= set(shown)
-    [first, second] = (float(shown["all"][heads.index(f"at {i}")]) for i in (1, 2))
+    first, second = (float(shown["all"][f"at {i}"]) for i in (1, 2))
     assert 0.2 < second < first < 1.0
     # One drafter and one kind have all drafts.
-    assert shown["all"][3:] == shown["family far"][3:]
+    assert shown["all"] | {"of": ""} == shown["family far"] | {"of": ""}
     row = next(row for row in rows_of(reports["placement"]) if row["sweep.use"] == "far")
     assert "accepted_at_1" in row
     assert "family_far_accepted_at_1" in row
 
 
-def test_the_answer_of_round_trips_names_speeds_and_break_even(reports: dict[str, Path]) -> None:
-    said = page_of(reports["round-trip"]).words
-    assert re.search(r"model, mbit_s 0: 1\.\d\d at 0 ms, .* breaks even at \d", said)
-
-
-def test_verifiers_have_lines_of_their_own(reports: dict[str, Path]) -> None:
-    lines = page_of(reports["two"]).lines
-    heads = next(line for line in lines if "accepted per forward" in line)
-    place = heads.index("accepted per forward")
-    first, second = (
-        float(next(line for line in lines if line[:2] == ["shared", f"verifier {n}"])[place])
-        for n in (1, 2)
-    )
-    assert second > 2 * first
-
-
 def test_differing_greedy_texts_and_missing_cells_are_named(
     reports: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert "equal across all ways" in page_of(reports["placement"]).words
+    assert "equal across all ways" in said_in(reports["placement"])
     copy = tmp_path / "run"
     shutil.copytree(reports["placement"].parent, copy)
     [(number, measured), *_] = Folder(copy).measurements("use=far")
     measured.texts_sha256 = "another"
     Folder(copy).save("use=far", number, measured)
     shutil.rmtree(copy / "cells" / "use=socket")
-    assert main([str(copy)]) == 0
-    said = page_of(copy / "report").words
+    said = said_in(copy / "report")
     assert "Greedy texts differ between ways or repetitions in: far." in said
     assert "1 of 6 cells have no result yet." in said
 

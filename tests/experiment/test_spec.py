@@ -11,13 +11,11 @@ import yaml
 from outrider.errors import OutriderError
 from outrider_bench.experiment.launches import (
     Endpoint,
-    drafters_at_each,
+    drafter_count,
     process_names,
     verifier_launch,
 )
-from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.records import ways_of
-from outrider_bench.experiment.remote import used_hosts
 from outrider_bench.experiment.run import groups
 from outrider_bench.experiment.spec import Experiment, Target, load
 from outrider_bench.experiment.stack import check
@@ -39,7 +37,7 @@ def _written(directory: Path, data: dict[str, Any]) -> Path:
 
 
 def test_there_are_experiments_to_check() -> None:
-    names = {"small", "round-trip", "placement", "drafter-pool"}
+    names = {"small", "round-trip", "placement", "places"}
     assert {path.stem for path in FILES} >= names
 
 
@@ -76,7 +74,7 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
         ),
         (
             {"drafters": {"near": {**INSIDE, "count": 2}}, "use": ["near"]},
-            "transport in-process is one drafter of one verifier",
+            "transport in-process is one drafter",
         ),
         (
             {"drafters": {"near": INSIDE, "far": INSIDE}, "use": ["near", "far"]},
@@ -119,6 +117,7 @@ def test_a_wrong_file_is_refused_with_its_field(
             r"drafters\.far.*max-draft-len",
         ),
         ({"drafters": {"far": {"family": "oracle"}}}, r"drafters\.far\.family.*oracle"),
+        ({"drafters": {"far": {"host": "there"}}}, r"drafters\.far\.host.*only predicted"),
     ],
 )
 def test_wrong_settings_are_refused_before_any_process_starts(
@@ -126,7 +125,7 @@ def test_wrong_settings_are_refused_before_any_process_starts(
 ) -> None:
     experiment = Experiment.model_validate(_experiment(**more))
     with pytest.raises(OutriderError, match=problem):
-        check(experiment, Places())
+        check(experiment)
 
 
 def test_cells_that_differ_in_links_and_load_share_one_stack() -> None:
@@ -146,8 +145,8 @@ def test_a_head_in_the_verifiers_process_needs_a_verifier_of_its_own() -> None:
     experiment = Experiment.model_validate(_experiment(drafters=drafters, sweep=sweep))
     cells = experiment.cells()
     assert [[len(each) for each in stacks] for stacks in groups(cells)] == [[1, 1], [1, 1, 1]]
-    assert [drafters_at_each(cell.experiment) for cell in cells] == [1, 2, 1, 1, 0]
-    assert process_names(experiment, "near") == []
+    assert [drafter_count(cell.experiment) for cell in cells] == [1, 2, 1, 1, 0]
+    assert process_names("near", experiment.drafters["near"]) == []
 
 
 def test_a_verifier_is_started_with_the_head_in_its_process() -> None:
@@ -159,27 +158,9 @@ def test_a_verifier_is_started_with_the_head_in_its_process() -> None:
     assert [each.module for each in launches] == ["verifier_svc", "outrider_cli.verifier"]
     assert "--head" not in launches[0].arguments
     assert launches[1].arguments[-2:] == ("--head", "models/heads/mtp")
-    assert Path("models/heads/mtp") in launches[1].shares
 
 
 def test_a_cell_without_drafters_is_measured_plain_alone() -> None:
     plain, drafted = Experiment.model_validate(_experiment(sweep={"use": [[], ["far"]]})).cells()
     assert ways_of(plain) == ["plain"]
     assert ways_of(drafted) == ["plain", "drafted"]
-
-
-def _apart(hosts: dict[str, str]) -> Experiment:
-    drafters = {"far": {"host": "far"}}
-    return Experiment.model_validate(
-        _experiment(target={"host": "near"}, drafters=drafters, hosts=hosts)
-    )
-
-
-def test_a_host_without_a_target_is_named() -> None:
-    with pytest.raises(OutriderError, match=r"hosts must have far, which drafters.far.host names"):
-        used_hosts([_apart({"near": "near:outrider"})])
-
-
-def test_a_machine_that_no_cell_uses_is_not_dialled() -> None:
-    used = {"near": "a:b", "far": "c:d"}
-    assert used_hosts([_apart({**used, "other": "e:f"})]) == used

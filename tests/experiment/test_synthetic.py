@@ -109,8 +109,8 @@ async def test_a_load_is_learned_before_the_warm_up(monkeypatch: pytest.MonkeyPa
         return Played(Sample(0, 1.0))
 
     monkeypatch.setattr(measuring, "play", play)
-    servers: Any = SimpleNamespace(endpoints=[None])
-    bench = measuring.Bench(servers, None, Encoder(Path("models/target")))
+    server: Any = SimpleNamespace(endpoint=None)
+    bench = measuring.Bench(server, None, Encoder(Path("models/target")))
     settings = {"name": "x", "drafters": {"s": {"family": "synthetic"}, "n": {}}}
     for drafter in ("n", "s"):
         experiment = Experiment.model_validate({**settings, "use": [drafter]})

@@ -38,16 +38,9 @@ def test_closed_arrivals_have_waves_and_lengths_around_the_mean(encoder: Encoder
     ]
 
 
-def test_each_verifier_gets_requests_of_its_own(encoder: Encoder) -> None:
-    workload = _workload(batch=2)
-    assert requests_of(workload, encoder, 0) != requests_of(workload, encoder, 1)
-
-
 def test_prompts_for_warming_up_are_never_measured(encoder: Encoder) -> None:
     workload = _workload(batch=16, waves=8)
-    measured = {
-        tuple(r.prompt) for verifier in range(4) for r in requests_of(workload, encoder, verifier)
-    }
+    measured = {tuple(request.prompt) for request in requests_of(workload, encoder)}
     assert not measured & {tuple(r.prompt) for r in warm_up_of(workload, encoder)}
 
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from waiting import until
 
 from outrider.process.network.ports import free_port
-from outrider_bench.experiment.hosts import Launch, LocalHost
+from outrider_bench.experiment.child import Launch, start
 from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.links import SEGMENT_BYTES, ShapedLink, _End
 from outrider_bench.experiment.spec import Link
@@ -62,7 +62,7 @@ async def link() -> AsyncIterator[Rig]:
     forward = f"{_HOST}:{port}={_HOST}:{target}"
     arguments = ("--control", f"{_HOST}:{control_port}", "--forward", forward)
     launch = Launch("link", "outrider_bench.experiment.link_process", arguments)
-    handle = await LocalHost().start(launch)
+    handle = await start(launch)
     control = LinkControl(_HOST, control_port)
 
     async def is_up() -> bool:
@@ -144,8 +144,8 @@ async def test_jitter_and_loss_keep_the_order_of_bytes_and_lose_none(rig: Rig) -
     reader, writer = await rig.connect()
     await rig.shape(round_trip_ms=2, jitter_ms=5, loss=0.05, retransmit_ms=10)
     sent = b"".join(i.to_bytes(4, "big") for i in range(50_000))
-    for start in range(0, len(sent), 1_000):
-        writer.write(sent[start : start + 1_000])
+    for place in range(0, len(sent), 1_000):
+        writer.write(sent[place : place + 1_000])
         await asyncio.sleep(0)
     assert await reader.readexactly(len(sent)) == sent
     assert (await rig.control.traffic()).lost_segment_count > 0

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from outrider_bench.experiment.hosts import Launch, LocalHost
+from outrider_bench.experiment.child import Launch
 from outrider_bench.experiment.processes import Processes, StackFailed
 
 _SLEEP = "print('up', flush=True)\nimport time\ntime.sleep(60)"
@@ -22,10 +22,8 @@ async def _never() -> bool:
 
 async def test_a_process_that_ends_early_is_an_error_with_its_last_lines() -> None:
     processes = Processes()
-    await processes.start(LocalHost(), _python("fine", _SLEEP))
-    await processes.start(
-        LocalHost(), _python("broken", "print('no model here'); raise SystemExit(3)")
-    )
+    await processes.start(_python("fine", _SLEEP))
+    await processes.start(_python("broken", "print('no model here'); raise SystemExit(3)"))
     with pytest.raises(StackFailed, match=r"broken ended\n.*no model here\n.*ended with status 3"):
         await processes.until("the stack", _never)
     await processes.stop()
@@ -33,15 +31,15 @@ async def test_a_process_that_ends_early_is_an_error_with_its_last_lines() -> No
 
 async def test_a_process_that_was_ended_is_not_missed_and_can_be_started_again() -> None:
     processes = Processes()
-    await processes.start(LocalHost(), _python("child", _SLEEP))
-    first = processes.handle("child")
+    await processes.start(_python("child", _SLEEP))
+    first = processes.child("child")
     await processes.end("child")
     await processes.check()
     assert not await first.alive()
     await processes.again("child")
-    second = processes.handle("child")
+    second = processes.child("child")
     assert second is not first
     await processes.again("child")
-    assert processes.handle("child") is second, "one that runs is left alone"
+    assert processes.child("child") is second, "one that runs is left alone"
     await processes.stop()
     assert not await second.alive()

@@ -8,17 +8,16 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from ssh_server import OUTRIDER
 
 from outrider_bench.commands.run import main
 from outrider_bench.experiment import machine, run
 from outrider_bench.experiment.measuring import _carried
-from outrider_bench.experiment.places import Places
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
 from outrider_bench.experiment.report import answers, results
 from outrider_bench.experiment.run import missing, open_folder
@@ -47,7 +46,7 @@ def test_each_machine_commit_and_experiment_has_its_own_folder(tmp_path: Path) -
 def test_a_run_says_that_it_does_not_mix_with_earlier_ones(tmp_path: Path) -> None:
     (tmp_path / "small/0123abcd-older-01234567").mkdir(parents=True)
     console = Console(file=io.StringIO(), width=200)
-    folder = open_folder(tmp_path, _experiment(), console, "outrider lab run small.yaml", Places())
+    folder = open_folder(tmp_path, _experiment(), console, "outrider lab run small.yaml")
     assert isinstance(console.file, io.StringIO)
     assert "1 earlier run was of another machine, commit or file" in console.file.getvalue()
     assert folder.about()["experiment"]["name"] == "small"
@@ -64,7 +63,7 @@ def test_a_run_records_its_command_line(
     monkeypatch.setattr(results, "read", lambda _: None)
     monkeypatch.setattr(answers, "answers", lambda _: [])
     out = tmp_path / "a folder"
-    arguments = [str(_SMALL), "--with", "processes", "--out", str(out)]
+    arguments = [str(_SMALL), "--out", str(out)]
     assert main(arguments) == 0
     capsys.readouterr()
     [folder] = (out / "small").iterdir()
@@ -77,7 +76,7 @@ def test_saved_measurements_are_not_missing(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     cells = experiment.cells()
     before = missing(experiment, cells, folder)
-    folder.save(cells[0].key, 1, Measurement(DRAFTED, [Sample(1, 1.0)]))
+    folder.save(cells[0].key, 1, Measurement(DRAFTED, Sample(1, 1.0)))
     assert set(before) - set(missing(experiment, cells, folder)) == {(cells[0].key, DRAFTED, 1)}
     assert len(before) == 2 * 2 * 2
 
@@ -104,7 +103,16 @@ def _start(out: Path) -> subprocess.Popen[str]:
     """Run the small experiment with one repetition, which has four measurements."""
     file = out / "small.yaml"
     file.write_text(_SMALL.read_text().replace("repetitions: 2", "repetitions: 1"))
-    command = [*OUTRIDER, "lab", "run", str(file), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider_cli.main",
+        "lab",
+        "run",
+        str(file),
+        "--out",
+        str(out),
+    ]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -1,13 +1,8 @@
-"""The answer to an experiment's question, in sentences made from figures.
-
-A sweep of numbers is seen as lines along an axis, with the round trips at which they cross plain
-decoding's speed.
-"""
+"""The answer to an experiment's question, in sentences made from figures, and its plot's lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from statistics import median
 
 from outrider_bench.experiment.records import DRAFTED, PLAIN
@@ -25,7 +20,6 @@ def answers(results: Results) -> list[str]:
         costs = results.about["machine"]["processor"].partition(". ")[0]
     return [
         *([f"Costs of predictions: {costs}."] if costs else []),
-        *_distances(results),
         *_extremes(rated_cells(results)),
         *_disturbed(results),
         *_texts(results),
@@ -44,28 +38,6 @@ def rated_cells(results: Results) -> list[tuple[str, Spread]]:
         if spread := results.spread(cell, source, DRAFTED, "times_plain"):
             found.append((point_words(cell.point) + mark, spread))
     return found
-
-
-def _distances(results: Results) -> Iterator[str]:
-    """For each line over round trips, its speeds and its break-even."""
-    path = axis_of(results)
-    if path is None or not path.endswith(".round_trip_ms"):
-        return
-    for name, source, points in lines_of(results, path):
-        speeds = ", ".join(f"{spread.median:.2f} at {x:g} ms" for x, spread in points)
-        even = break_even_ms(points)
-        if not any(spread.shows for _, spread in points):
-            words = "no speed is shown to differ from plain, so no break-even can be told"
-        elif even is not None:
-            words = f"breaks even at {even:.3g} ms"
-        elif points[0][1].median >= 1.0:
-            words = "has no break-even within the sweep"
-        elif points[0][1].shows == "slower":
-            words = "is slower than plain decoding from the start"
-        else:
-            words = "shows no gain from the start"
-        mark = " (predicted)" if source == "predicted" else ""
-        yield f"{name}: {speeds}, × plain decoding; {words}{mark}."
 
 
 def _extremes(rated: list[tuple[str, Spread]]) -> Iterator[str]:
@@ -167,11 +139,3 @@ def lines_of(results: Results, path: str) -> list[tuple[str, Source, Points]]:
             if points:
                 found.append((name, source, points))
     return found
-
-
-def break_even_ms(points: Points) -> float | None:
-    """The first crossing of 1.0 from above, on straight lines between medians; None without one."""
-    for (x, here), (next_x, there) in pairwise(points):
-        if here.median >= 1.0 > there.median:
-            return x + (here.median - 1.0) / (here.median - there.median) * (next_x - x)
-    return None

@@ -6,9 +6,8 @@ A figure whose denominator is 0, or whose counters were not recorded, is absent.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import median, quantiles
-from typing import Any
 
 from outrider_bench.experiment.records import Measurement
 from outrider_bench.sample import PER_POSITION, Sample
@@ -24,38 +23,20 @@ Figures = dict[str, float]
 """Numbers by name; units are in the names."""
 
 
-def measurement_figures(measurement: Measurement) -> Figures:
-    """The figures of all verifiers of one repetition together. Their rates are added up."""
-    samples = measurement.samples
-    tokens = sum(sample.tokens for sample in samples)
-    counters = _total(sample.counters for sample in samples)
-    return {
-        "tokens_per_s": measurement.tokens_per_s,
-        **_latencies(samples),
-        **_drafts(counters),
-        **_apart(counters, [sample.by_kind for sample in samples]),
-        **_step(counters),
-        **_costs(measurement, tokens),
-    }
+def figures_of(measurement: Measurement) -> Figures:
+    """The figures of one repetition."""
+    return {**sample_figures(measurement.sample), **_costs(measurement)}
 
 
 def sample_figures(sample: Sample) -> Figures:
-    """The figures of one verifier."""
+    """The figures of a load, without bytes on links and CPU time."""
     return {
         "tokens_per_s": sample.tokens_per_s,
-        **_latencies([sample]),
+        **_latencies(sample),
         **_drafts(sample.counters),
-        **_apart(sample.counters, [sample.by_kind]),
+        **_apart(sample.counters, sample.by_kind),
         **_step(sample.counters),
     }
-
-
-def _total(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for each in counters:
-        for name, value in each.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
 
 
 def groups_of(figures: Iterable[str]) -> list[str]:
@@ -69,11 +50,11 @@ def _quotients(parts: Mapping[str, tuple[float, float]]) -> Figures:
     return {name: over / under for name, (over, under) in parts.items() if under}
 
 
-def _latencies(samples: Sequence[Sample]) -> Figures:
+def _latencies(sample: Sample) -> Figures:
     """Times to the first token and per output token, in ms, over all requests."""
     found: Figures = {}
     for name in ("ttft", "tpot"):
-        values = [value for sample in samples for value in getattr(sample, name)]
+        values = getattr(sample, name)
         if values:
             found[f"{name}_p50_ms"] = 1000 * median(values)
             whole = values if len(values) > 1 else values * 2  # quantiles need two values
@@ -122,18 +103,19 @@ def _acceptance(counters: Mapping[str, float]) -> dict[str, tuple[float, float]]
     }
 
 
-def _apart(counters: Mapping[str, float], kinds: Sequence[Mapping[str, Any]]) -> Figures:
+def _apart(counters: Mapping[str, float], kinds: Mapping[str, Mapping[str, float]]) -> Figures:
     """Acceptance by family of drafters and by kind of prompts, under `family_` and `kind_`."""
-    groups: dict[str, dict[str, float]] = {}
+    groups: dict[str, Mapping[str, float]] = {
+        f"kind_{kind or 'any'}": own for kind, own in kinds.items()
+    }
+    families: dict[str, dict[str, float]] = {}
     for key, count in counters.items():
         family, colon, own = key.partition(":")
         if colon:
-            groups.setdefault(f"family_{family}", {})[own] = count
-    for kind in dict.fromkeys(kind for each in kinds for kind in each):
-        groups[f"kind_{kind or 'any'}"] = _total(each.get(kind, {}) for each in kinds)
+            families.setdefault(f"family_{family}", {})[own] = count
     return {
         f"{group}_{name}": figure
-        for group, own in groups.items()
+        for group, own in (families | groups).items()
         for name, figure in _quotients(_acceptance(own)).items()
     }
 
@@ -146,7 +128,7 @@ def _step(counters: Mapping[str, float]) -> Figures:
     return {**found, "step_ms": sum(found.values())} if found else {}
 
 
-def _costs(measurement: Measurement, tokens: int) -> Figures:
+def _costs(measurement: Measurement) -> Figures:
     """For each token: bytes on each link, both ways, and CPU milliseconds by process and in all."""
     spent: Figures = {}
     for name, link in measurement.links.items():
@@ -155,4 +137,5 @@ def _costs(measurement: Measurement, tokens: int) -> Figures:
     for name, seconds in measurement.cpu_s.items():
         spent[f"cpu_{name}_ms"] = 1000 * seconds
         spent["cpu_ms"] = spent.get("cpu_ms", 0.0) + 1000 * seconds
+    tokens = measurement.sample.tokens
     return _quotients({f"{name}_per_token": (spent[name], tokens) for name in spent})

@@ -1,4 +1,4 @@
-"""All figures of a run: one row for each cell, way, repetition and verifier.
+"""All figures of a run: one row for each cell, way and repetition.
 
 Ratios are taken within one repetition: a machine is faster in some repetitions than in others, so
 ratios across repetitions mean less.
@@ -16,13 +16,10 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from outrider_bench.experiment.records import COSTS, DRAFTED, PLAIN, Folder, Measurement
-from outrider_bench.experiment.report.figures import Figures, measurement_figures, sample_figures
+from outrider_bench.experiment.report.figures import Figures, figures_of
 from outrider_bench.experiment.spec import Cell, Experiment
 from outrider_bench.intervals import MOST_OF_ALLOWED, Shown, interval, of_allowed, shown_by
 from outrider_bench.yaml_file import first_problem
-
-ALL = "all"
-"""The verifier of a row of all verifiers together."""
 
 Source = Literal["measured", "predicted"]
 SOURCES: tuple[Source, ...] = ("measured", "predicted")
@@ -59,13 +56,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of one verifier, or of all, in one repetition of a way in a cell."""
+    """The figures of one repetition of a way in a cell."""
 
     cell: str
     source: Source
     way: str
     repetition: int
-    verifier: str
     figures: Figures = field(compare=False, hash=False)
 
 
@@ -85,27 +81,23 @@ class Results:
         known = [[s for s in SOURCES if (cell.key, s) in self.measurements] for cell in self.cells]
         return [(cell, of[0]) for cell, of in zip(self.cells, known, strict=True) if of]
 
-    def values(
-        self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
-    ) -> list[float]:
+    def values(self, cell: Cell, source: Source, way: str, figure: str) -> list[float]:
         """A figure of each repetition that has it."""
-        wanted = (cell.key, source, way, verifier)
+        wanted = (cell.key, source, way)
         return [
             row.figures[figure]
             for row in self.rows
-            if (row.cell, row.source, row.way, row.verifier) == wanted and figure in row.figures
+            if (row.cell, row.source, row.way) == wanted and figure in row.figures
         ]
 
-    def spread(
-        self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
-    ) -> Spread | None:
+    def spread(self, cell: Cell, source: Source, way: str, figure: str) -> Spread | None:
         """A figure over the repetitions; None if no repetition has it."""
-        values = self.values(cell, source, way, figure, verifier)
+        values = self.values(cell, source, way, figure)
         return Spread.of(values, predicted=source == "predicted") if values else None
 
-    def is_disturbed(self, cell: Cell, source: Source, verifier: str = ALL) -> bool:
+    def is_disturbed(self, cell: Cell, source: Source) -> bool:
         """Whether the speed over plain decoding exceeds what its tokens per forward allow."""
-        share = self.spread(cell, source, DRAFTED, "times_plain_of_allowed", verifier)
+        share = self.spread(cell, source, DRAFTED, "times_plain_of_allowed")
         return share is not None and share.median > MOST_OF_ALLOWED
 
     @property
@@ -151,11 +143,7 @@ def _rows(
 ) -> Iterator[Row]:
     for source in SOURCES:
         for repetition, measured in measurements.get((cell.key, source), []):
-            whole = measurement_figures(measured)
-            yield Row(cell.key, source, measured.way, repetition, ALL, whole)
-            for number, sample in enumerate(measured.samples, 1):
-                figures = sample_figures(sample)
-                yield Row(cell.key, source, measured.way, repetition, str(number), figures)
+            yield Row(cell.key, source, measured.way, repetition, figures_of(measured))
 
 
 def _add_ratios(results: Results) -> None:

@@ -1,4 +1,4 @@
-"""The tables of a report, for the terminal and the page."""
+"""The tables of a report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from outrider_bench.experiment.records import DRAFTED, OURS, PLAIN
 from outrider_bench.experiment.report.figures import LOOKUPS, PHASES, POSITIONS, groups_of
-from outrider_bench.experiment.report.results import ALL, Results, Source, words
+from outrider_bench.experiment.report.results import Results, Source, words
 from outrider_bench.experiment.spec import Cell
 
 
@@ -46,7 +46,6 @@ class _Subject:
     cell: Cell
     source: Source
     way: str = ""
-    verifier: str = ALL
     group: str = ""
 
 
@@ -91,12 +90,6 @@ _STEP = [
     *(_Column(title, figure) for figure, title in PHASE_TIMES.items()),
     _Column("of limit", "of_limit"),
 ]
-_VERIFIERS = [
-    _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED),
-    _Column("× plain", "times_plain", 2, DRAFTED),
-    _Column("acceptance rate", "acceptance", 2, DRAFTED),
-    _Column("accepted per forward", "accepted_per_forward", 2, DRAFTED),
-]
 _NOTES = {
     "Speed": "As in all tables, medians of the repetitions; here with their 95 % interval, by "
     "bootstrap over the repetitions. Ratios are taken within each repetition. A disturbed one "
@@ -110,7 +103,6 @@ _NOTES = {
     "prompts. At a position: the share of drafts whose token there was accepted, as vLLM counts.",
     "Where the time of a step went, ms": "Means by phase, from the verifier's counters. Of limit: "
     "the time of isolated forwards over that of decoding steps, waits included; 1 is no overhead.",
-    "Verifiers": "Each verifier apart.",
 }
 
 
@@ -123,16 +115,10 @@ def tables(results: Results) -> Iterator[Table]:
         for subject in cells
         for group in ("", *groups_of(name for row in results.rows for name in row.figures))
     ]
-    verifiers = [
-        _Subject(f"verifier {number}", cell, source, verifier=str(number))
-        for cell, source in results.found()
-        for number in range(1, cell.experiment.target.count + 1)
-        if cell.experiment.target.count > 1
-    ]
     for title, columns, subjects in zip(
         _NOTES,
-        (_SPEED, _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP, _VERIFIERS),
-        (cells, cells, cells, groups, ways, verifiers),
+        (_SPEED, _LATENCY, _DRAFTS, _ACCEPTANCE, _STEP),
+        (cells, cells, cells, groups, ways),
         strict=True,
     ):
         yield from _filled(results, title, columns, subjects)
@@ -161,9 +147,9 @@ def _text(results: Results, subject: _Subject, column: _Column) -> str:
     figure = column.figure.format(group=subject.group)
     way = column.way or subject.way
     source = column.source or subject.source
-    spread = results.spread(subject.cell, source, way, figure, subject.verifier)
+    spread = results.spread(subject.cell, source, way, figure)
     if spread is None or column.source == subject.source:
         return ""
     text = spread.words(column.digits) if column.ranged else f"{spread.median:.{column.digits}f}"
-    is_disturbed = results.is_disturbed(subject.cell, source, subject.verifier)
+    is_disturbed = results.is_disturbed(subject.cell, source)
     return f"{text} disturbed" if figure == "times_plain" and is_disturbed else text

@@ -9,14 +9,14 @@ import pytest
 from waiting import until
 
 from outrider.errors import OutriderError
-from outrider_bench.experiment.hosts import Launch, LocalHandle, LocalHost, check_cores
+from outrider_bench.experiment.child import Child, Launch, check_cores, start
 
 
 def _python(code: str, **more: object) -> Launch:
     return Launch("child", "", ("-c", code), sys.executable, **more)
 
 
-async def _said(handle: LocalHandle, line: str) -> None:
+async def _said(handle: Child, line: str) -> None:
     async def has_said() -> bool:
         return line in await handle.tail()
 
@@ -24,9 +24,7 @@ async def _said(handle: LocalHandle, line: str) -> None:
 
 
 async def test_stop_ends_a_process_by_sigterm_even_when_it_is_paused() -> None:
-    handle = await LocalHost().start(
-        _python("print('up', flush=True)\nimport time\ntime.sleep(60)")
-    )
+    handle = await start(_python("print('up', flush=True)\nimport time\ntime.sleep(60)"))
     await _said(handle, "up")
     await handle.pause()
     await handle.stop()
@@ -35,7 +33,7 @@ async def test_stop_ends_a_process_by_sigterm_even_when_it_is_paused() -> None:
 
 
 async def test_a_paused_process_uses_no_cpu_time_until_it_is_resumed() -> None:
-    handle = await LocalHost().start(_python("print('up', flush=True)\nwhile True: pass"))
+    handle = await start(_python("print('up', flush=True)\nwhile True: pass"))
     await _said(handle, "up")
     await handle.pause()
     await asyncio.sleep(0.05)
@@ -54,14 +52,14 @@ async def test_a_paused_process_uses_no_cpu_time_until_it_is_resumed() -> None:
 
 async def test_a_process_runs_on_the_cores_of_its_launch() -> None:
     code = "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"
-    handle = await LocalHost().start(_python(code, cores="0"))
+    handle = await start(_python(code, cores="0"))
     await _said(handle, "[0]")
     await handle.stop()
 
 
 async def test_a_program_that_is_not_there_says_so_in_its_last_lines() -> None:
     try:
-        handle = await LocalHost().start(Launch("child", "", (), "/nonexistent/program"))
+        handle = await start(Launch("child", "", (), "/nonexistent/program"))
     except FileNotFoundError:
         return  # without setpriv the start itself fails
 

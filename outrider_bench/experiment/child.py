@@ -1,7 +1,6 @@
 """Runs command lines as child processes on this machine.
 
-Knows command lines, signals and CPU time, but no services. `containers` and `remote` implement
-`Host` and `Handle` for a container engine and for another machine.
+Knows command lines, signals and CPU time, but no services.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 from outrider.errors import invalid
-from outrider.process.network.ports import free_port
 from outrider.process.settings.cores import format_cores, parse_cores
 from outrider_cli.supervisor import not_orphaned
 
@@ -33,8 +30,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 class Launch:
     """A process to start: `python -m MODULE ARGUMENTS`, or a program where `module` is empty.
 
-    Paths in arguments are relative to the checkout that it runs in. `shares` are directories that
-    it needs under the same path as here, such as a model's; a container mounts them.
+    Paths in arguments are relative to the checkout that it runs in.
     """
 
     name: str
@@ -43,56 +39,16 @@ class Launch:
     program: str = ""
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     cores: str | None = None
-    """Cores that the host pins it to, such as 0-3; None pins nothing."""
-    shares: tuple[Path, ...] = ()
+    """Cores that it is pinned to, such as 0-3; None pins nothing."""
 
-    def command(self, python: str = sys.executable) -> list[str]:
+    def command(self) -> list[str]:
         """The words of the command line."""
         if self.module:
-            return [python, "-m", self.module, *self.arguments]
+            return [sys.executable, "-m", self.module, *self.arguments]
         return [self.program, *self.arguments]
 
 
-class Handle(Protocol):
-    """A process that was started."""
-
-    async def alive(self) -> bool:
-        """Whether it still runs."""
-        ...
-
-    async def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL after 12 s; return when the process has ended."""
-        ...
-
-    async def tail(self) -> list[str]:
-        """The last lines that it printed, at most `TAIL_LINES`."""
-        ...
-
-    async def cpu_s(self) -> float:
-        """User and system time in seconds since its start."""
-        ...
-
-
-class Host(Protocol):
-    """A machine, or a container on one."""
-
-    address: str
-    """Name or IP address by which the experiment's other processes reach this host."""
-    bind: str
-    """IP address at which its processes listen."""
-    here: str
-    """IP address by which this machine reaches it; a container's is known once it runs."""
-
-    async def free_port(self) -> int:
-        """A port that no process listens on now, for the next process on this host."""
-        ...
-
-    async def start(self, launch: Launch) -> Handle:
-        """Start a process; raises OSError with the reason when it cannot be run."""
-        ...
-
-
-class LocalHandle:
+class Child:
     """A child process, in a process group of its own. `ended` has its status."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -158,38 +114,23 @@ class LocalHandle:
         return status
 
 
-class LocalHost:
-    """This machine. Its processes listen on `address`."""
-
-    def __init__(self, address: str = LOOPBACK) -> None:
-        self.address = self.bind = self.here = address
-
-    async def free_port(self) -> int:
-        """A port that no process listens on at `address` now; raises OSError if there is none."""
-        return free_port(self.address)
-
-    async def start(
-        self, launch: Launch, output: int | None = asyncio.subprocess.PIPE
-    ) -> LocalHandle:
-        """Start a child process on the launch's cores; raises OSError when it cannot be run.
-
-        With `output` None it prints where this process does, and the handle has no lines of it.
-        """
-        pinned = []
-        if launch.cores is not None:
-            pinned = ["taskset", "--cpu-list", launch.cores]
-        process = await asyncio.create_subprocess_exec(
-            *not_orphaned(),
-            *pinned,
-            *launch.command(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **launch.environment},
-            # In a group of its own, Ctrl-C reaches the runner alone, which stops all in order.
-            start_new_session=True,
-        )
-        return LocalHandle(process)
+async def start(launch: Launch) -> Child:
+    """Start a child process on the launch's cores; raises OSError when it cannot be run."""
+    pinned = []
+    if launch.cores is not None:
+        pinned = ["taskset", "--cpu-list", launch.cores]
+    process = await asyncio.create_subprocess_exec(
+        *not_orphaned(),
+        *pinned,
+        *launch.command(),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, **launch.environment},
+        # In a group of its own, Ctrl-C reaches the runner alone, which stops all in order.
+        start_new_session=True,
+    )
+    return Child(process)
 
 
 def check_cores(field_name: str, cores: str | None) -> None:
