@@ -691,6 +691,9 @@ async def test_a_grammar_that_the_verifier_refuses_is_named_as_anthropic_names_i
     body = {"messages": ASK, "max_tokens": 5, "output_config": {"format": FORMAT}}
     error = error_of(await rig.http.post(URL, json=body), 400)
     assert error["message"] == "output_config.format is too large"
+    rig.script.answer = lambda _: [plain([5]), refusal]
+    streamed = await rig.http.post(URL, json=body | {"stream": True})
+    assert '"output_config.format is too large"' in streamed.text
 
 
 @pytest.mark.parametrize("path", [URL, COUNT])

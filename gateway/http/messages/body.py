@@ -19,6 +19,8 @@ from gateway.tools.definitions import MAX_TOOLS
 from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
+NAMES = {"response_format": "output_config.format", "continue_final_message": "messages"}
+"""A chat's names of parameters, where they have another one here."""
 # Their translation takes a few milliseconds.
 _TURNS_AT_ONCE = 256
 _Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -15,17 +11,15 @@ from gateway.generation.generate import Generation
 from gateway.generation.serve_text import TextAnswer
 from gateway.http.answering import answer_text, count_prompt
 from gateway.http.ingress.json_body import JsonRoute
-from gateway.http.messages.body import CountTokensBody, MessagesBody
+from gateway.http.messages.body import NAMES, CountTokensBody, MessagesBody
 from gateway.http.messages.writer import MessagesWriter
 from gateway.http.openai.calls import ChatCall
+from gateway.http.openai.own_names import own_names
 from gateway.http.openai.schema import ChatBody
 from gateway.http.openapi import STREAMED, json_responses
 from gateway.text.request import AnswerLimit
-from outrider.errors import OutriderError
 
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
-# Names of a chat's fields that are other ones here.
-_FIELDS = {"response_format": "output_config.format", "continue_final_message": "messages"}
 
 
 class MessagesCall(ChatCall):
@@ -43,17 +37,6 @@ class MessagesCall(ChatCall):
         return MessagesWriter(answer, self.request_id, self._max_tokens, metrics=self.has_metrics)
 
 
-@contextmanager
-def _own_names() -> Iterator[None]:
-    """Errors of the block name Anthropic's fields, where a chat's fields have other names."""
-    try:
-        yield
-    except OutriderError as error:
-        field = error.field or ""
-        own = _FIELDS.get(field, field)
-        raise replace(error, message=error.message.replace(field, own, 1), field=own) from error
-
-
 def routes(generation: Generation, *, metrics: bool) -> APIRouter:
     """The endpoints of Anthropic's API. With `metrics`, all answers report speculation."""
     router = APIRouter(route_class=JsonRoute)
@@ -66,7 +49,7 @@ def routes(generation: Generation, *, metrics: bool) -> APIRouter:
         """Answer a conversation in Anthropic's shape."""
         chat = await body.answered()
         call = MessagesCall(chat, request, body.max_tokens, metrics=metrics)
-        with _own_names():
+        with own_names(NAMES):
             response = await answer_text(generation, call)
         response.headers["request-id"] = call.request_id
         return response
@@ -77,7 +60,7 @@ def routes(generation: Generation, *, metrics: bool) -> APIRouter:
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         """The number of a prompt's tokens, as `usage` of an answer to it has them."""
         tenant = identity_of(request).tenant
-        with _own_names():
+        with own_names(NAMES):
             count = await count_prompt(generation, await body.chat(), tenant)
         headers = {"request-id": current().request_id}
         return JSONResponse({"input_tokens": count}, headers=headers)

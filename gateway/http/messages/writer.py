@@ -7,7 +7,9 @@ from typing import Any
 
 from gateway.api_errors import messages_error
 from gateway.generation.serve_text import TextAnswer
+from gateway.http.messages.body import NAMES
 from gateway.http.openai.conversation import read_arguments
+from gateway.http.openai.own_names import renamed
 from gateway.http.streaming import event
 from gateway.text.choices import WholeChoice
 from gateway.text.deltas import FinishInfo, TextDelta
@@ -62,7 +64,7 @@ class MessagesWriter:
 
     def failure(self, error: OutriderError) -> bytes:
         """The error in Anthropic's shape."""
-        return event(messages_error(error, self._id), "error")
+        return event(messages_error(renamed(error, NAMES), self._id), "error")
 
     def _message(self, content: list[Json]) -> Json:
         prompt = self._answer.prompt_lengths[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -28,8 +27,8 @@ from gateway.http.responses.items import (
     input_items,
     messages_of,
 )
-from gateway.http.responses.tools import Flat, ToolChoiceField, Tools, ToolsField, chat_choice
-from outrider.errors import OutriderError, invalid
+from gateway.http.responses.tools import ToolChoiceField, Tools, ToolsField, chat_choice
+from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES, MAX_NAME_LENGTH
 
 # The numbers that an answer repeats.
@@ -135,10 +134,18 @@ class PromptBody(Body):
     truncation: Literal["auto", "disabled"] | None = None
     conversation: None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """A chat's names of parameters, the longest first, and what they are here."""
+        tools = {}
+        for number, tool in enumerate(self.tools.flat):
+            tools[f"tools[{number}].function"] = tools[f"tools[{number}]"] = tool.path
+        return _NAMES | tools
+
     def chat(self, items: Sequence[Item], **more: Any) -> ChatBody:
         """The chat that asks the same, with the whole conversation's items and more fields.
 
-        Raises OutriderError that names a parameter as a chat does, see `renamed`.
+        Raises OutriderError that names a parameter as a chat does, see `names`.
         """
         messages = messages_of(items)
         if self.instructions is not None:
@@ -236,28 +243,3 @@ class ResponsesBody(PromptBody, SamplingBody):
             "top_logprobs": 0,
             "truncation": "disabled",
         }
-
-
-def renamed(error: OutriderError, tools: Sequence[Flat]) -> OutriderError:
-    """The error of a chat in the terms of the Responses API."""
-    old = error.field
-    if old is None:
-        return error
-    new = _field(old, tools)
-    message = error.message.replace(old, new)
-    for chats, ours in _NAMES.items():
-        # Other parameters are named in a message too; a plain word may mean something else.
-        if "_" in chats:
-            message = message.replace(chats, ours)
-    return replace(error, message=message, field=new)
-
-
-def _field(name: str, tools: Sequence[Flat]) -> str:
-    if name.startswith("tools["):
-        number, _, rest = name.removeprefix("tools[").partition("]")
-        path = tools[int(number)].path
-        return path + rest.removeprefix(".function")
-    for chats, ours in _NAMES.items():
-        if name == chats or name.startswith((f"{chats}.", f"{chats}[")):
-            return "input" if ours == "input" else ours + name.removeprefix(chats)
-    return name

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request
@@ -18,15 +17,16 @@ from gateway.http.answering import answer_text, count_prompt
 from gateway.http.ingress.json_body import JsonRoute
 from gateway.http.ingress.request_body import MAX_BODY_BYTES
 from gateway.http.openai.calls import ChatCall
+from gateway.http.openai.own_names import own_names
 from gateway.http.openapi import STREAMED, json_responses
-from gateway.http.responses.body import InputTokensBody, PromptBody, ResponsesBody, renamed
+from gateway.http.responses.body import InputTokensBody, PromptBody, ResponsesBody
 from gateway.http.responses.items import Item, ItemReference, kept_item
 from gateway.http.responses.kept import add_kept_routes
 from gateway.http.responses.output import Json
 from gateway.http.responses.store import ResponseStore
 from gateway.http.responses.writer import ResponseWriter
 from gateway.http.streaming import AnswerWriter
-from outrider.errors import OutriderError, invalid
+from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
 _COUNT_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
@@ -115,15 +115,6 @@ class ResponseCall(ChatCall):
         return ResponseWriter(self._asked, answer, self.request_id, keep, metrics=self.has_metrics)
 
 
-@contextmanager
-def _in_own_terms(body: PromptBody) -> Iterator[None]:
-    """Rename the parameters in errors of the block."""
-    try:
-        yield
-    except OutriderError as error:
-        raise renamed(error, body.tools.flat) from error
-
-
 def routes(generation: Generation, *, metrics: bool) -> APIRouter:
     """The endpoints of the Responses API. With `metrics`, all answers report speculation."""
     router = APIRouter(route_class=JsonRoute)
@@ -132,7 +123,7 @@ def routes(generation: Generation, *, metrics: bool) -> APIRouter:
     @router.post("/v1/responses", responses=json_responses(*_ERRORS, also=STREAMED))
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Answer a conversation of items."""
-        with _in_own_terms(body):
+        with own_names(body.names):
             # Let other requests run between the steps, which take long for many items.
             await asyncio.sleep(0)
             conversation = _conversation(body, store, identity_of(request).tenant)
@@ -144,7 +135,7 @@ def routes(generation: Generation, *, metrics: bool) -> APIRouter:
     async def input_tokens(body: InputTokensBody, request: Request) -> Response:
         """The number of a prompt's tokens, as `usage` of an answer to it has them."""
         tenant = identity_of(request).tenant
-        with _in_own_terms(body):
+        with own_names(body.names):
             await asyncio.sleep(0)
             conversation = _conversation(body, store, tenant)
             await asyncio.sleep(0)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from gateway.api_errors import error_body
 from gateway.generation.serve_text import TextAnswer
-from gateway.http.responses.body import ResponsesBody, renamed
+from gateway.http.openai.own_names import renamed
+from gateway.http.responses.body import ResponsesBody
 from gateway.http.responses.output import Json, OutputItems, Status
 from gateway.http.streaming import event
 from gateway.text.choices import WholeChoice
@@ -77,7 +78,7 @@ class ResponseWriter:
 
     def failure(self, error: OutriderError) -> bytes:
         """An error event with our own code, and the response with the nearest of OpenAI's codes."""
-        error = renamed(error, self._body.tools.flat)
+        error = renamed(error, self._body.names)
         limited = error.reason.kind.http == 429
         code = "rate_limit_exceeded" if limited else "server_error"
         self._response |= {

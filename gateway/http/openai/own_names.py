@@ -1,0 +1,41 @@
+"""Errors of a chat in the names of the API whose request the chat stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from outrider.errors import OutriderError
+
+
+@contextmanager
+def own_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the parameters in errors of the block, see `renamed`."""
+    try:
+        yield
+    except OutriderError as error:
+        raise renamed(error, names) from error
+
+
+def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
+    """The error with another API's name for each chat's parameter in `names`, the longest first.
+
+    A path below a parameter is kept for tools alone. Other parameters have another shape there.
+    """
+    if error.field is None:
+        return error
+    own = _own(error.field, names)
+    message = error.message.replace(error.field, own)
+    for chats, name in names.items():
+        # Other parameters are named in a message too; a plain word may mean something else.
+        if "_" in chats:
+            message = message.replace(chats, name)
+    return replace(error, message=message, field=own)
+
+
+def _own(field: str, names: Mapping[str, str]) -> str:
+    for chats, name in names.items():
+        if field == chats or field.startswith((f"{chats}.", f"{chats}[")):
+            return name + field.removeprefix(chats) if chats.startswith("tools[") else name
+    return field
