@@ -62,6 +62,9 @@ def test_the_password_comes_from_the_url_or_its_file_each_time(
         ("redis://a/1", True, "takes no database"),
         ("redis://u:hunter2@host?ssl_certfile=x", False, "does not take 'ssl_certfile'"),
         ("rediss://host?socket_timeout=1", False, "does not take 'socket_timeout'"),
+        ("redis://host?port=x", False, "does not take 'port'"),
+        ("redis://host?connection_class=x", False, "does not take 'connection_class'"),
+        ("rediss://u@host?password=hunter2", False, "does not take 'password'"),
         ("redis://host?socket_timeout=x", False, "must be a URL such as"),
     ],
 )

@@ -11,7 +11,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
@@ -141,25 +141,29 @@ class RedisServer:
             raise invalid("redis", "takes no database: a cluster has only one")
         use_tls = given.pop("connection_class", None) is not None
         login = _credentials(given.pop("username", ""), given.pop("password", ""), password_file)
-        if wrong := next((name for name in given if not use_tls or name not in _OPTIONS), None):
-            names = ", ".join(_OPTIONS)
-            message = f"does not take {wrong!r} here; with rediss it takes {names} after the ?"
-            raise invalid("redis", message)
         options = _tls(use_tls, tls) | given | login
         _check_authorities(options.get("ssl_ca_certs"))
         return cls(addresses, is_cluster, database, options)
 
 
 def _parsed(url: str) -> dict[str, Any]:
-    """redis-py's arguments for a URL. Raises OutriderError(INVALID_VALUE) for any other text."""
+    """redis-py's arguments for a URL.
+
+    Raises OutriderError(INVALID_VALUE) for any other text, and for options but those of TLS.
+    """
     try:
-        parts = urlsplit(url)
-        # redis-py ignores a path that is no number.
-        if parts.scheme in ("redis", "rediss") and re.fullmatch(r"/?\d*", parts.path):
-            return dict(parse_url(url))
+        parts, parsed = urlsplit(url), dict(parse_url(url))
     except ValueError as cause:
         raise invalid("redis", _FORM) from cause
-    raise invalid("redis", _FORM)
+    # redis-py ignores a path that is no number.
+    if parts.scheme not in ("redis", "rediss") or not re.fullmatch(r"/?\d*", parts.path):
+        raise invalid("redis", _FORM)
+    taken = _OPTIONS if parts.scheme == "rediss" else ()
+    if wrong := next((name for name in parse_qs(parts.query) if name not in taken), None):
+        names = ", ".join(_OPTIONS)
+        message = f"does not take {wrong!r} here; with rediss it takes {names} after the ?"
+        raise invalid("redis", message)
+    return parsed
 
 
 def _tls(use_tls: bool, tls: Tls | None) -> dict[str, Any]:
