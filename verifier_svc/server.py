@@ -272,7 +272,7 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
         settings.max_batch_tokens,
         settings.max_sequences,
         max_drafters=settings.max_drafters,
-        # A synthetic rate knows main guesses alone.
+        # `synthetic_acceptance_rate` applies to the main path alone, so trees are off.
         draft_trees=settings.draft_trees and settings.synthetic_acceptance_rate is None,
     )
 

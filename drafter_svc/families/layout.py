@@ -20,7 +20,7 @@ _STEP = 0.5
 _FIRST_TRUST = 0.9
 
 _Joint = tuple[int, int]
-# Blanks of one line as they are; of a line break, how much further the next line is indented.
+# Within a line: the blanks themselves. At a line break: the change of indentation.
 _Shape = bytes | int
 
 

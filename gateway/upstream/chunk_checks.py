@@ -81,7 +81,7 @@ def _false_logprob(known: TokenLogprob, info: ModelInfo) -> str:
 def _false_stats(stats: SpeculationStats) -> str:
     if len(stats.histogram) > MAX_DRAFT_TOKENS + 1:
         return f"an acceptance histogram of {len(stats.histogram)} entries"
-    # An answer lists that many counts.
+    # Statistics have one count for each draft position.
     if stats.max_draft_tokens > MAX_DRAFT_TOKENS:
         return f"statistics of {stats.max_draft_tokens} draft tokens a step"
     counts: tuple[int, ...] = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from outrider.drafter.line import StreamEnded
+from outrider.drafter.transport import StreamEnded
 from outrider.errors import OutriderError, Reason, Retry
 from outrider.process.clock import Clock, monotonic
 from outrider.process.network import rpc, rpc_errors
@@ -73,7 +73,7 @@ async def wait_until_ready(
 
 
 class Dialled:
-    """A verifier at an address; as `outrider.drafter.line.Verifier`."""
+    """A verifier at an address; as `outrider.drafter.transport.Verifier`."""
 
     def __init__(
         self, address: Callable[[], str], tls: Tls | None = None, clock: Clock = monotonic
@@ -105,7 +105,7 @@ class Dialled:
 
 
 class _Call:
-    """A call of StreamDrafts; as `outrider.drafter.line.Line`."""
+    """A call of StreamDrafts; as `outrider.drafter.transport.Transport`."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel, vocab_size: int) -> None:
         self.address = address

@@ -12,10 +12,10 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from outrider.drafter.line import Line, StreamEnded, Verifier
 from outrider.drafter.session import DraftSession
 from outrider.drafter.step_queue import StepQueue
 from outrider.drafter.strategy import Strategy
+from outrider.drafter.transport import StreamEnded, Transport, Verifier
 from outrider.errors import OutriderError, Reason, Retry
 from outrider.process.clock import Clock, monotonic
 from outrider.process.observability import telemetry
@@ -119,12 +119,12 @@ class DraftStream:
         info = await self._unless_stopped(self._verifier.model())
         if info is None:
             return
-        async with self._verifier.connect(info) as line:
+        async with self._verifier.connect(info) as transport:
             strategy = self._make_strategy(info)
             self._fatal = strategy.fatal
             try:
                 connection = _Connection(
-                    line, strategy, self._stopping, self._observer, self._clock
+                    transport, strategy, self._stopping, self._observer, self._clock
                 )
                 welcome = await self._unless_stopped(
                     connection.introduce(self._hello(strategy, info))
@@ -133,7 +133,7 @@ class DraftStream:
                     return
                 log.info("drafting for %s", welcome.model_id)
                 self.is_registered = True
-                await self._observer.registered(line.address)
+                await self._observer.registered(transport.address)
                 await self._serve(connection)
             finally:
                 self.is_registered = False
@@ -177,13 +177,13 @@ class _Connection:
 
     def __init__(
         self,
-        line: Line,
+        transport: Transport,
         strategy: Strategy,
         stopping: asyncio.Event,
         observer: Observer,
         clock: Clock,
     ) -> None:
-        self._line = line
+        self._transport = transport
         self._family_name = strategy.name
         self._session = DraftSession(strategy, clock)
         self._clock = clock
@@ -194,7 +194,7 @@ class _Connection:
 
     async def introduce(self, hello: Hello) -> Welcome:
         """Send Hello and wait for Welcome; raises StreamEnded when the verifier refuses."""
-        welcome = await self._line.introduce(hello)
+        welcome = await self._transport.introduce(hello)
         self._session.welcome(welcome)
         return welcome
 
@@ -220,7 +220,7 @@ class _Connection:
             await asyncio.gather(receiving, drafting, stopped, return_exceptions=True)
 
     async def _receive(self) -> None:
-        while (step := await self._line.read()) is not None:
+        while (step := await self._transport.read()) is not None:
             await self._inbox.put(step)
             self._wake.set()
 
@@ -237,10 +237,10 @@ class _Connection:
             if batch.proposals or batch.skips:
                 self._observer.drafted(batch, self._clock() - started)
                 self._trace(batch)
-                await self._line.write(batch)
+                await self._transport.write(batch)
             else:
                 await self._wake.wait()
-        await self._line.say_goodbye()
+        await self._transport.say_goodbye()
 
     def _trace(self, batch: DraftBatch) -> None:
         """Record a span for each proposal, as a child of the round that it answers."""

@@ -82,9 +82,9 @@ class HeadSequence:
 class Extension:
     """News of a sequence: tokens that were committed, and features of committed tokens.
 
-    `features` [m, feature_width] are those of the tokens from `first_position` on, and if
-    `projected` what the head's projection made of them, [m, projected_width]. A row whose next
-    token is not committed yet must not be among them.
+    `features` [m, feature_width] are those of the tokens from `first_position` on. If `projected`,
+    the rows are already the head's projection, [m, projected_width]. A row whose next token is not
+    committed yet must not be among them.
     """
 
     sequence: HeadSequence

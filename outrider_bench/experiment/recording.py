@@ -50,7 +50,7 @@ class Recorder:
         draft_models: dict[str, Path],
         heads: dict[str, Path] | None = None,
     ) -> None:
-        """`draft_models` and `heads` are directories by the names of their guesses."""
+        """`draft_models` and `heads` map a name in the recording to a model's directory."""
         self._target = target
         self._dtype = dtype
         self._draft_models = draft_models

@@ -45,7 +45,7 @@ class Reading(Counting):
 
 
 class Flood:
-    """A line whose steps are all there at once."""
+    """A transport whose steps are all there at once."""
 
     address = "a test"
 
@@ -82,12 +82,12 @@ class Flood:
 
 
 async def test_features_that_a_slow_drafter_has_not_read_are_bounded() -> None:
-    strategy, line, stopping = Reading(), Flood(), asyncio.Event()
-    connection = _Connection(line, strategy, stopping, Observer(), lambda: 0.0)
+    strategy, transport, stopping = Reading(), Flood(), asyncio.Event()
+    connection = _Connection(transport, strategy, stopping, Observer(), lambda: 0.0)
     await connection.introduce(Hello("d", "f", "f", 8))
     serving = asyncio.create_task(connection.serve())
-    await until(lambda: not line.left)
-    held = sum([step.feature_bytes for step in line.steps])
+    await until(lambda: not transport.left)
+    held = sum([step.feature_bytes for step in transport.steps])
     assert MAX_FEATURE_BYTES < held <= MAX_FEATURE_BYTES + 2 * 2 * WIDTH
     strategy.let.set()
     await until(lambda: strategy.length == 2 + STEPS)

@@ -166,7 +166,7 @@ async def test_an_answer_that_is_never_read_ends_with_an_error(
 async def test_a_call_over_grpc_that_is_never_read_keeps_no_place(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no deadline. Another request gets its place, the only one, also after the time-out."""
+    """The call has no deadline. The only place goes to another request, also after the time-out."""
     monkeypatch.setattr(generate, "_UNREAD_S", 0.5)
     await long_answers_in_one_place(rig)
     rig.script.answer = lambda _: [each for _ in range(20_000) for each in (plain([5] * 50), 0.0)]

@@ -30,9 +30,9 @@ from drafter_svc.families.settings import HeadSettings
 from drafter_svc.metrics import Metrics as DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.dialled import Dialled
-from outrider.drafter.line import Verifier
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
+from outrider.drafter.transport import Verifier
 from outrider.errors import OutriderError
 from outrider.heads import reading_choice
 from outrider.heads.reading import read

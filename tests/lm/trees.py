@@ -36,7 +36,7 @@ def parents(draw: DrawFn, most: int = 64) -> list[int]:
 
 
 def trees() -> strategies.SearchStrategy[Part]:
-    """Return slices with a tree, also those whose first token is the tree's."""
+    """Return slices with trees, including slices that start at the tree's root."""
     return strategies.builds(
         Part, strategies.integers(1, 150), strategies.integers(0, 3), parents()
     )

@@ -64,7 +64,7 @@ def planted(copy: Path, mutant: Mutant) -> str | None:
 
 
 def run(copy: Path, tests: Iterable[str]) -> str | None:
-    """The name of the first test that fails in the copy, or what ends them; None if all pass."""
+    """The first test that fails in the copy, or why the run ended early; None if all pass."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}

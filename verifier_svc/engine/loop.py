@@ -218,9 +218,9 @@ class Engine:
         self.scheduler.waiting.put_back(sequence)
         self._metrics.occupancy(self.scheduler.occupancy())
 
-    def stop_gathering(self) -> None:
+    def stop_coalescing(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""
-        self._book.stop_gathering(self.sequences.values())
+        self._book.stop_coalescing(self.sequences.values())
 
     # --- the loop ---
 

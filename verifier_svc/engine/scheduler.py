@@ -138,13 +138,13 @@ class Scheduler:
         """Build the next batch from the admitted sequences; empty when there is nothing to do.
 
         A sequence has its draft of `trees`, else its best chain of at most `draft_tokens`, both by
-        sequence id. One whose masks were asked for before has the draft of these masks.
+        sequence id. A sequence that waits for masks keeps the draft for which they were requested.
         """
         batch: dict[int, ScheduledSequence] = {}
-        decoding, reading = self._parts(draft_tokens, trees)
+        decoding, prefill = self._parts(draft_tokens, trees)
         # Every decoding sequence has room for its one token. Drafts and prompts share the rest.
         spare = max(0, self._max_batch_tokens - len(decoding))
-        for_prompts = self._for_prompts(sum([part.most for part in reading])) if reading else 0
+        for_prompts = self._for_prompts(sum([part.most for part in prefill])) if prefill else 0
         for sequence in decoding:
             planned = draft_tokens.get(sequence.id, 0)
             room = max(0, spare - for_prompts)
@@ -154,7 +154,7 @@ class Scheduler:
                 scheduled.planned_draft_tokens = planned
                 spare -= len(scheduled.draft.token_ids)
         rows = self._max_scored_tokens
-        for sequence, pending, most in reading:
+        for sequence, pending, most in prefill:
             count = min(most, _scorable(sequence, pending, rows)) if sequence.unscored else most
             count = min(count, spare)
             if count == 0:

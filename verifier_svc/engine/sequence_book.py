@@ -29,7 +29,7 @@ class SequenceBook:
         self._outbox = outbox
         self._clock = clock
         self._max_waiting = max_waiting
-        self._gathers = True
+        self._coalesces = True
         self._last_id = 0
 
     def new_id(self) -> int:
@@ -93,16 +93,16 @@ class SequenceBook:
         """
         if sequence.unsent is not None:
             chunk = sequence.unsent.joined(chunk)
-        enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens or not self._gathers
+        enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens or not self._coalesces
         if enough or chunk.finish_reason is not None or sequence.stats.forward_count <= 1:
             self._outbox.add(sequence.sink, chunk)
             sequence.unsent = None
         else:
             sequence.unsent = chunk
 
-    def stop_gathering(self, sequences: Iterable[Sequence]) -> None:
+    def stop_coalescing(self, sequences: Iterable[Sequence]) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""
-        self._gathers = False
+        self._coalesces = False
         for sequence in sequences:
             if sequence.unsent is not None:
                 self._outbox.add(sequence.sink, sequence.unsent)

@@ -63,5 +63,5 @@ class ServedEngine(DraftPort, Protocol):
     def resume(self, sequence: Sequence) -> None:
         """Let a sequence go on after `set_aside`."""
 
-    def stop_gathering(self) -> None:
+    def stop_coalescing(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""

@@ -41,7 +41,7 @@ class StepParts(NamedTuple):
 
     decoding: list[Sequence]
     """They have one uncomputed token each."""
-    reading: list[PromptPart]
+    prefill: list[PromptPart]
 
 
 class StepShares:
@@ -73,7 +73,7 @@ class StepShares:
             return self._bounded(parts, light, drafted)
         if len(tenants) > 1:
             most = self._max_batch_tokens - len(parts.decoding)
-            parts = parts._replace(reading=_cut(parts.reading, most))
+            parts = parts._replace(prefill=_cut(parts.prefill, most))
         return parts
 
     def _bounded(self, parts: StepParts, light: frozenset[str], drafted: Drafted) -> StepParts:
@@ -85,7 +85,7 @@ class StepShares:
             self._last_light = fill.add(own, room_s, self._last_light)
             room_s = _ADDED * fill.seconds
         self._last_heavy = fill.add(parts, room_s, self._last_heavy)
-        return StepParts(fill.decoding, fill.reading)
+        return StepParts(fill.decoding, fill.prefill)
 
 
 class _Fill:
@@ -93,7 +93,7 @@ class _Fill:
 
     def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
         self.decoding: list[Sequence] = []
-        self.reading: list[PromptPart] = []
+        self.prefill: list[PromptPart] = []
         self._cost = cost
         self._max_batch_tokens = max_batch_tokens
         self._drafted = drafted
@@ -115,16 +115,16 @@ class _Fill:
         had room, or `last_id` if all had room.
         """
         before_s = self.seconds
-        decoding_s = room_s / 2 if parts.reading else room_s
+        decoding_s = room_s / 2 if parts.prefill else room_s
         last_id = self._add_decoding(parts.decoding, decoding_s, last_id)
         left_s = room_s - max(self.seconds - before_s, 0.0)
         tokens = self._cost.prompt_tokens_in(left_s)
-        if not self.decoding and not self.reading:
+        if not self.decoding and not self.prefill:
             tokens = max(tokens, _LEAST_PROMPT_TOKENS)
         most = self._max_batch_tokens - len(self.decoding) - self._prompt_tokens
-        reading = _cut(parts.reading, min(tokens, most))
-        self.reading += reading
-        self._prompt_tokens += sum([part.most for part in reading])
+        prefill = _cut(parts.prefill, min(tokens, most))
+        self.prefill += prefill
+        self._prompt_tokens += sum([part.most for part in prefill])
         return last_id
 
     def _add_decoding(self, decoding: list[Sequence], room_s: float, last_id: int) -> int:
@@ -134,7 +134,7 @@ class _Fill:
         for sequence in after + others:
             rows = self._rows + 1 + self._drafted(sequence)
             after_s = self._cost.estimate(len(self.decoding) + 1, rows)
-            if after_s - before_s > room_s and (self.decoding or self.reading):
+            if after_s - before_s > room_s and (self.decoding or self.prefill):
                 return self.decoding[-1].id if self.decoding else last_id
             self._rows = rows
             self.decoding.append(sequence)
@@ -149,7 +149,7 @@ def _all_of(running: List[Sequence]) -> StepParts:
         if pending == 1:
             parts.decoding.append(sequence)
         else:
-            parts.reading.append(PromptPart(sequence, pending, pending))
+            parts.prefill.append(PromptPart(sequence, pending, pending))
     return parts
 
 
@@ -158,20 +158,20 @@ def _split(parts: StepParts, light: frozenset[str]) -> tuple[StepParts, StepPart
     own, others = StepParts([], []), StepParts([], [])
     for sequence in parts.decoding:
         (own if sequence.request.tenant in light else others).decoding.append(sequence)
-    for part in parts.reading:
-        (own if part.sequence.request.tenant in light else others).reading.append(part)
+    for part in parts.prefill:
+        (own if part.sequence.request.tenant in light else others).prefill.append(part)
     return own, others
 
 
-def _cut(reading: list[PromptPart], most: int) -> list[PromptPart]:
+def _cut(prefill: list[PromptPart], most: int) -> list[PromptPart]:
     """The prompts with at most `most` tokens together, shared between their tenants."""
     wanted: dict[str, int] = {}
-    for part in reading:
+    for part in prefill:
         tenant = part.sequence.request.tenant
         wanted[tenant] = wanted.get(tenant, 0) + part.most
     left = max_min(wanted, max(most, 0))
     parts = []
-    for part in reading:
+    for part in prefill:
         tenant = part.sequence.request.tenant
         tokens = min(part.most, left[tenant])
         if tokens:

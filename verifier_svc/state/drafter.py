@@ -182,7 +182,8 @@ class Drafter:
         """Count a step of `step_s` seconds that sends it a message at `now` (seconds)."""
         self.told_steps += not self.proven
         if self.silent_at == math.inf:
-            # Waits in vain raise its latency later, and must not make this later.
+            # A wait that ends without a draft raises the drafter's latency afterwards. It must
+            # not postpone this deadline too.
             patience_s = max(_SILENT_STEPS * step_s, _SILENT_LATENCIES * self.latency(1))
             self.silent_at = now + max(patience_s, _SILENT_S)
 

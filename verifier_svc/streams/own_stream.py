@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from outrider.drafter.line import StreamEnded
+from outrider.drafter.transport import StreamEnded
 from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.protocol.model_info import ModelInfo
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class OwnVerifier:
-    """This process' verifier; as `outrider.drafter.line.Verifier`. Use it on its event loop."""
+    """This process' verifier, see `outrider.drafter.transport`. Use it on its event loop."""
 
     def __init__(self, engine: EngineThread[DraftPort], info: ModelInfo) -> None:
         """`engine` runs, and serves the model `info`."""
@@ -44,11 +44,11 @@ class OwnVerifier:
     @asynccontextmanager
     async def connect(self, info: ModelInfo) -> AsyncIterator[_Own]:
         """Open a line; the block's end removes the drafter."""
-        line = _Own(self._engine, info)
+        transport = _Own(self._engine, info)
         try:
-            yield line
+            yield transport
         finally:
-            line.close()
+            transport.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class OwnDrafter:
 
 
 class _Own:
-    """The way to the engine and back; as `outrider.drafter.line.Line`."""
+    """The way to the engine and back; as `outrider.drafter.transport.Transport`."""
 
     address = "its own process"
 

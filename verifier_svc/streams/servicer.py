@@ -115,7 +115,7 @@ class VerifierServicer(
         # A drain does not wait for an engine that hangs.
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
-                await engine.call(engine.engine.stop_gathering)
+                await engine.call(engine.engine.stop_coalescing)
         self.report(Stage.DRAINING, "finishing what runs")
         for callers in self._caller_streams:
             callers.say_draining()

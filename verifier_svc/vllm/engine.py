@@ -180,9 +180,9 @@ class VllmEngine:
             hub.forget(sequence)
             hub.outbox.add(sequence.sink, error)
 
-    def stop_gathering(self) -> None:
+    def stop_coalescing(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""
-        self._hub.book.stop_gathering(self._sequences.values())
+        self._hub.book.stop_coalescing(self._sequences.values())
 
     # --- the loop ---
 

@@ -75,7 +75,7 @@ class _Route(NamedTuple):
 
 
 class Entrance:
-    """ASGI middleware that refuses a request with a text unread if there is no room for it.
+    """ASGI middleware that refuses a request for text, before reading it, when the batch is full.
 
     A request counts as one sequence until its body says how many choices it wants. Where the
     gateway serves several models, only the body names the model, so nothing counts before it.

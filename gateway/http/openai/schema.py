@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's requests: their parameters and types. `parameters` checks the ranges."""
+"""The bodies of OpenAI's requests: their parameters and types. `to_requests` checks ranges."""
 
 from __future__ import annotations
 
@@ -173,9 +173,7 @@ class GenerationBody(TakesNeutral, SamplingBody):
     model: str | None = None
     top_k: int | None = limited("vLLM's extension; 0 or -1 keeps all tokens.", minimum=-1)
     seed: int | None = limited(minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
-    n: int | None = limited(
-        "At most --max-sequences, with several prompts all together.", minimum=1
-    )
+    n: int | None = limited("At most 64, for all prompts of the request together.", minimum=1)
     stop: Annotated[
         Listed[Text],
         BeforeValidator(

@@ -164,7 +164,7 @@ class ResponseShape(ABC):
 
     @abstractmethod
     def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
-        """OpenAI's `logprobs` object of tokens, with `listed` lists; None without tokens."""
+        """OpenAI's `logprobs` object of tokens; None without tokens. `listed` builds each list."""
 
     @abstractmethod
     def delta(self, part: Part) -> Json:

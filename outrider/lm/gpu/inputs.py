@@ -167,7 +167,7 @@ class Inputs:
             arrays["cu_seqlens_q"], arrays["seq_lens"],
             self._table.pages_RP.index_select(0, arrays["table_rows"]),
             arrays["slots"], self.positions, arrays["tree_starts"],
-            # A tree is two tokens at least: graphs for single tokens need no code for them.
+            # Trees have at least two tokens, so graphs for single tokens need no code for them.
             arrays["ancestors"].view(torch.int64), has_trees=self.bucket.longest > 1,
         )  # fmt: skip
         return StaticLayout(arrays["slot_mapping"].long(), kernel)

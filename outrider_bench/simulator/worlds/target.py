@@ -43,7 +43,7 @@ class PagedTarget:
         self.failed_count = 0
         """Sequences of forwards that failed, but for those whose clients have heard of it."""
         self.is_warm = True
-        """Whether blank slots may not be read. Trial forwards read them."""
+        """Whether reading an empty slot is an error. Trial forwards read empty slots."""
         self.token_counts: list[int] = []
         """Tokens of each slice of the last forward."""
         self._events = events

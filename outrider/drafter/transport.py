@@ -18,7 +18,7 @@ class StreamEnded(Exception):
         self.error = error
 
 
-class Line(Protocol):
+class Transport(Protocol):
     """One draft stream. All methods raise StreamEnded when the verifier has ended it.
 
     `introduce` comes first; later, `read` may run beside the other methods.
@@ -34,7 +34,7 @@ class Line(Protocol):
         """Wait for the next step; None once the verifier has ended the stream without an error."""
 
     async def write(self, batch: DraftBatch) -> None:
-        """Send drafts. The line may keep the batch, so the caller must not change it later."""
+        """Send drafts. The transport may keep the batch, so the caller must not change it later."""
 
     async def say_goodbye(self) -> None:
         """Say that this drafter stops, and write nothing more."""
@@ -49,5 +49,5 @@ class Verifier(Protocol):
     async def model(self) -> ModelInfo:
         """Wait until the verifier serves, and return its model; raises StreamEnded."""
 
-    def connect(self, info: ModelInfo) -> AbstractAsyncContextManager[Line]:
-        """Open a line to the verifier, which serves the model `info`; the block's end closes it."""
+    def connect(self, info: ModelInfo) -> AbstractAsyncContextManager[Transport]:
+        """Open a stream to the verifier, which serves the model `info`; the block closes it."""
