@@ -107,9 +107,6 @@ class ProfileSettings(Settings):
     draft: str = "models/draft"
     """Directory of the draft model."""
 
-    head: str = ""
-    """Directory of a head of the target to measure as well; unset measures none."""
-
     grown: bool = False
     """Profile the target grown to 154 M parameters, as in experiments."""
 

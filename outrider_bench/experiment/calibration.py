@@ -1,7 +1,7 @@
 """Measures the costs of serving on top of forwards, with a fixed load on the whole stack.
 
-The load is the same for all predictions: closed, at batch 1 and 8, plain, with n-gram drafters,
-with a draft model, and with a head if there is one.
+The load is the same for all predictions: closed, at batch 1 and 8, plain, with n-gram drafters and
+with a draft model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ WAYS: dict[str, dict[str, str | bool]] = {
     "plain": {"enabled": False},
     "ngram": {"drafter_family": "ngram"},
     "model": {"drafter_family": "model"},
-    "head": {"drafter_family": "head"},
 }
 _TOKENS = 64
 _ROUNDS = 3
@@ -87,7 +86,6 @@ def calibrate(
     draft: Path,
     dtype: str,
     threads: int,
-    head: Path | None = None,
     tell: Callable[[], None] = lambda: None,
 ) -> list[Served]:
     """Serve the load; about a minute for the bundled pair. Calls `tell` after each run."""
@@ -95,8 +93,6 @@ def calibrate(
         "ngram": {"family": "ngram"},
         "model": {"family": "model", "model": draft, "threads": 1},
     }
-    if head is not None:
-        drafters["head"] = {"family": "head", "model": head, "threads": 1}
     experiment = Experiment.model_validate(
         {
             "name": "profile",

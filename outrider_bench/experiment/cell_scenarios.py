@@ -6,11 +6,10 @@ Starts nothing and measures nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from outrider.process.settings.cores import parse_cores
-from outrider_bench.experiment.launches import HEAD, SYNTHETIC
+from outrider_bench.experiment.launches import SYNTHETIC
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.records import PLAIN
 from outrider_bench.experiment.serving import SLOWNESS_ON_TARGET_CORES
@@ -19,7 +18,7 @@ from outrider_bench.simulator.costs import Costs, DraftingCost, way_of
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
 
-_PREDICTED = ("ngram", "model", "head", SYNTHETIC)
+_PREDICTED = ("ngram", "model", SYNTHETIC)
 _SETTINGS = ("max_draft_len", "max_matching_ngram_size", "is_public_pool")
 _VERIFIER_SETTINGS = (
     "draft_tokens",
@@ -61,8 +60,6 @@ def _check_drafter(name: str, drafter: Drafter, profile: Profile) -> None:
             f"drafters.{name}.family: must be one of {', '.join(_PREDICTED)} to be predicted, "
             f"not {drafter.family}"
         )
-    if drafter.family == "head":
-        _check_head(name, drafter, profile)
     cost = cost_of(drafter, profile.cores)
     if drafter.family == SYNTHETIC and drafter.cost is None:
         return
@@ -77,16 +74,6 @@ def _check_drafter(name: str, drafter: Drafter, profile: Profile) -> None:
         )
 
 
-def _check_head(name: str, drafter: Drafter, profile: Profile) -> None:
-    """Raise ValueError unless the profile is of this head."""
-    if profile.head is None:
-        problem = "the profile has no head; make it with --head"
-        raise ValueError(f"drafters.{name}.family: {problem}")
-    if (drafter.model or HEAD) != Path(profile.head.path):
-        problem = f"the profile is of {profile.head.path}, not of {drafter.model or HEAD}"
-        raise ValueError(f"drafters.{name}.model: {problem}")
-
-
 def threads_of(target: Target, cores: list[int]) -> int:
     """Threads of the target's forwards."""
     return target.threads or len(_cores(target.cores, cores))
@@ -96,10 +83,9 @@ def cost_of(drafter: Drafter, cores: list[int]) -> str:
     """The drafter's name in the profile's `drafting`."""
     if drafter.cost is not None:
         return drafter.cost
-    if drafter.family not in ("model", "head"):
+    if drafter.family != "model":
         return drafter.family
-    threads = drafter.threads or len(_cores(drafter.cores, cores))
-    return way_of(drafter.family, 1 if drafter.in_process else threads)
+    return way_of("model", drafter.threads or len(_cores(drafter.cores, cores)))
 
 
 def _cores(text: str | None, all_cores: list[int]) -> list[int]:
@@ -142,14 +128,13 @@ def scenario_of(
             for name, drafter in drafters
             for spec in _specs(experiment, name, drafter, profile)
         ],
-        "hidden_size": profile.head.hidden_size if profile.head is not None else 1,
     }
     return Scenario.model_validate(given)
 
 
 def _served(families: set[str]) -> str:
     """The profile's name for serving with these families of drafters."""
-    for family in ("model", "head", "ngram"):
+    for family in ("model", "ngram"):
         if family in {_served_as(each) for each in families}:
             return family
     return "plain"
@@ -190,8 +175,6 @@ def _specs(
         rates = str(drafter.settings.get("acceptance", 0.8)).split(",")
         common |= {"acceptance": [float(rate) for rate in rates]}
         common |= {} if drafter.cost is not None else {"cost": f"{SYNTHETIC} {name}"}
-    if drafter.family == "head" and profile.head is not None:
-        common |= {"states": profile.head.states, "in_process": drafter.in_process}
     for own in simulated_processes(name, drafter):
         yield {**common, "name": own, "process": own}
 
@@ -226,8 +209,6 @@ def _linked(
     The calibration load went over TCP. A Unix socket, or a link's process, differs from it by less
     than what can be measured.
     """
-    if drafter.in_process:
-        return {"round_trip_ms": 0.0}
     serving = profile.serving_at(_served_as(drafter.family), experiment.workload.under_way)
     found = Link.model_validate({}) if link is None else link
     return {

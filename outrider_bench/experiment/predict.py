@@ -11,7 +11,7 @@ from rich.table import Table
 
 from outrider_bench.console import console_for_output, progress, table_of
 from outrider_bench.experiment.cell_scenarios import check, scenario_of, simulated_processes
-from outrider_bench.experiment.launches import DRAFT_MODEL, HEAD
+from outrider_bench.experiment.launches import DRAFT_MODEL
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import (
@@ -184,22 +184,20 @@ class Predictor:
         recording = recorder.record([*warm_up, *requests_of(experiment.workload, encoder)])
         scenario = scenario_of(experiment, way, profile, recording, len(warm_up))
         simulation = Simulation(scenario, scenario.loads[0], drafting=bool(scenario.drafters))
-        simulation.world.offers = recorder.offers
         outcome = simulation.run()
         links = _traffic(experiment, simulation)
         return Measurement(way, outcome.sample, links=links, errors=outcome.errors)
 
     def _recorder(self, experiment: Experiment) -> Recorder:
-        used = {drafter.family: drafter for _, drafter in drafters_of(experiment)}
-        drafts, heads = (
-            {family: used[family].model or default} if family in used else {}
-            for family, default in (("model", DRAFT_MODEL), ("head", HEAD))
-        )
-        key = f"{experiment.target.model} {experiment.target.dtype} {drafts} {heads}"
+        target = experiment.target
+        drafts = {
+            drafter.family: drafter.model or DRAFT_MODEL
+            for _, drafter in drafters_of(experiment)
+            if drafter.family == "model"
+        }
+        key = f"{target.model} {target.dtype} {drafts}"
         # A grown target computes the same function.
-        return self._recorders.setdefault(
-            key, Recorder(experiment.target.model, experiment.target.dtype, drafts, heads)
-        )
+        return self._recorders.setdefault(key, Recorder(target.model, target.dtype, drafts))
 
     def _encoder(self, target: Target) -> Encoder:
         if target.model not in self._encoders:

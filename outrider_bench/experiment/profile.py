@@ -12,9 +12,7 @@ from pathlib import Path
 from outrider_bench.console import progress
 from outrider_bench.experiment import machine
 from outrider_bench.experiment.profile_record import Conditions, Profile
-from outrider_bench.experiment.serving import ProfiledHead
 from outrider_bench.settings import ProfileSettings
-from outrider_bench.simulator.costs import way_of
 
 _MOST_SEQUENCES = 32
 _FORWARDS = "forwards, prompts and drafting"
@@ -22,15 +20,14 @@ _SERVING = "serving a fixed load"
 _FITTING = "fitting the costs of serving"
 _PARTS = {_FORWARDS: 1.0, _SERVING: 2.0, _FITTING: 1.0}
 """The parts in their order, with the minutes that each takes for the bundled pair, about."""
-# A run of the fixed load, of 24 without a head.
+# A run of the fixed load, of 24.
 _RUN = _PARTS[_SERVING] / 24
 _HOW = {
     "costs.forwards": "the fastest of up to 100 forwards behind 128 tokens, in a process alone; "
     "at most that of more tokens",
     "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
     "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
-    "costs.drafting": "forwards of the draft model by threads, the median lookup of n-grams, and "
-    "the fastest rounds of the head",
+    "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
     "served": "a fixed closed load through the gateway, three rounds after one that warms up",
     "serving": "the difference of the load and its simulation on costs; no experiment enters it",
 }
@@ -56,14 +53,12 @@ def _measure(
     """Measure; calls `begin` before each part, and `tell` after each run of the fixed load."""
     from outrider_bench.experiment import calibration, serving
     from outrider_bench.simulator import measured_costs
-    from outrider_bench.simulator.head_costs import head_cost
 
     cores = sorted(os.sched_getaffinity(0))
     threads = settings.threads or max(1, len(cores) - 1)
     if threads > len(cores):
         raise ValueError(f"threads must be at most the {len(cores)} cores, not {threads}")
     target = _target(settings)
-    head = _head(settings, target)
     draft = Path(settings.draft)
     here = machine.this_machine()
     for warning in machine.warnings():
@@ -73,18 +68,10 @@ def _measure(
     costs = measured_costs.measure(
         target, draft, threads, settings.dtype, settings.draft_threads, _MOST_SEQUENCES
     )
-    if head is not None:
-        path, counts = Path(head.path), measured_costs.sequences_up_to(_MOST_SEQUENCES)
-        drafting = {
-            way_of("head", count): head_cost(path, target, count, counts)
-            for count in settings.draft_threads
-        }
-        costs = costs.model_copy(update={"drafting": costs.drafting | drafting})
     begin(_SERVING)
-    path_of_head = Path(head.path) if head is not None else None
-    served = calibration.calibrate(target, draft, settings.dtype, threads, path_of_head, tell)
+    served = calibration.calibrate(target, draft, settings.dtype, threads, tell)
     begin(_FITTING)
-    fitted = serving.fit(served, costs, target, draft, settings.dtype, head)
+    fitted = serving.fit(served, costs, target, draft, settings.dtype)
     return Profile(
         machine=asdict(here),
         fingerprint=here.fingerprint,
@@ -92,7 +79,6 @@ def _measure(
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         target=settings.target + (" grown" if settings.grown else ""),
         draft=settings.draft,
-        head=head.model_copy(update={"path": settings.head}) if head is not None else None,
         dtype=settings.dtype,
         threads=threads,
         how=_HOW,
@@ -118,18 +104,3 @@ def _target(settings: ProfileSettings) -> Path:
             f"dtype must be float32 or bfloat16 for a grown target, not {settings.dtype}"
         )
     return modest_target(path, settings.dtype)
-
-
-def _head(settings: ProfileSettings, target: Path) -> ProfiledHead | None:
-    """The head of the settings for the target in the folder `target`."""
-    if not settings.head:
-        return None
-    from outrider.heads.reading import read, read_target_config
-    from outrider_bench.grown import grown_head
-
-    path = Path(settings.head)
-    if settings.grown:
-        path = grown_head(path, Path(settings.target), target)
-    spec = read(path, read_target_config(str(target))).spec
-    states = len(spec.boundaries) + spec.final_state
-    return ProfiledHead(path=str(path), hidden_size=spec.target.hidden_size, states=states)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider_bench.experiment.calibration import Served
-from outrider_bench.experiment.serving import ProfiledHead, Serving, busy, with_messages
+from outrider_bench.experiment.serving import Serving, busy, with_messages
 from outrider_bench.simulator.costs import Costs
 
 NEVER = "never"
@@ -49,8 +49,6 @@ class Profile(BaseModel):
     """In UTC."""
     target: str
     draft: str
-    head: ProfiledHead | None = None
-    """The head that was measured, if any. `drafting` has its costs under `head`."""
     dtype: str
     threads: int = Field(ge=1)
     """The target's."""

@@ -6,18 +6,13 @@ N-gram drafters look up in the same tokens. Knows no experiment and no costs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from heapq import nlargest
-from math import prod
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from drafter_svc.families.head_worker import HeadDraft, Offer
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider_bench.experiment.traffic import Request
-from outrider_bench.head_rig import DEPTH, HeadRig, head_rig
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.world import RIGHT
 
@@ -30,31 +25,20 @@ _ALTERNATIVES = 3
 
 @dataclass(slots=True)
 class Text:
-    """The target's greedy tokens behind a prompt; by draft model, a character for each token.
-
-    By head, an offer behind the prompt and behind each token.
-    """
+    """The target's greedy tokens behind a prompt; by draft model, a character for each token."""
 
     output: list[int]
     guesses: dict[str, str] = field(default_factory=dict)
-    offers: dict[str, list[Offer]] = field(default_factory=dict)
 
 
 class Recorder:
-    """Runs a target, draft models and heads once for each prompt."""
+    """Runs a target and draft models once for each prompt."""
 
-    def __init__(
-        self,
-        target: Path,
-        dtype: str,
-        draft_models: dict[str, Path],
-        heads: dict[str, Path] | None = None,
-    ) -> None:
-        """`draft_models` and `heads` map a name in the recording to a model's directory."""
+    def __init__(self, target: Path, dtype: str, draft_models: dict[str, Path]) -> None:
+        """`draft_models` maps the name of a model's guesses to its directory."""
         self._target = target
         self._dtype = dtype
         self._draft_models = draft_models
-        self._heads = heads or {}
         self._known: dict[tuple[int, ...], Text] = {}
 
     def record(self, requests: Sequence[Request]) -> list[RecordedRequest]:
@@ -65,11 +49,6 @@ class Recorder:
         short = [p for p in prompts if len(self._known.get(p, nothing).output) < longest]
         self._learn([list(prompt) for prompt in short], longest)
         return [self._recorded(request) for request in requests]
-
-    @property
-    def offers(self) -> dict[tuple[int, ...], dict[str, list[Offer]]]:
-        """The offers of heads by prompt."""
-        return {prompt: text.offers for prompt, text in self._known.items()}
 
     def _recorded(self, request: Request) -> RecordedRequest:
         text = self._known[tuple(request.prompt)]
@@ -96,12 +75,6 @@ class Recorder:
             for prompt in prompts:
                 text = self._known[tuple(prompt)]
                 text.guesses[name] = model_guesses(draft, prompt, text.output)
-        for name, path in self._heads.items():
-            with head_rig(str(path), str(self._target)) as rig:
-                target.watch(rig.worker.feature_request.states)
-                for prompt in prompts:
-                    text = self._known[tuple(prompt)]
-                    text.offers[name] = head_offers(target, rig, prompt, text.output)
 
 
 def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -140,34 +113,3 @@ def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> s
     for row in found_RK.tolist():
         guesses += characters[row.index(True)] if True in row else WRONG
     return guesses
-
-
-def head_offers(
-    target: ModelRunner, rig: HeadRig, prompt: list[int], output: list[int]
-) -> list[Offer]:
-    """A head's offers behind `prompt` and behind each token of `output` but the last.
-
-    The target watches the states that the head reads.
-    """
-    text = [*prompt, *output[:-1]]
-    target.forward([SequenceSlice(text, 0, [*range(-(-len(text) // target.page_size))], 1)])
-    request = rig.worker.feature_request
-    dtype = request.dtype.name.lower()
-    rows = target.pick_states(request.states, range(len(text)), dtype).cpu()
-    draft = rig.begin(prompt)
-    draft.keep(0, rows[: len(prompt) - 1])
-    offers = [_offer(rig, draft)]
-    for place, token in enumerate(output[:-1], len(prompt)):
-        rig.commit(draft, [token], rows[place - 1 : place])
-        offers.append(_offer(rig, draft))
-    rig.worker.close(draft)
-    return offers
-
-
-def _offer(rig: HeadRig, draft: HeadDraft) -> Offer:
-    """The offer for the longest draft, without the branches that no verifier has room for."""
-    [offer] = rig.draft([draft], DEPTH, trees=True)
-    if offer is None:
-        return Offer([], [], [], [])
-    deeper = nlargest(MAX_TREE_TOKENS, offer.deeper, key=lambda each: prod(each.shares))
-    return replace(offer, deeper=deeper)

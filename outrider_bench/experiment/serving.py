@@ -28,18 +28,6 @@ SLOWNESS_ON_TARGET_CORES = 2.0
 _FIRST_MESSAGE_S, _FIRST_SHARE = 0.0001, 0.3
 
 
-class ProfiledHead(BaseModel):
-    """The head of a profile."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: str
-    hidden_size: int = Field(ge=1)
-    """Numbers in a state of the target."""
-    states: int = Field(ge=0)
-    """States of each token that it reads."""
-
-
 class Serving(BaseModel):
     """The costs of serving in one way at one batch size, on top of an idle machine's forwards."""
 
@@ -127,24 +115,15 @@ class _Simulated:
     """By the real clock."""
 
 
-def fit(
-    served: list[Served],
-    costs: Costs,
-    target: Path,
-    draft: Path,
-    dtype: str,
-    head: ProfiledHead | None = None,
-) -> list[Serving]:
+def fit(served: list[Served], costs: Costs, target: Path, draft: Path, dtype: str) -> list[Serving]:
     """The costs of serving, for each way and batch size that was served."""
-    heads = {} if head is None else {"head": Path(head.path)}
-    recorder = Recorder(target, dtype, {"model": draft}, heads)
-    fitter = _Fitter(costs, target, recorder, head)
+    fitter = _Fitter(costs, target, Recorder(target, dtype, {"model": draft}))
     batches = sorted({each.batch for each in served})
     by_key = {(each.way, each.batch): each for each in served}
     plains = [fitter.plain(by_key["plain", batch]) for batch in batches]
     found = list(plains)
     ngram: dict[int, Serving] = {}
-    for way in ("ngram", "model", *heads):
+    for way in ("ngram", "model"):
         for batch, plain in zip(batches, plains, strict=True):
             fitted = fitter.drafted(by_key[way, batch], plain, plains, ngram.get(batch))
             ngram.setdefault(batch, fitted)
@@ -153,10 +132,7 @@ def fit(
 
 
 class _Fitter:
-    def __init__(
-        self, costs: Costs, target: Path, recorder: Recorder, head: ProfiledHead | None
-    ) -> None:
-        self._head = head
+    def __init__(self, costs: Costs, target: Path, recorder: Recorder) -> None:
         self._costs = costs
         self._target = target
         self._recorder = recorder
@@ -181,8 +157,8 @@ class _Fitter:
         """The costs with drafters. `ngram` has those of n-gram drafters, or is None for them.
 
         The answers of n-gram drafters wait for the network alone, so they show its round trip and
-        jitter, and the time that forwards lose to a message. A draft model's answers, and a head's,
-        also wait for its forwards, which are simulated.
+        jitter, and the time that forwards lose to a message. A draft model's answers also
+        wait for its forwards, which are simulated.
         """
         step = served.step
         drafting_s = served.draft_token_s * step.draft_tokens / max(step.drafts, 1e-9)
@@ -234,12 +210,10 @@ class _Fitter:
                 "sequences": [served.batch],
                 "client_ms": 1000 * fitted.client_s,
                 "prefix_caching": False,
-                "drafters": [drafter_of(served.way, fitted, self._head)],
-                "hidden_size": self._head.hidden_size if self._head is not None else 1,
+                "drafters": [drafter_of(served.way, fitted)],
             }
         )
         simulation = Simulation(scenario, served.batch, verifier=_TimedVerifier)
-        simulation.world.offers = self._recorder.offers
         return _steps_of(simulation)
 
 
@@ -289,10 +263,9 @@ class _TimedVerifier(VerifierActor):
         self.step_count += engine.drafting.plan is not last
 
 
-def drafter_of(way: str, serving: Serving, head: ProfiledHead | None = None) -> dict[str, Any]:
+def drafter_of(way: str, serving: Serving) -> dict[str, Any]:
     """The simulated drafter of a way: a process on the same machine, reached over TCP."""
     return {
-        "states": head.states if head is not None and way == "head" else 0,
         "name": way,
         "family": way,
         "cost": way,

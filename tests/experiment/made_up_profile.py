@@ -25,7 +25,6 @@ COSTS = {
             "branches_s": 0.00003,
         },
         "model": {"round_s": 0.0, "token_s": {1: 0.0003, 8: 0.0004}, "prompt_token_s": 0.00001},
-        "head": {"round_s": 0.0005, "token_s": {1: 0.0002, 8: 0.0003}, "tree_token_s": {1: 0.0004}},
     },
 }
 
@@ -51,7 +50,6 @@ def made_up_profile(**more: Any) -> Profile:
         "measured_at": "2026-01-01T00:00:00Z",
         "target": "models/target",
         "draft": "models/draft",
-        "head": {"path": "models/heads/eagle3", "hidden_size": 384, "states": 3},
         "dtype": "float32",
         "threads": 1,
         "how": {},
@@ -60,7 +58,6 @@ def made_up_profile(**more: Any) -> Profile:
             *(_serving("plain", batch) for batch in (1, 8)),
             *(_serving("ngram", batch, **drafted) for batch in (1, 8)),
             *(_serving("model", batch, interference=0.2, **drafted) for batch in (1, 8)),
-            *(_serving("head", batch, interference=0.1, **drafted) for batch in (1, 8)),
         ],
         **more,
     }

@@ -20,8 +20,6 @@ DRAFTERS = {
     "words": {"family": "ngram", "link": "wire"},
     "near": {"family": "model", "threads": 1},
     "pinned": {"family": "model", "threads": 1, "cores": "0"},
-    "head": {"family": "head", "threads": 1, "link": "wire"},
-    "inside": {"family": "head", "transport": "in-process"},
     "socket": {"family": "ngram", "transport": "unix"},
 }
 
@@ -74,27 +72,6 @@ def test_a_drafter_on_other_cores_has_the_calibrated_interference() -> None:
     assert drafter.drafts_by == "model"
 
 
-def test_a_heads_states_and_its_place_are_those_of_the_profile_and_the_cell() -> None:
-    found = [scenario(use=[name]) for name in ("head", "inside")]
-    assert [each.hidden_size for each in found] == [384, 384]
-    [linked, inside] = [each.drafters[0] for each in found]
-    assert [each.drafts_by for each in (linked, inside)] == ["head", "head"]
-    assert [each.states for each in (linked, inside)] == [3, 3]
-    assert [each.cost for each in (linked, inside)] == ["head", "head"]
-    assert [each.in_process for each in (linked, inside)] == [False, True]
-    assert linked.round_trip_ms == pytest.approx(0.5 + 20)
-    assert inside.round_trip_ms == 0
-
-
-def test_a_head_further_away_is_predicted_to_bring_less() -> None:
-    near = predictor().measurement(cell(use=["inside"]), DRAFTED).sample
-    far = predictor().measurement(cell(use=["head"]), DRAFTED)
-    assert near.counters["spec_decode_num_accepted_tokens"] > 0
-    assert near.tokens_per_s > far.sample.tokens_per_s
-    # Three states of 384 numbers in two bytes for each token of the prompts, at least.
-    assert far.links["wire"].down_bytes > 8 * 20 * 3 * 384 * 2
-
-
 def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down() -> None:
     found = scenario(PLAIN, workload={"batch": 8, "waves": 1})
     assert found.drafters == []
@@ -120,14 +97,11 @@ def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down() -> None:
         ({"workload": {"temperature": 0.5}}, "workload.temperature: only 0 can be predicted"),
         (
             {"drafters": {"tree": {"family": "suffix"}}, "use": ["tree"]},
-            "drafters.tree.family: must be one of ngram, model, head",
+            "drafters.tree.family: must be one of ngram, model, synthetic",
         ),
         (
-            {
-                "drafters": {"mtp": {"family": "head", "model": "models/heads/mtp", "threads": 1}},
-                "use": ["mtp"],
-            },
-            "drafters.mtp.model: the profile is of models/heads/eagle3, not of models/heads/mtp",
+            {"drafters": {"mtp": {"family": "head"}}, "use": ["mtp"]},
+            "drafters.mtp.family: must be one of ngram, model, synthetic",
         ),
         (
             {"drafters": {"wide": {"family": "model", "threads": 2}}, "use": ["wide"]},
