@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 RULES = ROOT / "compose/observability/rules.yaml"
 GROUPS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"]
 ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule}
-OPERATIONS = (ROOT / "docs/operations.md").read_text()
+RUNBOOK = (ROOT / "compose/observability/runbook.md").read_text()
 # A sample a minute, for two hours.
 LENGTH = 120
 
@@ -126,13 +126,13 @@ def test_an_alert_has_a_severity_a_summary_and_a_section_of_the_runbook(alert: s
     by_job = {"critical", "warning"} if alert == "OutriderTargetDown" else None
     assert written == (by_job or {rule["labels"]["severity"]})
     assert rule["annotations"]["summary"]
-    assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{alert.lower()}"
-    [section] = re.findall(rf"^#### {alert}\n\n(.*?)(?=^#|\Z)", OPERATIONS, re.M | re.S)
+    assert rule["annotations"]["runbook_url"] == f"compose/observability/runbook.md#{alert.lower()}"
+    [section] = re.findall(rf"^## {alert}\n\n(.*?)(?=^#|\Z)", RUNBOOK, re.M | re.S)
     assert len(section.split()) > 15
 
 
 def test_the_runbook_has_no_section_for_an_alert_that_is_gone() -> None:
-    assert set(re.findall(r"^#### (Outrider\w+)$", OPERATIONS, re.M)) == set(ALERTS)
+    assert set(re.findall(r"^## (Outrider\w+)$", RUNBOOK, re.M)) == set(ALERTS)
 
 
 @pytest.mark.parametrize("name", ["prometheus.yaml", "prometheus-tls.yaml"])
