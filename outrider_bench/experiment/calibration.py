@@ -134,8 +134,7 @@ async def _played(
     load: list[Request], batch: int, endpoint: Endpoint, speculation: Mapping[str, Any]
 ) -> Sample:
     """Play a load at the gateway; raises RuntimeError with the first error of a request."""
-    workload = Workload.model_validate({"batch": batch})
-    played = await play(load, workload, endpoint, Asked(speculation, 0.0, "profile"))
+    played = await play(load, batch, endpoint, Asked(speculation, 0.0, "profile"))
     if played.errors:
         raise RuntimeError(played.errors[0])
     return played.sample

@@ -106,7 +106,7 @@ def scenario_of(
     if way != PLAIN:
         drafters = list(drafters_of(experiment))
     served = _served({drafter.family for _, drafter in drafters})
-    serving = profile.serving_at(served, workload.under_way)
+    serving = profile.serving_at(served, workload.batch)
     settings = {
         name: target.settings[name] for name in _VERIFIER_SETTINGS if name in target.settings
     }
@@ -115,9 +115,8 @@ def scenario_of(
         "costs": _costs(experiment, profile, served),
         "recording": recording,
         "warm_up": warm_up,
-        "arrivals": "closed" if workload.arrivals == "closed" else "recorded",
         "seconds": _LONGEST_S,
-        "sequences": [workload.under_way],
+        "sequences": [workload.batch],
         "client_ms": 1000 * serving.client_s,
         # The defaults of the verifier and of a run.
         "max_sequences": 64,
@@ -147,7 +146,7 @@ def _served_as(family: str) -> str:
 
 def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     """The profile's table while it serves in this way."""
-    found = profile.costs_at(served, experiment.workload.under_way)
+    found = profile.costs_at(served, experiment.workload.batch)
     made = {
         f"{SYNTHETIC} {name}": DraftingCost(
             round_s=0.0, token_s={1: float(drafter.settings.get("token_ms", 0.0)) / 1000}
@@ -181,7 +180,7 @@ def _specs(
 
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
     """The effects of a drafter's place on its own speed and on the target's."""
-    serving = profile.serving_at(_served_as(drafter.family), experiment.workload.under_way)
+    serving = profile.serving_at(_served_as(drafter.family), experiment.workload.batch)
     if drafter.host is not None:
         return {"interference": 0.0, "slowness": 1.0}
     if drafter.device != "cpu":
@@ -209,7 +208,7 @@ def _linked(
     The calibration load went over TCP. A Unix socket, or a link's process, differs from it by less
     than what can be measured.
     """
-    serving = profile.serving_at(_served_as(drafter.family), experiment.workload.under_way)
+    serving = profile.serving_at(_served_as(drafter.family), experiment.workload.batch)
     found = Link.model_validate({}) if link is None else link
     return {
         **found.model_dump(),

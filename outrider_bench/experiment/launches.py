@@ -21,9 +21,7 @@ HEAD = Path("models/heads/eagle3")
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _LOG_LEVEL: Setting = "warning"
 SYNTHETIC = "synthetic"
-"""The family of drafters whose acceptance is a setting."""
-SYNTHETIC_PATH = "outrider_bench.synthetic_drafter:SyntheticFamily"
-_PATHS = {SYNTHETIC: SYNTHETIC_PATH}
+"""The family of drafters whose acceptance is a setting. They are only predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ def _drafter_options(
 ) -> dict[str, Setting | None]:
     """The drafter's fields of the file, by the names of its process's settings."""
     options: dict[str, Setting | None] = {
-        "family": _PATHS.get(drafter.family, drafter.family),
+        "family": drafter.family,
         "uds": _path(dial.uds),
         "threads": drafter.threads,
     }
@@ -170,7 +168,7 @@ def drafter_count(experiment: Experiment) -> int:
 
 def _schema(field: str, family: str) -> type[DrafterSettings]:
     try:
-        return settings_schema(_PATHS.get(family, family))
+        return settings_schema(family)
     except OutriderError as error:
         raise invalid(f"{field}.family", error.message) from error
 

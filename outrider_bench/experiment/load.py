@@ -14,13 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider_bench.experiment.launches import Endpoint
-from outrider_bench.experiment.spec import Workload
 from outrider_bench.experiment.traffic import Request
 from outrider_bench.raw_client import stream
 from outrider_bench.sample import Sample, counters
-
-LEARNING = {"always_draft": True}
-"""Of requests whose texts a synthetic drafter learns: the verifier tells it of every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +49,14 @@ class Played:
     errors: list[str] = field(default_factory=list)
 
 
-async def play(
-    requests: Sequence[Request], workload: Workload, endpoint: Endpoint, asked: Asked
-) -> Played:
-    """Send a verifier its requests as the workload's arrivals say.
+async def play(requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked) -> Played:
+    """Send a verifier its requests, and keep `batch` of them under way.
 
     A request that fails is an error of the result, not an exception.
     """
     before = await counters(endpoint.metrics_port)
     started = time.perf_counter()
-    if workload.arrivals == "closed":
-        answers, full_s = await _closed(requests, workload.batch, endpoint, asked)
-    else:
-        answers = await _open(requests, endpoint, asked, started)
-        full_s = 0.0
+    answers, full_s = await _ask_all(requests, batch, endpoint, asked)
     seconds = time.perf_counter() - started
     after = await counters(endpoint.metrics_port)
     sample = Sample(0, seconds, full_s=full_s)
@@ -77,10 +67,10 @@ async def play(
     return played
 
 
-async def _closed(
+async def _ask_all(
     requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked
 ) -> tuple[list[_Answer], float]:
-    """Keep `batch` requests under way. Returns the answers and the seconds at the full batch."""
+    """Returns the answers, and the seconds while the batch was full."""
     answers: dict[int, _Answer] = {}
     waiting = iter(enumerate(requests))
     ended: list[float] = []
@@ -94,18 +84,6 @@ async def _closed(
 
     await asyncio.gather(*(worker() for _ in range(batch)))
     return [answers[i] for i in range(len(requests))], ended[0]
-
-
-async def _open(
-    requests: Sequence[Request], endpoint: Endpoint, asked: Asked, started: float
-) -> list[_Answer]:
-    """Send each request at its time, however many are under way."""
-
-    async def ask_at(request: Request) -> _Answer:
-        await asyncio.sleep(started + request.at - time.perf_counter())
-        return await _ask(request, endpoint, asked)
-
-    return await asyncio.gather(*(ask_at(request) for request in requests))
 
 
 async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from operator import sub
 
-from outrider_bench.experiment.launches import SYNTHETIC
-from outrider_bench.experiment.load import LEARNING, Asked, Played, digest, play
+from outrider_bench.experiment.load import Asked, Played, digest, play
 from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
-from outrider_bench.experiment.spec import Experiment, drafters_of
+from outrider_bench.experiment.spec import Experiment
 from outrider_bench.experiment.stack import Drafting, Server
-from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
+from outrider_bench.experiment.traffic import Encoder, Request, requests_of, warm_up_of
 
 
 @dataclass(slots=True)
@@ -25,24 +24,15 @@ class Bench:
 
     async def warm_up(self, experiment: Experiment, way: str) -> None:
         """Send requests that are not counted, so that the verifier learns the costs of steps."""
-        if way == DRAFTED and any(each.family == SYNTHETIC for _, each in drafters_of(experiment)):
-            # Such drafters repeat the texts of requests that they have seen.
-            learning = replace(_asked(experiment, way, "learning"), speculation=LEARNING)
-            await self._play(experiment, learning)
-            await self._warm_up(experiment, learning)
-        await self._warm_up(experiment, _asked(experiment, way, "warm-up"))
-
-    async def _warm_up(self, experiment: Experiment, asked: Asked) -> None:
-        workload = experiment.workload
-        requests = warm_up_of(workload, self.encoder)
-        closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
-        await play(requests, closed, self.server.endpoint, asked)
+        requests = warm_up_of(experiment.workload, self.encoder)
+        await self._play(requests, experiment, _asked(experiment, way, "warm-up"))
 
     async def measure(self, experiment: Experiment, way: str, tenant: str) -> Measurement:
         """Play the workload once; `tenant` must be new, so that no n-grams are known."""
         cpu_before = await self._cpu_s()
         traffic_before = await self._traffic()
-        played = await self._play(experiment, _asked(experiment, way, tenant))
+        requests = requests_of(experiment.workload, self.encoder)
+        played = await self._play(requests, experiment, _asked(experiment, way, tenant))
         return Measurement(
             way,
             played.sample,
@@ -52,10 +42,10 @@ class Bench:
             errors=played.errors,
         )
 
-    async def _play(self, experiment: Experiment, asked: Asked) -> Played:
-        workload = experiment.workload
-        requests = requests_of(workload, self.encoder)
-        return await play(requests, workload, self.server.endpoint, asked)
+    async def _play(
+        self, requests: Sequence[Request], experiment: Experiment, asked: Asked
+    ) -> Played:
+        return await play(requests, experiment.workload.batch, self.server.endpoint, asked)
 
     async def _cpu_s(self) -> dict[str, float]:
         found = await self.server.processes.cpu_s()

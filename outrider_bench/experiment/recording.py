@@ -53,7 +53,7 @@ class Recorder:
     def _recorded(self, request: Request) -> RecordedRequest:
         text = self._known[tuple(request.prompt)]
         return RecordedRequest(
-            time=request.at,
+            time=0.0,
             prompt_tokens=len(request.prompt),
             output_tokens=request.output_tokens,
             kind=request.kind,

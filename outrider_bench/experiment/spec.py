@@ -55,9 +55,9 @@ class Drafter(_Part):
     """One kind of drafter and the place of its processes."""
 
     family: str = "ngram"
-    """A family of `outrider drafter`, or synthetic: it guesses right with the probability in
-    `settings.acceptance`, such as 0.8, or "0.8,0.6" by position. Each guess takes
-    `settings.token_ms`. It learns the greedy texts in a run of the load that is not counted."""
+    """A family of `outrider drafter`, or for predictions synthetic: it guesses right with the
+    probability in `settings.acceptance`, such as 0.8, or "0.8,0.6" by position. Each guess takes
+    `settings.token_ms`."""
 
     model: Path | None = None
     """Directory of a draft model, or of a head; unset is the bundled one of the family."""
@@ -132,20 +132,11 @@ class Workload(_Part):
     """Kinds of prompts, in turn; unset takes code, rewriting, json and chat, or all kinds of
     `prompts`: the categories of its rows, or else the file's name."""
 
-    arrivals: Literal["closed", "poisson"] = "closed"
-    """closed keeps `batch` requests under way, poisson starts `rate` requests a second."""
-
     batch: int = Field(1, ge=1, le=256)
-    """Requests under way."""
+    """Requests that are kept under way."""
 
     waves: int = Field(4, ge=1)
-    """Requests in all for each one under way, but at least 8; for closed arrivals."""
-
-    rate: float = Field(1.0, gt=0)
-    """New requests each second."""
-
-    seconds: float = Field(10.0, gt=0)
-    """Time in which new requests come, with poisson arrivals."""
+    """Requests in all for each one under way, but at least 8."""
 
     output_tokens: int = Field(64, ge=1, le=4096)
     """Mean length of answers. Their lengths lie between half and one and a half times of it."""
@@ -159,11 +150,6 @@ class Workload(_Part):
         if self.prompts is None:
             prompt_files.of(None, self.kinds)
         return self
-
-    @property
-    def under_way(self) -> int:
-        """Requests under way while the verifier warms up: `batch` if closed, else 1."""
-        return self.batch if self.arrivals == "closed" else 1
 
 
 class Experiment(_Part):

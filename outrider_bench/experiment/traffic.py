@@ -1,12 +1,11 @@
-"""The requests of a workload: prompts, lengths of answers and times of arrival.
+"""The requests of a workload: prompts and lengths of answers.
 
 They are the same for every way of decoding, and for measurement and prediction. Knows no processes.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +26,6 @@ _FEWEST = 8
 class Request:
     """One request."""
 
-    at: float
-    """Seconds since the beginning of the traffic; 0 with closed arrivals."""
     kind: str
     prompt: list[int]
     output_tokens: int
@@ -74,14 +71,15 @@ class Encoder:
 
 
 def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
-    """The requests in order of arrival. The last prompt of each kind is kept for warming up."""
+    """The requests in order. The last prompt of each kind is kept for warming up."""
     own = _Prompts(workload)
     kinds = own.kinds
     found = []
-    for i, (at, output) in enumerate(_arrivals(workload)):
+    count = max(_FEWEST, workload.waves * workload.batch)
+    for i, output in enumerate(spread_lengths(workload.output_tokens, count)):
         kind = kinds[i % len(kinds)]
         prompt = own.get(kind, i)
-        found.append(request_of(prompt, encoder, output, _seed(workload, i), at))
+        found.append(request_of(prompt, encoder, output, _seed(workload, i)))
     return found
 
 
@@ -92,41 +90,22 @@ def warm_up_of(workload: Workload, encoder: Encoder) -> list[Request]:
     """
     own = _Prompts(workload)
     found = []
-    for i in range(max(2 * workload.under_way, len(own.kinds))):
+    for i in range(max(2 * workload.batch, len(own.kinds))):
         kind = own.kinds[i % len(own.kinds)]
         tokens, seed = workload.output_tokens, _seed(workload, i)
         found.append(request_of(own.kept(kind), encoder, tokens, seed))
     return found
 
 
-def request_of(
-    prompt: Prompt, encoder: Encoder, output_tokens: int, seed: int | None, at: float = 0.0
-) -> Request:
+def request_of(prompt: Prompt, encoder: Encoder, output_tokens: int, seed: int | None) -> Request:
     """The request that asks for a prompt's answer."""
     ids = encoder.ids(prompt)
-    return Request(at, prompt.kind, ids, output_tokens, seed, prompt.structured_outputs)
-
-
-def _arrivals(workload: Workload) -> Iterator[tuple[float, int]]:
-    """Time, and length of the answer, of each request."""
-    if workload.arrivals == "closed":
-        times = [0.0] * max(_FEWEST, workload.waves * workload.batch)
-    else:
-        times = list(_poisson(workload))
-    yield from zip(times, spread_lengths(workload.output_tokens, len(times)), strict=True)
+    return Request(prompt.kind, ids, output_tokens, seed, prompt.structured_outputs)
 
 
 def spread_lengths(mean: int, count: int) -> list[int]:
     """Lengths of answers, spread evenly from half to one and a half times their mean."""
     return [max(round(mean * (0.5 + (i * _GOLDEN) % 1.0)), 1) for i in range(count)]
-
-
-def _poisson(workload: Workload) -> Iterator[float]:
-    generator = random.Random(1_000 * (workload.seed or 0))
-    at = 0.0
-    while at < workload.seconds:
-        yield at
-        at += generator.expovariate(workload.rate)
 
 
 class _Prompts:

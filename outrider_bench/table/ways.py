@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.load import Asked, play
-from outrider_bench.experiment.spec import Experiment, Workload
+from outrider_bench.experiment.spec import Experiment
 from outrider_bench.experiment.stack import drafting, own_head, server
 from outrider_bench.experiment.traffic import Request
 from outrider_bench.settings import TableSettings
@@ -144,9 +144,8 @@ async def started(
 
 def _ours(endpoint: Endpoint, speculation: Mapping[str, Any]) -> Ask:
     async def ask(requests: Sequence[Request], temperature: float, tenant: str) -> Answer:
-        workload = Workload.model_validate({"batch": len(requests)})
         asked = Asked(speculation, temperature, tenant, ignore_eos=False)
-        played = await play(requests, workload, endpoint, asked)
+        played = await play(requests, len(requests), endpoint, asked)
         if played.errors:
             raise RuntimeError(played.errors[0])
         kinds = played.sample.by_kind

@@ -51,7 +51,7 @@ def test_drafts_are_counted_by_the_kind_of_prompt() -> None:
     last = {"usage": {"completion_tokens": 5}, "metrics": {"speculative_decoding": drafts}}
     stream = b"data: " + json.dumps(last).encode() + b"\n"
     played = _played()
-    _read(Request(0.0, "law", [1], 5, None), _Answer(0.0, [(1.0, stream)]), 0.0, played)
+    _read(Request("law", [1], 5, None), _Answer(0.0, [(1.0, stream)]), 0.0, played)
     per_position = "spec_decode_num_accepted_tokens_per_pos"
     assert played.sample.by_kind == {
         "law": {
@@ -74,7 +74,7 @@ def test_only_an_answer_with_a_grammar_may_end_early(
 ) -> None:
     played = _played()
     answer = _Answer(0.0, [(1.0, _STREAM)])
-    asked = Request(0.0, kind, [1], wanted, None, GRAMMARS.get(kind))
+    asked = Request(kind, [1], wanted, None, GRAMMARS.get(kind))
     _read(asked, answer, 0.0, played)
     assert bool(played.errors) is is_error
     # Where ends of text count, only an answer that is too long is wrong.

@@ -82,6 +82,24 @@ def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down() -> None:
     assert costs.plan_sequence_s == pytest.approx(0.00005)
 
 
+def test_a_synthetic_drafter_draws_from_its_acceptance() -> None:
+    experiment = Experiment.model_validate(
+        {
+            "name": "x",
+            "target": {"threads": 1},
+            "drafters": {
+                "s": {"family": "synthetic", "settings": {"acceptance": "0.9,0.5", "token_ms": 2}}
+            },
+            "use": ["s"],
+        }
+    )
+    scenario = scenario_of(experiment, DRAFTED, made_up_profile(), [], 0)
+    [drafter] = scenario.drafters
+    assert (drafter.drafts_by, drafter.acceptance) == ("acceptance", {"": [0.9, 0.5]})
+    cost = scenario.costs.drafting["synthetic s"]
+    assert (cost.round_s, cost.token_s) == (0.0, {1: 0.002})
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [

@@ -22,7 +22,7 @@ def _workload(**settings: object) -> Workload:
     return Workload.model_validate(settings)
 
 
-def test_closed_arrivals_have_waves_and_lengths_around_the_mean(encoder: Encoder) -> None:
+def test_a_load_has_its_waves_and_lengths_around_the_mean(encoder: Encoder) -> None:
     requests = requests_of(_workload(batch=4, waves=8, output_tokens=64), encoder)
     assert len(requests) == 32
     lengths = [request.output_tokens for request in requests]
@@ -42,14 +42,6 @@ def test_prompts_for_warming_up_are_never_measured(encoder: Encoder) -> None:
     workload = _workload(batch=16, waves=8)
     measured = {tuple(request.prompt) for request in requests_of(workload, encoder)}
     assert not measured & {tuple(r.prompt) for r in warm_up_of(workload, encoder)}
-
-
-def test_poisson_arrivals_come_at_the_rate_and_repeat_with_the_seed(encoder: Encoder) -> None:
-    workload = _workload(arrivals="poisson", rate=20.0, seconds=100.0, seed=3)
-    requests = requests_of(workload, encoder)
-    assert 1800 < len(requests) < 2200
-    assert all(request.at < 100.0 for request in requests)
-    assert requests == requests_of(workload, encoder)
 
 
 def test_the_grammar_of_tools_is_that_of_qwen_3() -> None:
