@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the clients that tests/agents runs: two Python environments, since their requirements
-# clash, and npm's packages, with a Node.js of their own. What is there already is left alone.
-# All of it takes 2 GB.
+# Installs the clients that tests/agents runs, and leaves what is there already alone. `install.sh
+# sdks` installs the SDKs alone, which CI runs. All of it takes 2 GB: the other Python clients need
+# two environments, since their requirements clash, and npm's packages bring a Node.js.
 set -euo pipefail
 folder=$(dirname "$(realpath "$0")")
 cd "$folder/../.."
@@ -26,7 +26,7 @@ python_environment() {
 }
 
 npm_environment() {
-  local list=$folder/$1.json to=$into/$1
+  local list=$folder/$1.json to=$into/$2
   cmp -s "$list" "$to/installed" && return
   rm -rf "$to"
   mkdir -p "$to"
@@ -35,7 +35,10 @@ npm_environment() {
   cp "$list" "$to/installed"
 }
 
+python_environment sdks
+npm_environment sdks sdks-node
+[ "${1:-all}" = sdks ] && exit
 python_environment current
 python_environment older
-npm_environment npm
-npm_environment tools
+npm_environment npm npm
+npm_environment tools tools
