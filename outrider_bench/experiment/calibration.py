@@ -68,9 +68,7 @@ class Served(BaseModel):
     way: str
     batch: int = Field(ge=1)
     tokens_per_s: float = Field(gt=0)
-    tokens_per_sequence_step: float = Field(gt=0)
-    first_token_s: float = Field(ge=0)
-    """From a request to its first token, at the client."""
+    """Of the load itself, which predictions of it can be compared with."""
     client_s: float = Field(ge=0)
     """From a client to the verifier, and the same back: half of the first token's time outside the
     verifier."""
@@ -174,16 +172,12 @@ def _served(
         [_mean_s(samples, f"request_{name}_time_seconds") for name in ("queue", "prefill")]
     )
     first_s = median([ttft for sample in samples for ttft in sample.ttft])
-    tokens = sum([sample.counters["generation_tokens"] for sample in samples])
-    steps = sum([sample.counters["step_sequences_sum"] for sample in samples])
     return Served(
         way=way,
         batch=batch,
         tokens_per_s=median(
             [sample.full_tokens_per_s or sample.tokens_per_s for sample in samples]
         ),
-        tokens_per_sequence_step=tokens / steps,
-        first_token_s=first_s,
         client_s=max(0.0, first_s - within_s) / 2,
         round_trip_s=median(round_trips),
         draft_token_s=median(token_times),

@@ -112,7 +112,7 @@ def scenario_of(
     }
     given: dict[str, Any] = {
         "name": experiment.name,
-        "costs": _costs(experiment, profile, served),
+        "costs": _costs(experiment, [drafter for _, drafter in drafters], profile, served),
         "recording": recording,
         "warm_up": warm_up,
         "seconds": _LONGEST_S,
@@ -144,9 +144,10 @@ def _served_as(family: str) -> str:
     return "ngram" if family == SYNTHETIC else family
 
 
-def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
+def _costs(experiment: Experiment, drafters: list[Drafter], profile: Profile, served: str) -> Costs:
     """The profile's table while it serves in this way."""
-    found = profile.costs_at(served, experiment.workload.batch)
+    beside = any(not _elsewhere(experiment, drafter, profile) for drafter in drafters)
+    found = profile.costs_at(served, beside=beside)
     made = {
         f"{SYNTHETIC} {name}": DraftingCost(
             round_s=0.0, token_s={1: float(drafter.settings.get("token_ms", 0.0)) / 1000}
@@ -178,26 +179,39 @@ def _specs(
         yield {**common, "name": own, "process": own}
 
 
+def _elsewhere(experiment: Experiment, drafter: Drafter, profile: Profile) -> bool:
+    """Whether a drafter does not compute on other cores of the target's host."""
+    return (
+        drafter.host is not None
+        or drafter.device != "cpu"
+        or _on_target_cores(experiment, drafter, profile)
+    )
+
+
+def _on_target_cores(experiment: Experiment, drafter: Drafter, profile: Profile) -> bool:
+    """Whether a drafter has no core but those that the target's forwards fill."""
+    own = set(_cores(experiment.target.cores, profile.cores))
+    return profile.threads >= len(own) and set(_cores(drafter.cores, profile.cores)) <= own
+
+
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
-    """The effects of a drafter's place on its own speed and on the target's."""
-    serving = profile.serving_at(_served_as(drafter.family), experiment.workload.batch)
+    """The effects of a drafter's place on its own speed and on the target's.
+
+    On other cores of the host, its effect on forwards is in the cost table.
+    """
     if drafter.host is not None:
-        return {"interference": 0.0, "slowness": 1.0}
+        return {"slowness": 1.0}
+    serving = profile.serving_at(_served_as(drafter.family), experiment.workload.batch)
     if drafter.device != "cpu":
         # It takes turns with the target on its device.
         return {"on_target_cores": True, "slowness": serving.slowness}
+    if _on_target_cores(experiment, drafter, profile):
+        slowness = SLOWNESS_ON_TARGET_CORES
+        return {"on_target_cores": True, "interference": 1.0, "slowness": slowness}
     own = set(_cores(experiment.target.cores, profile.cores))
     fills = profile.threads >= len(own)
-    place = set(_cores(drafter.cores, profile.cores))
-    believed = fills and bool(place & own)
-    placed: dict[str, Any] = {
-        "on_target_cores": believed,
-        "interference": serving.interference,
-        "slowness": serving.slowness,
-    }
-    if fills and place <= own:
-        placed |= {"interference": 1.0, "slowness": SLOWNESS_ON_TARGET_CORES}
-    return placed
+    shares = fills and bool(set(_cores(drafter.cores, profile.cores)) & own)
+    return {"on_target_cores": shares, "slowness": serving.slowness}
 
 
 def _linked(

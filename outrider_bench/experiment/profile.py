@@ -17,8 +17,7 @@ from outrider_bench.settings import ProfileSettings
 _MOST_SEQUENCES = 32
 _FORWARDS = "forwards, prompts and drafting"
 _SERVING = "serving a fixed load"
-_FITTING = "fitting the costs of serving"
-_PARTS = {_FORWARDS: 1.0, _SERVING: 2.0, _FITTING: 1.0}
+_PARTS = {_FORWARDS: 1.0, _SERVING: 2.0}
 """The parts in their order, with the minutes that each takes for the bundled pair, about."""
 # A run of the fixed load, of 24.
 _RUN = _PARTS[_SERVING] / 24
@@ -29,7 +28,7 @@ _HOW = {
     "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
     "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
     "served": "a fixed closed load through the gateway, three rounds after one that warms up",
-    "serving": "the difference of the load and its simulation on costs; no experiment enters it",
+    "serving": "the difference of the load and costs; no experiment enters it",
 }
 
 
@@ -70,8 +69,6 @@ def _measure(
     )
     begin(_SERVING)
     served = calibration.calibrate(target, draft, settings.dtype, threads, tell)
-    begin(_FITTING)
-    fitted = serving.fit(served, costs, target, draft, settings.dtype)
     return Profile(
         machine=asdict(here),
         fingerprint=here.fingerprint,
@@ -87,7 +84,7 @@ def _measure(
             load_averages=(load, os.getloadavg()[0]), spread=max(spread, machine.spread())
         ),
         served=served,
-        serving=fitted,
+        serving=serving.costs_of_serving(served, costs),
     )
 
 

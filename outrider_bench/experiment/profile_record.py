@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider_bench.experiment.calibration import Served
-from outrider_bench.experiment.serving import Serving, busy, with_messages
+from outrider_bench.experiment.serving import Serving, busy
 from outrider_bench.simulator.costs import Costs
 
 NEVER = "never"
@@ -82,20 +82,23 @@ class Profile(BaseModel):
         """The costs of serving in this way, interpolated between the two batch sizes measured."""
         low, high = self._at(way)
         share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
-        names = ("client_s", "round_trip_s", "jitter_s", "slowness", "message_s", "interference")
+        names = ("client_s", "round_trip_s", "jitter_s", "slowness")
         between = {
             name: getattr(low, name) + share * (getattr(high, name) - getattr(low, name))
             for name in names
         }
         return low.model_copy(update=between)
 
-    def costs_at(self, way: str, batch: int) -> Costs:
-        """The cost table while the machine serves in this way."""
-        low, high = (
-            plain.with_host_times(own)
-            for plain, own in zip(self._at("plain"), self._at(way), strict=True)
-        )
-        return with_messages(busy(self.costs, low, high), self.serving_at(way, batch).message_s)
+    def costs_at(self, way: str, *, beside: bool = True) -> Costs:
+        """The cost table while the machine serves in this way.
+
+        Drafters are on other cores `beside` the target, or take no time from its forwards.
+        """
+        low, high = self._at(way)
+        if not beside:
+            plain = zip(self._at("plain"), (low, high), strict=True)
+            low, high = (one.with_host_times(own) for one, own in plain)
+        return busy(self.costs, low, high)
 
     def _at(self, way: str) -> tuple[Serving, Serving]:
         """The costs of serving in this way at the smallest and the largest batch.

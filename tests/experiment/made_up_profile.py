@@ -42,7 +42,7 @@ def _serving(way: str, batch: int, **more: float) -> dict[str, Any]:
 
 def made_up_profile(**more: Any) -> Profile:
     """A profile of the bundled pair on two cores, one of them the target's."""
-    drafted = {"round_trip_s": 0.0005, "message_s": 0.00005}
+    drafted = {"round_trip_s": 0.0005}
     given = {
         "machine": {"host": "made-up", "cores": [0, 1]},
         "fingerprint": "00000000",
@@ -57,7 +57,7 @@ def made_up_profile(**more: Any) -> Profile:
         "serving": [
             *(_serving("plain", batch) for batch in (1, 8)),
             *(_serving("ngram", batch, **drafted) for batch in (1, 8)),
-            *(_serving("model", batch, interference=0.2, **drafted) for batch in (1, 8)),
+            *(_serving("model", batch, slowdown=1.3, **drafted) for batch in (1, 8)),
         ],
         **more,
     }

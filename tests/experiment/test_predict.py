@@ -20,6 +20,7 @@ DRAFTERS = {
     "words": {"family": "ngram", "link": "wire"},
     "near": {"family": "model", "threads": 1},
     "pinned": {"family": "model", "threads": 1, "cores": "0"},
+    "there": {"family": "model", "threads": 1, "host": "far"},
     "socket": {"family": "ngram", "transport": "unix"},
 }
 
@@ -65,11 +66,13 @@ def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards() -> 
     assert (drafter.on_target_cores, drafter.interference, drafter.slowness) == (True, 1.0, 2.0)
 
 
-def test_a_drafter_on_other_cores_has_the_calibrated_interference() -> None:
-    [drafter] = scenario(use=["near"]).drafters
-    assert not drafter.on_target_cores
-    assert drafter.interference == 0.2
+def test_a_drafter_on_other_cores_slows_forwards_as_in_the_profiles_load() -> None:
+    here, there = (scenario(use=[name]) for name in ("near", "there"))
+    [drafter] = here.drafters
+    assert (drafter.on_target_cores, drafter.interference) == (False, 0.0)
     assert drafter.drafts_by == "model"
+    assert here.costs.forward_s(1, 1) == pytest.approx(1.3 * 0.004)
+    assert there.costs.forward_s(1, 1) == pytest.approx(0.004)
 
 
 def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down() -> None:

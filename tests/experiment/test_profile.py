@@ -7,8 +7,8 @@ import pytest
 from made_up_profile import COSTS, made_up_profile
 
 from outrider_bench.commands.profile import main
-from outrider_bench.experiment.calibration import Step
-from outrider_bench.experiment.serving import Serving, busy, expected_s
+from outrider_bench.experiment.calibration import Served, Step
+from outrider_bench.experiment.serving import Serving, busy, costs_of_serving, expected_s
 from outrider_bench.experiment.unmeasured import load_profile
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.costs import Costs
@@ -85,6 +85,33 @@ def test_a_mean_steps_forward_is_priced_with_its_drafts_and_prompts() -> None:
     )
 
 
+def _load(way: str, **step: float) -> Served:
+    """A load of one sequence, whose draft tokens took 0.6 ms each."""
+    zeros = dict.fromkeys(Step.model_fields, 0.0) | {"sequences": 1.0, "before_s": 0.0001}
+    return Served(
+        way=way,
+        batch=1,
+        tokens_per_s=100.0,
+        client_s=0.001,
+        round_trip_s=0.0005,
+        draft_token_s=0.0006,
+        step=Step.model_validate(zeros | step),
+    )
+
+
+def test_the_costs_of_serving_are_what_a_load_took_beyond_the_idle_machine() -> None:
+    plain = _load("plain", forward_s=0.006, wait_s=0.0002)
+    model = _load("model", forward_s=0.01, draft_tokens=8, drafts=1, answer_s=0.0063, wait_s=0.1)
+    one, other = costs_of_serving([plain, model], Costs.model_validate(COSTS))
+    assert (one.slowdown, one.round_trip_s) == (pytest.approx(1.5), 0.0)
+    # A step with eight draft tokens takes 5 ms on the idle machine, and a draft token 0.3 ms.
+    assert (other.slowdown, other.slowness) == pytest.approx((2.0, 2.0))
+    # Its answer took 1 ms longer than its round trip and eight draft tokens.
+    assert (other.round_trip_s, other.jitter_s) == pytest.approx((0.0005, 0.001))
+    # The wait for drafts is no work of the host.
+    assert one.before_s == other.before_s == pytest.approx(0.0003)
+
+
 GPU = costs.load("assumed-gpu")
 
 
@@ -104,7 +131,7 @@ def test_a_cost_table_s_own_link_is_the_round_trip_on_its_host() -> None:
 def test_a_cost_table_s_host_works_as_long_beside_drafters() -> None:
     profile = load_profile("assumed-gpu", "--profile")
     for way in ("plain", "model"):
-        found = profile.costs_at(way, 4)
+        found = profile.costs_at(way)
         times = (found.host_step_s, found.host_sequence_s, found.plan_step_s)
         assert times == pytest.approx((GPU.host_step_s, GPU.host_sequence_s, GPU.plan_step_s))
 
