@@ -22,10 +22,10 @@ from outrider.process.settings.usage import invoke, refuse
 _LAB = {
     "profile": "Measure what forwards, drafting and links cost on this machine.",
     "run": "Measure what an experiment file describes.",
-    "report": "Make tables, plots and a page of a run's measurements.",
-    "predict": "Run an experiment file in the simulator.",
+    "report": "Make tables, a plot and a CSV of a run's measurements.",
+    "predict": "Say which place of a drafter wins: an experiment file in the simulator.",
     "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
-    "bench": "Measure tokens/s of each drafter, beside vLLM.",
+    "bench": "Measure the engine's own time for a step, and tokens/s of each drafter.",
     "table": "Compare every way of drafting on a published model, by kind of prompt.",
     "chaos": "Play faults against a real stack under traffic, and check every request.",
 }
