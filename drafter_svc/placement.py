@@ -112,10 +112,16 @@ class PlacementPlan:
         if self.threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
 
-    def describe(self, device: str) -> Placement:
+    def describe(self, device: str, gpu_uuid: str = "") -> Placement:
         """The placement as the drafter's Hello carries it; `device` is the device that computes."""
         return Placement(
-            self.kind, platform.node(), device, self.cores, self.numa_node, platform.machine()
+            self.kind,
+            platform.node(),
+            device,
+            self.cores,
+            self.numa_node,
+            platform.machine(),
+            gpu_uuid,
         )
 
 

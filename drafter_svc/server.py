@@ -100,7 +100,7 @@ async def _streams(
             distributions=family.distributions,
             feature_request=family.feature_request,
             requires_grammar=family.requires_grammar,
-            placement=place.describe(family.device),
+            placement=place.describe(family.device, family.gpu_uuid),
         )
 
     registered: set[_StreamObserver] = set()

@@ -66,7 +66,7 @@ async def load_head(
             loaded.tokenizer_fingerprint,
             family.max_draft_tokens,
             family.distributions,
-            _PLACE.describe(family.device),
+            _PLACE.describe(family.device, family.gpu_uuid),
             feature_request=family.feature_request,
         )
 

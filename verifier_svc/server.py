@@ -18,6 +18,7 @@ from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.heads.loading import load_projections
 from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
+from outrider.lm.devices import gpu_uuid
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Bounds, ModelRunner
 from outrider.lm.weights_fingerprint import weights_fingerprint
@@ -40,7 +41,7 @@ from verifier_svc.engine.outbox import Delivery
 from verifier_svc.engine.served import ServedEngine
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
-from verifier_svc.state.drafter import target_cores
+from verifier_svc.state.target_device import TargetDevice
 from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
 from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.verification.batch import DraftVerifier
@@ -203,7 +204,7 @@ class Loader:
             launches=runner.device.type == "cuda",
             sampled_drafts=settings.sampled_drafts,
             draft_policy=EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS,
-            own_cores=target_cores(runner.device.type, torch.get_num_threads()),
+            target_device=_target_device(runner.device),
             mask_lanes=Threads(),
             mask_seconds=_MASK_S,
             features=runner,
@@ -275,6 +276,12 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
         # `synthetic_acceptance_rate` applies to the main path alone, so trees are off.
         draft_trees=settings.draft_trees and settings.synthetic_acceptance_rate is None,
     )
+
+
+def _target_device(device: torch.device) -> TargetDevice:
+    if device.type == "cuda":
+        return TargetDevice(gpu_uuids=frozenset([gpu_uuid(device)]))
+    return TargetDevice.of_cpu(torch.get_num_threads())
 
 
 def _draft_verifier(

@@ -45,8 +45,11 @@ class HeadFamily(Family):
 
     def __init__(self, worker: HeadWorker, vocab_size: int) -> None:
         """`vocab_size` is the target's."""
+        from outrider.lm.devices import gpu_uuid
+
         self.fatal = worker.fatal
         self.device = str(worker.device)
+        self.gpu_uuid = gpu_uuid(worker.device)
         self.feature_request = worker.feature_request
         self.worker = worker
         """All connections share it."""

@@ -57,8 +57,11 @@ class ModelFamily(Family):
 
         `branch_count` branches at most are prepared while a draft is verified.
         """
+        from outrider.lm.devices import gpu_uuid
+
         self.fatal = model.fatal
         self.device = str(model.runner.device)
+        self.gpu_uuid = gpu_uuid(model.runner.device)
         self._model = model
         self._pool = model.pool
         self._vocab_size = vocab_size

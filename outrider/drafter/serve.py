@@ -77,7 +77,11 @@ async def _serve(
             feature_request=strategy.feature_request,
             requires_grammar=strategy.requires_grammar,
             placement=Placement(
-                "local", platform.node(), strategy.device, architecture=platform.machine()
+                "local",
+                platform.node(),
+                strategy.device,
+                architecture=platform.machine(),
+                gpu_uuid=strategy.gpu_uuid,
             ),
         )
 

@@ -25,6 +25,7 @@ class Strategy(ABC):
     max_draft_tokens = MAX_DRAFT_TOKENS
     """Longest chain of guesses that it ever offers for a step; at most 64."""
     device = "cpu"
+    gpu_uuid = ""
     feature_request: FeatureRequest | None = None
     """The target's hidden states that it reads, if it reads any."""
     requires_grammar = False

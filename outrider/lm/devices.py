@@ -27,6 +27,16 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def gpu_uuid(device: torch.device) -> str:
+    """Return a GPU's UUID, the same in all processes and containers; empty for another device.
+
+    torch counts the GPUs that a process sees, so `cuda:0` may be any of the host's.
+    """
+    if device.type != "cuda":
+        return ""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 def find_dtype(name: str) -> torch.dtype | str:
     """Return torch's type, or "auto"; raises OutriderError(INVALID_VALUE) for another name."""
     names: dict[str, torch.dtype | str] = {

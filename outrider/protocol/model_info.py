@@ -28,6 +28,8 @@ class Placement:
     cores: tuple[int, ...] = ()
     numa_node: int | None = None
     architecture: str = ""
+    gpu_uuid: str = ""
+    """As NVIDIA's driver names the GPU in all processes and containers; empty on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -691,6 +691,7 @@ class Placement(_message.Message):
     CORES_FIELD_NUMBER: _builtins.int
     NUMA_NODE_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
+    GPU_UUID_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"local", "cpu" or "grace", from --placement."""
     host: _builtins.str
@@ -701,6 +702,11 @@ class Placement(_message.Message):
     """NUMA node that its memory is bound to; unset when it is not bound. Range [0, 65535]."""
     architecture: _builtins.str
     """Machine architecture, such as "x86_64" or "aarch64"."""
+    gpu_uuid: _builtins.str
+    """The GPU's UUID as NVIDIA's driver tells it, such as "GPU-8d3f...", which names the same card in
+    every process and container; empty on other devices. A drafter on the target's own GPU drafts
+    only while the target waits for it.
+    """
     @_builtins.property
     def cores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Logical processors that the process is pinned to; empty when it is not pinned. At most 1024
@@ -716,10 +722,11 @@ class Placement(_message.Message):
         cores: _abc.Iterable[_builtins.int] | None = ...,
         numa_node: _builtins.int | None = ...,
         architecture: _builtins.str = ...,
+        gpu_uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "numa_node", b"numa_node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "architecture", b"architecture", "cores", b"cores", "device", b"device", "host", b"host", "kind", b"kind", "numa_node", b"numa_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "architecture", b"architecture", "cores", b"cores", "device", b"device", "gpu_uuid", b"gpu_uuid", "host", b"host", "kind", b"kind", "numa_node", b"numa_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__numa_node: _TypeAlias = _typing.Literal["numa_node"]  # noqa: Y015
     _WhichOneofArgType__numa_node: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node"]  # noqa: Y015

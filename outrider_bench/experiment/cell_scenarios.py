@@ -5,10 +5,12 @@ Starts nothing and measures nothing.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from typing import Any
 
 from outrider.process.settings.cores import parse_cores
+from outrider.protocol.model_info import Placement
 from outrider_bench.experiment.launches import SYNTHETIC
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.records import PLAIN
@@ -17,6 +19,7 @@ from outrider_bench.experiment.spec import Drafter, Experiment, Link, Target, dr
 from outrider_bench.simulator.costs import Costs, DraftingCost, way_of
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
+from verifier_svc.state.target_device import TargetDevice
 
 _PREDICTED = ("ngram", "model", SYNTHETIC)
 _SETTINGS = ("max_draft_len", "max_matching_ngram_size", "is_public_pool")
@@ -202,16 +205,33 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
     if drafter.host is not None:
         return {"slowness": 1.0}
     serving = profile.serving_at(_served_as(drafter.family), experiment.workload.batch)
-    if drafter.device != "cpu":
-        # It takes turns with the target on its device.
-        return {"on_target_cores": True, "slowness": serving.slowness}
-    if _on_target_cores(experiment, drafter, profile):
-        slowness = SLOWNESS_ON_TARGET_CORES
-        return {"on_target_cores": True, "interference": 1.0, "slowness": slowness}
-    own = set(_cores(experiment.target.cores, profile.cores))
-    fills = profile.threads >= len(own)
-    shares = fills and bool(set(_cores(drafter.cores, profile.cores)) & own)
-    return {"on_target_cores": shares, "slowness": serving.slowness}
+    placed: dict[str, Any] = {
+        "on_target_device": _target_device(experiment, drafter, profile).is_shared(
+            Placement(
+                host=platform.node(),
+                device=drafter.device,
+                cores=tuple(_cores(drafter.cores, profile.cores)),
+                gpu_uuid=_gpu(drafter),
+            )
+        ),
+        "slowness": serving.slowness,
+    }
+    if not _gpu(drafter) and _on_target_cores(experiment, drafter, profile):
+        placed |= {"interference": 1.0, "slowness": SLOWNESS_ON_TARGET_CORES}
+    return placed
+
+
+def _gpu(drafter: Drafter) -> str:
+    """A name of the drafter's GPU; empty on a CPU. It is the target's: an experiment has one."""
+    return "" if drafter.device == "cpu" else drafter.device
+
+
+def _target_device(experiment: Experiment, drafter: Drafter, profile: Profile) -> TargetDevice:
+    """Where the verifier computes, as it would tell its engine."""
+    own = frozenset(_cores(experiment.target.cores, profile.cores))
+    if gpu := _gpu(drafter):
+        return TargetDevice(gpu_uuids=frozenset([gpu]))
+    return TargetDevice(own if profile.threads >= len(own) else frozenset())
 
 
 def _linked(

@@ -29,7 +29,7 @@ from outrider_bench.simulator.production import (
     SimulatedNgram,
 )
 from outrider_bench.simulator.scenario import DrafterSpec, Event
-from outrider_bench.simulator.verifier import OWN_CORES, VerifierActor
+from outrider_bench.simulator.verifier import TARGET_DEVICE, VerifierActor
 from outrider_bench.simulator.world import World
 from verifier_svc.state.drafter import Drafter
 
@@ -56,7 +56,7 @@ class DrafterActor:
         self._verifier = verifier
         self._process = process or Process()
         self._cost = costs.drafting[spec.cost]
-        self._share = spec.interference or float(spec.on_target_cores)
+        self._share = spec.interference or float(spec.on_target_device)
         self.family = self._make_family(world)
         self._session = DraftSession(self.family, events.clock)
         self._up = Link(events, world.random(spec.name, "up", events.now))
@@ -124,8 +124,10 @@ class DrafterActor:
     def _register(self) -> None:
         spec = self.spec
         placement = Placement(device="elsewhere")
-        if spec.on_target_cores:
-            placement = Placement(host=platform.node(), device="cpu", cores=tuple(OWN_CORES))
+        if spec.on_target_device:
+            placement = Placement(
+                host=platform.node(), device="cpu", cores=tuple(TARGET_DEVICE.cores)
+            )
         hello = Hello(
             spec.name,
             spec.family or spec.name,

@@ -63,7 +63,7 @@ class SimulatedHead:
     """A `HeadWorker` that computes nothing. Rounds follow each other, as on its thread."""
 
     fatal = (Exception,)
-    device = "cpu"
+    device = torch.device("cpu")
 
     def __init__(
         self,

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
+import torch
+
 from drafter_svc.families.cached_draft import CachedDraft, Guess
 from drafter_svc.families.draft_model import DraftModel, _Round
 from drafter_svc.families.forwards import Forwards
@@ -139,7 +141,7 @@ class SimulatedDraftModel(DraftModel):
 class _Runner:
     """The attributes of a runner that the family reads, without a model."""
 
-    device = "cpu"
+    device = torch.device("cpu")
     vocab_size = 2**32
     page_count = _PAGES
     page_size = _PAGE_SIZE

@@ -109,8 +109,8 @@ class DrafterSpec(_Part, LinkShape):
     round_trip_ms: float = Field(0.4, ge=0, le=10_000)
     """Time to the verifier and back."""
 
-    on_target_cores: bool = False
-    """Announce placement on the target's cores. Forwards then lose all the time that it drafts
+    on_target_device: bool = False
+    """Announce placement on the target's device. Forwards then lose all the time that it drafts
     during them, or the share in `interference`."""
 
     interference: float = Field(0.0, ge=0, le=1)

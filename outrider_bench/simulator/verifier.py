@@ -14,12 +14,13 @@ from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
+from verifier_svc.state.target_device import TargetDevice
 
 _PAGE_SIZE = 16
 _TRIAL_CONTEXT = 128
 # Trial forwards run this long before a verifier serves.
 _WARM_UP_S = 1000.0
-OWN_CORES = frozenset({0})
+TARGET_DEVICE = TargetDevice(cores=frozenset({0}))
 
 
 class VerifierActor(EngineActor):
@@ -55,7 +56,7 @@ class VerifierActor(EngineActor):
             ),
             SimulatedVerifier(events, costs, world),
             draft_policy=EVERY_DRAFT if scenario.always_draft else PAYING_DRAFTS,
-            own_cores=OWN_CORES,
+            target_device=TARGET_DEVICE,
             clock=events.clock,
             features=SimulatedStates(scenario.hidden_size),
         )

@@ -152,7 +152,7 @@ def _drafters(cell: Cell) -> list[Settings]:
                 "round_trip_ms": 0.4 + _round_trip_ms(cell) - 0.2 * (drafter.transport == "unix"),
                 "jitter_ms": link.jitter_ms,
                 "mbit_s": link.mbit_s,
-                "on_target_cores": drafter.cores == cell.experiment.target.cores is not None,
+                "on_target_device": drafter.cores == cell.experiment.target.cores is not None,
             }
         )
     return found

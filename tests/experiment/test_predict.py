@@ -63,13 +63,13 @@ def test_a_link_of_the_cell_is_added_to_the_profiles_round_trip() -> None:
 
 def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards() -> None:
     [drafter] = scenario(use=["pinned"], target={"threads": 1, "cores": "0"}).drafters
-    assert (drafter.on_target_cores, drafter.interference, drafter.slowness) == (True, 1.0, 2.0)
+    assert (drafter.on_target_device, drafter.interference, drafter.slowness) == (True, 1.0, 2.0)
 
 
 def test_a_drafter_on_other_cores_slows_forwards_as_in_the_profiles_load() -> None:
     here, there = (scenario(use=[name]) for name in ("near", "there"))
     [drafter] = here.drafters
-    assert (drafter.on_target_cores, drafter.interference) == (False, 0.0)
+    assert (drafter.on_target_device, drafter.interference) == (False, 0.0)
     assert drafter.drafts_by == "model"
     assert here.costs.forward_s(1, 1) == pytest.approx(1.3 * 0.004)
     assert there.costs.forward_s(1, 1) == pytest.approx(0.004)

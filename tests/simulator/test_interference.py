@@ -44,7 +44,7 @@ def test_a_slow_drafter_on_the_targets_cores_is_no_loss(
     noise: float, acceptance: float, batch: int
 ) -> None:
     """Drafts take 6 ms a token. Without a budget the speed is 0.69 to 0.97 of plain decoding."""
-    drafter = {"acceptance": acceptance, "slowness": 4.0, "on_target_cores": True}
+    drafter = {"acceptance": acceptance, "slowness": 4.0, "on_target_device": True}
     assert speed_on_gpu(drafter, batch, noise=noise) >= FLOOR
 
 
@@ -100,7 +100,7 @@ def test_a_disturbing_drafter_that_pays_is_used_on_two_cores(
 
 def test_a_harmless_drafter_is_used_beside_one_that_does_harm() -> None:
     harmless = {"name": "lookup", "acceptance": [0.7, 0.6, 0.5], "cost": "ngram"}
-    harmful = {"name": "model", "acceptance": 0.8, "slowness": 4.0, "on_target_cores": True}
+    harmful = {"name": "model", "acceptance": 0.8, "slowness": 4.0, "on_target_device": True}
     alone = speed([harmless], 8, 30.0, output_tokens=LENGTHS)
     assert alone > 1.2
     assert speed([harmless, harmful], 8, 30.0, output_tokens=LENGTHS) >= 0.97 * alone

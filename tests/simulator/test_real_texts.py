@@ -55,7 +55,7 @@ def seconds_of(
         "seconds": 600.0,
         "sequences": [1],
         "recording": texts,
-        "drafters": [{**each, "on_target_cores": place != "gpu"} for each in drafters],
+        "drafters": [{**each, "on_target_device": place != "gpu"} for each in drafters],
         "always_draft": always,
     }
     simulation = Simulation(Scenario.model_validate(given), 1, drafting=bool(drafters))

@@ -14,6 +14,7 @@ from verifier_svc.drafts.assignments import run_ahead_window
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.acceptance_rate import AcceptanceRate
+from verifier_svc.state.target_device import TargetDevice
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_request_gets_the_draft_tokens_that_it_asks_for() -> None:
 
 def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
     engine, _ = make_engine(config=EngineConfig(DraftTokensPolicy("fixed", 4)))
-    engine.drafting._own_cores = frozenset({0, 1})
+    engine.drafting._target_device = TargetDevice(frozenset({0, 1}))
     own_host = Placement(host=platform.node(), device="cpu")
     here = ScriptedDrafter(engine, "here", "here", placement=own_host)
     elsewhere = Placement(host="elsewhere", device="cpu")
@@ -138,6 +139,45 @@ def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
     engine.drain_inbox()
     assert here.received[0].opened[0].window.depth == 4
     assert there.received[0].opened[0].window.depth == 9
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu_uuid", "depth"),
+    [
+        # A container may have another host's name, and number its GPUs anew.
+        ("cuda:1", "GPU-a", 4),
+        ("cuda:0", "GPU-b", 9),
+        ("cuda:0", "", 9),
+        ("cpu", "", 9),
+    ],
+    ids=["the target's GPU", "another GPU", "a GPU without a name", "a CPU"],
+)
+def test_only_a_drafter_on_the_targets_own_gpu_waits_for_the_verdict_before_it_drafts(
+    device: str, gpu_uuid: str, depth: int
+) -> None:
+    engine, _ = make_engine(config=EngineConfig(DraftTokensPolicy("fixed", 4)))
+    engine.drafting._target_device = TargetDevice(gpu_uuids=frozenset({"GPU-a"}))
+    place = Placement(host="a container", device=device, gpu_uuid=gpu_uuid)
+    drafter = ScriptedDrafter(engine, placement=place)
+    engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
+    engine.drain_inbox()
+    assert drafter.handle.on_target_device is (depth == 4)
+    assert drafter.received[0].opened[0].window.depth == depth
+
+
+def test_a_new_drafter_on_the_targets_gpu_is_asked_like_a_proven_one() -> None:
+    """Nobody waits for a trial's tokens, so its speed while the GPU is free would not be seen."""
+    engine, _ = make_engine(config=EngineConfig(DraftTokensPolicy("auto", 4)))
+    engine.drafting._target_device = TargetDevice(gpu_uuids=frozenset({"GPU-a"}))
+    proven = ScriptedDrafter(engine, "proven", "proven").handle
+    proven.proven = True
+    new = [
+        ScriptedDrafter(engine, name, name, placement=Placement(device="cuda:0", gpu_uuid=gpu))
+        for name, gpu in (("here", "GPU-a"), ("elsewhere", "GPU-b"))
+    ]
+    here, elsewhere = (drafter.handle for drafter in new)
+    asked = engine.planner._credible(frozenset([proven, here, elsewhere]))
+    assert asked == {proven, here}
 
 
 def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
@@ -171,7 +211,7 @@ def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
                 hits = 5 if i < good else int(turn % 10 == 1)
                 assignment.rate.observe(8, hits)
     engine.step()
-    drafter.handle.on_target_cores = True
+    drafter.handle.on_target_device = True
     drafter.handle.token_time.observe(0.06 / 8)
     make_plan(engine, 5)
     return engine, drafter
@@ -196,11 +236,11 @@ def test_a_paused_drafter_is_asked_once_drafting_pays_for_the_batch() -> None:
 
 
 def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None:
-    def pays(on_target_cores: bool) -> bool:
+    def pays(on_target_device: bool) -> bool:
         engine, drafter = mixed(good=1, poor=0)
         [sequence] = engine.sequences.values()
-        drafter.handle.on_target_cores = on_target_cores
-        draft_s = 0.5 if on_target_cores else 0.25
+        drafter.handle.on_target_device = on_target_device
+        draft_s = 0.5 if on_target_device else 0.25
         for _ in range(9):
             drafter.handle.token_time.observe(draft_s / 8)
         for _ in range(5):
@@ -208,5 +248,5 @@ def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None
         assert engine.drafting.plan.wait_for == ()
         return is_asked(engine, sequence.id)
 
-    assert not pays(on_target_cores=True)
-    assert pays(on_target_cores=False)
+    assert not pays(on_target_device=True)
+    assert pays(on_target_device=False)

@@ -60,7 +60,7 @@ def test_a_second_drafter_is_not_asked_where_it_costs_or_adds_too_little() -> No
     assert asked(planned(quick_rate=0.001)) == {"good"}
     engine = planned()
     drafter = assignment(engine, "quick").drafter
-    drafter.on_target_cores = True
+    drafter.on_target_device = True
     drafter.token_time.observe(0.005)
     assert asked(engine) == {"good"}
 
@@ -72,12 +72,12 @@ def test_without_trees_a_drafter_that_costs_little_stands_in_for_the_chosen_one(
     assert [each.drafter.id for _, each in plan.wait_for] != ["quick"]
 
 
-@pytest.mark.parametrize("on_target_cores", [False, True])
-def test_verdicts_ask_for_a_tree_only_where_one_may_be_verified(on_target_cores: bool) -> None:
+@pytest.mark.parametrize("on_target_device", [False, True])
+def test_verdicts_ask_for_a_tree_only_where_one_may_be_verified(on_target_device: bool) -> None:
     for trees in (False, True):
         engine = planned(replace(TREES, draft_trees=trees))
         good = assignment(engine, "good")
-        good.drafter.on_target_cores = on_target_cores
+        good.drafter.on_target_device = on_target_device
         make_plan(engine, 5)
         good.drafter.outbox.verdicts.clear()
         [sequence] = engine.sequences.values()
@@ -89,7 +89,7 @@ def test_verdicts_ask_for_a_tree_only_where_one_may_be_verified(on_target_cores:
             assert good.window.token_count >= verdict.tree_tokens
         else:
             assert verdict.tree_tokens == 0
-            assert good.window.token_count == good.window.depth or not on_target_cores
+            assert good.window.token_count == good.window.depth or not on_target_device
 
 
 def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:

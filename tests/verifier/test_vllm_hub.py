@@ -24,6 +24,7 @@ from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.occupancy import Occupancy
+from verifier_svc.state.target_device import NO_DEVICE, TargetDevice
 from verifier_svc.vllm.hub import DraftHub, Limits, Outcome
 
 NOBODY = Occupancy()
@@ -44,7 +45,7 @@ class TestHub(DraftHub):
 
     __test__ = False
 
-    def __init__(self, own_cores: frozenset[int] | None = None) -> None:
+    def __init__(self, target_device: TargetDevice = NO_DEVICE) -> None:
         self.time = Clock()
         self.messages: list[tuple[Drafter, DraftBatch]] = []
         super().__init__(
@@ -54,7 +55,7 @@ class TestHub(DraftHub):
             self._deliver,
             EVERY_DRAFT,
             self.time,
-            own_cores=own_cores,
+            target_device=target_device,
         )
         self.drafter: Drafter | None = None
         self.told: list[StepBatch | OutriderError] = []
@@ -162,7 +163,7 @@ def windows(hub: TestHub) -> set[int]:
 
 def test_a_drafter_runs_ahead_except_on_the_cores_that_vllm_computes_on() -> None:
     assert max(windows(TestHub())) > 4
-    assert max(windows(TestHub(own_cores=frozenset({0})))) == 4
+    assert max(windows(TestHub(TargetDevice(frozenset({0}))))) == 4
 
 
 def test_a_right_draft_is_verified_and_counted(hub: TestHub) -> None:

@@ -78,7 +78,7 @@ def run_ahead_window(
     """
     drafter = assignment.drafter
     most = assignment.trie.window
-    if draft_tokens == 0 or drafter.on_target_cores:
+    if draft_tokens == 0 or drafter.on_target_device:
         reach = max(draft_tokens, 1)
         token_count = max(reach, min(tree_tokens, most.token_count))
     else:

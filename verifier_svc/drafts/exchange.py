@@ -27,6 +27,7 @@ from verifier_svc.policy.planner import Planner
 from verifier_svc.state.drafter import Drafter, held_bytes
 from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_siblings
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
+from verifier_svc.state.target_device import NO_DEVICE, TargetDevice
 from verifier_svc.state.trie import Trie
 
 # How long a drafter of unknown speed counts as busy, if it does not answer.
@@ -45,14 +46,13 @@ class DraftExchange:
         metrics: Metrics,
         *,
         sampled_drafts: bool = False,
-        own_cores: frozenset[int] | None = None,
+        target_device: TargetDevice = NO_DEVICE,
         features: FeatureSource | None = None,
         clock: Clock = monotonic,
     ) -> None:
         """With `sampled_drafts`, trusted drafters may sample. `features` is the target.
 
-        `own_cores` are the cores that the target computes on; None if it computes on a GPU, or
-        leaves some cores of the process to drafters.
+        Drafters on `target_device` draft while the target waits for them, and at no other time.
         """
         self.roster = Roster(clock)
         self.plan = Plan()
@@ -63,7 +63,7 @@ class DraftExchange:
         self._sequences = sequences
         self._metrics = metrics
         self._sampled_drafts = sampled_drafts
-        self._own_cores = own_cores
+        self._target_device = target_device
         self._clock = clock
 
     @property
@@ -91,8 +91,7 @@ class DraftExchange:
         """
         drafter = Drafter(hello, sink, holder, source, is_local=is_local, trusted=trusted)
         self.features.grant(drafter)
-        own_cores = self._own_cores
-        drafter.on_target_cores = own_cores is not None and drafter.shares_cores(own_cores)
+        drafter.on_target_device = self._target_device.is_shared(hello.placement)
         self.roster.join(drafter)
         self.features.watch(self.roster.connected.values())
         for sequence in self._sequences.values():
@@ -413,6 +412,6 @@ def _mark_sent(assignment: Assignment, now: float) -> None:
     if drafter.round_trip.value > 0.0:
         done_at = now + drafter.latency(assignment.window.depth)
         drafter.busy_until = max(drafter.busy_until, done_at)
-    elif drafter.busy_until == 0.0 or drafter.on_target_cores:
+    elif drafter.busy_until == 0.0 or drafter.on_target_device:
         # Its speed is not known yet. A drafter that never answers must not count as busy for ever.
         drafter.busy_until = now + _FIRST_ANSWER_S

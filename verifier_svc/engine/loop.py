@@ -45,6 +45,7 @@ from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.state.step_clock import StepClock
+from verifier_svc.state.target_device import NO_DEVICE, TargetDevice
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import DraftVerifier, Verification, Verified
 from verifier_svc.verification.grammar_masks import GrammarMasks
@@ -61,11 +62,10 @@ _MASK_POLL_S = 0.05
 class Engine:
     """Owns every sequence. Other threads may call only `post` and `stop`.
 
-    With `launches`, the model's `forward` returns before the device has computed. For `own_cores`,
-    `sampled_drafts` and `features` see `DraftExchange`. Masks are computed on `mask_lanes`,
-    with the budget `mask_seconds`, see `MaskBudget`. `traced_steps` is the share of traced steps
-    that get spans. `draft_policy` says when the planner drafts. The engine and its parts
-    read time from `clock` alone.
+    With `launches`, the model's `forward` returns before the device has computed. For
+    `target_device`, `sampled_drafts` and `features` see `DraftExchange`. Masks are computed on
+    `mask_lanes`, with the budget `mask_seconds`, see `MaskBudget`. `draft_policy` says when the
+    planner drafts. The engine and its parts read time from `clock` alone.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Engine:
         launches: bool = False,
         sampled_drafts: bool = False,
         draft_policy: DraftPolicy = PAYING_DRAFTS,
-        own_cores: frozenset[int] | None = None,
+        target_device: TargetDevice = NO_DEVICE,
         mask_lanes: MaskLanes = _INLINE,
         mask_seconds: float = math.inf,
         features: FeatureSource | None = None,
@@ -103,7 +103,7 @@ class Engine:
             self.planner,
             metrics,
             sampled_drafts=sampled_drafts,
-            own_cores=own_cores,
+            target_device=target_device,
             features=features,
             clock=clock,
         )

@@ -60,7 +60,7 @@ def trials(
         for drafter in drafters - unprobed
         if drafter.on_trial
         and (beside_proven or not drafter.answered)
-        and not drafter.on_target_cores
+        and not drafter.on_target_device
     }
     if not tried:
         return []

@@ -212,7 +212,7 @@ class Planner:
         known = [drafter for drafter in drafters if self._draft_policy.may_draft(drafter)]
         if self._draft_policy.takes_all or not any(drafter.proven for drafter in known):
             return frozenset(known)
-        return frozenset([d for d in known if d.proven or d.on_target_cores])
+        return frozenset([d for d in known if d.proven or d.on_target_device])
 
     def first_draft_tokens(self, sequence: Sequence, assignment: Assignment, last: Plan) -> int:
         """Draft tokens to ask for with a new sequence; 0 if the drafter does not pay by `last`."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,17 +59,6 @@ def _entry_count(batch: DraftBatch) -> int:
     return len(batch.proposals) + len(batch.skips)
 
 
-def target_cores(device: str, thread_count: int) -> frozenset[int] | None:
-    """The cores of this process, if a target computes on all of them; None if some are spare.
-
-    `device` is torch's type of device.
-    """
-    cores = os.sched_getaffinity(0)
-    if device != "cpu" or thread_count < len(cores):
-        return None
-    return frozenset(cores)
-
-
 @dataclass(eq=False, slots=True)
 class Drafter:
     """A connected drafter."""
@@ -106,8 +93,8 @@ class Drafter:
     """Whether it runs in the verifier's process."""
     trusted: bool = False
     """Whether the distributions that it claims count where sampled drafts are accepted."""
-    on_target_cores: bool = False
-    """Whether it computes on cores that the target computes on."""
+    on_target_device: bool = False
+    """Whether it computes on the GPU, or on cores, that the target computes on."""
     busy_until: float = 0.0
     """When it should have filled its windows (seconds)."""
     draining: bool = False
@@ -242,8 +229,8 @@ class Drafter:
         return self.round_trip.value + draft_tokens * self.token_time.value
 
     def busy_s(self, draft_tokens: float) -> float:
-        """Seconds that the target loses while this drafter drafts `draft_tokens` on its cores."""
-        return draft_tokens * self.token_time.value if self.on_target_cores else 0.0
+        """Seconds that the target loses while this drafter drafts `draft_tokens` on its device."""
+        return draft_tokens * self.token_time.value if self.on_target_device else 0.0
 
     def is_quick(self, decode_step_s: float) -> bool:
         """Whether its drafts take next to nothing of plain steps of `decode_step_s` seconds.
@@ -258,12 +245,6 @@ class Drafter:
         """Whether it may get another sequence."""
         limit = self.hello.max_sequence_count
         return not self.draining and (limit == 0 or len(self.sequence_ids) < limit)
-
-    def shares_cores(self, cores: frozenset[int]) -> bool:
-        """Whether it computes on some of these cores of this host."""
-        place = self.hello.placement
-        here = place.host == platform.node() and place.device.startswith("cpu")
-        return here and (not place.cores or not cores.isdisjoint(place.cores))
 
     def info(self, connected: bool) -> DrafterInfo:
         """The API's record of it; None for fields that were not measured yet."""

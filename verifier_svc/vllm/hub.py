@@ -39,6 +39,7 @@ from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.step_clock import StepClock
+from verifier_svc.state.target_device import NO_DEVICE, TargetDevice
 from verifier_svc.state.trie import NO_DRAFT, DraftTree
 
 log = logging.getLogger(__name__)
@@ -93,9 +94,9 @@ class DraftHub:
         draft_policy: DraftPolicy = PAYING_DRAFTS,
         clock: Clock = monotonic,
         *,
-        own_cores: frozenset[int] | None = None,
+        target_device: TargetDevice = NO_DEVICE,
     ) -> None:
-        """`own_cores` are those that vLLM computes on, as of `DraftExchange`."""
+        """`target_device` is where vLLM computes, as of `DraftExchange`."""
         self.limits = limits
         self.clock = clock
         self.turn = threading.Condition()
@@ -109,7 +110,7 @@ class DraftHub:
         budget = SpeculationBudget(self.isolated_cost)
         self.planner = Planner(policy, self.cost, budget, draft_policy, trees=False)
         self.drafting = DraftExchange(
-            self.sequences, self.planner, metrics, own_cores=own_cores, clock=clock
+            self.sequences, self.planner, metrics, target_device=target_device, clock=clock
         )
         self.drafting.roster.max_drafters = limits.max_drafters
         self.outbox = Outbox(deliver, self.drafting)

@@ -87,7 +87,7 @@ class VllmLoader:
                     self._metrics,
                     deliver,
                     drafts,
-                    own_cores=plugin.own_cores(config),
+                    target_device=plugin.target_device(config),
                 )
             )
             return made[0]

@@ -35,7 +35,7 @@ from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import Metrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
-from verifier_svc.state.drafter import target_cores
+from verifier_svc.state.target_device import TargetDevice
 from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.vllm.hub import DraftHub, Limits
 
@@ -68,11 +68,21 @@ def hub_for(vllm_config: Any) -> DraftHub:
     return port.hub
 
 
-def own_cores(vllm_config: Any) -> frozenset[int] | None:
-    """The cores that vLLM computes on; None on a GPU, or where it leaves cores to drafters."""
-    if vllm_config.parallel_config.distributed_executor_backend == "mp":
-        return None  # on CPUs, its worker processes leave a core each to the scheduler
-    return target_cores(vllm_config.device_config.device.type, torch.get_num_threads())
+def target_device(vllm_config: Any) -> TargetDevice:
+    """Where vLLM computes, as far as drafters could compute there too."""
+    parallel = vllm_config.parallel_config
+    if vllm_config.device_config.device.type != "cpu":
+        from vllm.platforms import current_platform
+
+        # An engine core sees its own devices alone, from 0 on.
+        try:
+            uuids = map(current_platform.get_device_uuid, range(parallel.tensor_parallel_size))
+            return TargetDevice(gpu_uuids=frozenset(uuids))
+        except NotImplementedError:
+            return TargetDevice()  # not a GPU of NVIDIA's
+    if parallel.distributed_executor_backend == "mp":
+        return TargetDevice()  # its worker processes leave a core each to the scheduler
+    return TargetDevice.of_cpu(torch.get_num_threads())
 
 
 def _settings(vllm_config: Any) -> VerifierSettings:
@@ -108,7 +118,12 @@ class DraftPort:
         self._deliver: Callable[[list[Delivery]], None] = _nobody
         drafts = EVERY_DRAFT if settings.always_draft else PAYING_DRAFTS
         self.hub = SharedHub(
-            limits, policy, self._metrics, self._send, drafts, own_cores=own_cores(vllm_config)
+            limits,
+            policy,
+            self._metrics,
+            self._send,
+            drafts,
+            target_device=target_device(vllm_config),
         )
         self.info = ModelInfo(
             name,

@@ -142,19 +142,26 @@ def placement_to_proto(placement: Placement) -> common_pb2.Placement:
         cores=placement.cores,
         numa_node=placement.numa_node,
         architecture=placement.architecture,
+        gpu_uuid=placement.gpu_uuid,
     )
 
 
 def placement_from_proto(proto: common_pb2.Placement) -> Placement:
     """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
-    for name in ("kind", "host", "device", "architecture"):
+    for name in ("kind", "host", "device", "architecture", "gpu_uuid"):
         check_name(f"placement.{name}", getattr(proto, name), empty=True)
     _check_cores(proto.cores)
     numa_node = optional(proto, "numa_node")
     if numa_node is not None and not 0 <= numa_node <= MAX_NODE_ID:
         raise invalid("placement.numa_node", f"must be in [0, {MAX_NODE_ID}], not {numa_node}")
     return Placement(
-        proto.kind, proto.host, proto.device, tuple(proto.cores), numa_node, proto.architecture
+        proto.kind,
+        proto.host,
+        proto.device,
+        tuple(proto.cores),
+        numa_node,
+        proto.architecture,
+        proto.gpu_uuid,
     )
 
 

@@ -1,0 +1,38 @@
+"""Where the target computes, and which drafters share that device with it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+from outrider.protocol.model_info import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDevice:
+    """Where the target computes, as far as a drafter on the same device would slow it down.
+
+    `cores` are this host's, empty if the target computes on a GPU or leaves cores to drafters.
+    """
+
+    cores: frozenset[int] = frozenset()
+    gpu_uuids: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_cpu(cls, thread_count: int) -> TargetDevice:
+        """The cores of this process, if the target's threads compute on all of them."""
+        cores = os.sched_getaffinity(0)
+        return cls(frozenset(cores) if thread_count >= len(cores) else frozenset())
+
+    def is_shared(self, place: Placement) -> bool:
+        """Whether a drafter at this place computes on the target's GPU or cores."""
+        if not place.device.startswith("cpu"):
+            return place.gpu_uuid in self.gpu_uuids
+        if not self.cores or place.host != platform.node():
+            return False
+        return not place.cores or not self.cores.isdisjoint(place.cores)
+
+
+NO_DEVICE = TargetDevice()
+"""A device that no drafter shares."""
