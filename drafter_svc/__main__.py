@@ -54,7 +54,7 @@ def run(settings: DrafterSettings) -> None:
     import uvloop
 
     from drafter_svc.check import check
-    from drafter_svc.metrics import Metrics
+    from drafter_svc.metrics import DrafterMetrics
     from drafter_svc.placement import plan
     from drafter_svc.server import SERVICE_NAME, serve
     from outrider.drafter.serve import own_id
@@ -68,7 +68,7 @@ def run(settings: DrafterSettings) -> None:
     telemetry.setup_logging(settings.log_level, settings.log_format)
     name = settings.id or f"{family}-{platform.node()}-{os.getpid()}"
     try:
-        metrics = Metrics(own_id(name, settings.tls), family)
+        metrics = DrafterMetrics(own_id(name, settings.tls), family)
         telemetry.setup(SERVICE_NAME, instance=metrics.drafter_id)
         # Apply the placement before torch is imported: torch sizes its thread pools by the cores
         # that it sees, and memory stays on the NUMA node that first touched it.

@@ -21,7 +21,7 @@ _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 _BUCKETS_S = [0.00003125 * 2**i for i in range(16)]
 
 
-class Metrics:
+class DrafterMetrics:
     """The metrics of one drafter process, in a registry of their own."""
 
     def __init__(self, drafter_id: str, family: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from outrider.drafter.stream import Observer
 from outrider.protocol.draft_messages import DraftBatch
 
@@ -10,7 +10,7 @@ from outrider.protocol.draft_messages import DraftBatch
 class CountingObserver(Observer):
     """Counts one verifier's stream in a drafter's gauges and failures."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: DrafterMetrics) -> None:
         self._metrics = metrics
         self._is_registered = False
         self._sequence_count = 0

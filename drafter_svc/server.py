@@ -10,7 +10,7 @@ from functools import partial
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.families.registry import find_family
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.observer import CountingObserver
 from drafter_svc.placement import PlacementPlan, choose_address
 from outrider.drafter.dialled import Dialled
@@ -36,7 +36,7 @@ class _StreamObserver(CountingObserver):
     """
 
     def __init__(
-        self, server: rpc.Server, metrics: Metrics, registered: set[_StreamObserver]
+        self, server: rpc.Server, metrics: DrafterMetrics, registered: set[_StreamObserver]
     ) -> None:
         """All streams share `registered`: the observers of the streams that are registered now."""
         super().__init__(metrics)
@@ -58,7 +58,7 @@ class _StreamObserver(CountingObserver):
         await self._server.set_serving(bool(self._registered))
 
 
-async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metrics) -> None:
+async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: DrafterMetrics) -> None:
     """Draft until SIGTERM or SIGINT.
 
     Raises OutriderError once every verifier has refused this drafter for good.
@@ -84,7 +84,7 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metric
 
 
 async def _streams(
-    settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: Metrics
+    settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: DrafterMetrics
 ) -> DraftStreams:
     """Load the family and make one stream to each verifier. The streams set the server's health."""
     loaded = await find_family(settings.family).load(settings, place, metrics)

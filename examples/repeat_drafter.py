@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pydantic import Field
 
 from drafter_svc.families.base import Family, FamilySettings, Loaded
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 
@@ -34,7 +34,9 @@ class RepeatFamily(Family):
         self._count = match_tokens
 
     @classmethod
-    async def load(cls, settings: RepeatSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+    async def load(
+        cls, settings: RepeatSettings, place: PlacementPlan, metrics: DrafterMetrics
+    ) -> Loaded:
         """Make a new family, with nothing to load, for each connection."""
         return Loaded(lambda model: cls(settings.match_tokens))
 

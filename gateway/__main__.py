@@ -21,7 +21,7 @@ def run(settings: GatewaySettings) -> None:
     import uvloop
 
     from gateway.check import check
-    from gateway.metrics import Metrics
+    from gateway.metrics import GatewayMetrics
     from gateway.server import serve
     from outrider.process.observability import telemetry
     from outrider.process.settings.check_config import check_config
@@ -31,7 +31,7 @@ def run(settings: GatewaySettings) -> None:
         return
     telemetry.setup_logging(settings.log_level, settings.log_format)
     telemetry.setup(_SERVICE_NAME, instance=f"{platform.node()}:{settings.http_port}")
-    metrics = Metrics()
+    metrics = GatewayMetrics()
     try:
         uvloop.run(serve(settings, metrics))
     except OutriderError as error:

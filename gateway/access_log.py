@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from outrider.errors import OutriderError
 from outrider.process.observability import telemetry
 from outrider.process.observability.request_id import request_id
@@ -94,7 +94,7 @@ def current() -> Access:
 class AccessLog:
     """Counts responses, and writes a line for each."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
 
     def responded(self, access: Access, route: str, status: int) -> None:

@@ -19,7 +19,7 @@ from gateway.http.ingress.request_body import BodyLimit
 from gateway.http.messages import routes as messages
 from gateway.http.openai import routes as openai
 from gateway.http.responses import routes as responses
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.rpc import connect
 from gateway.rpc.servicer import GenerationServicer
 from outrider import __version__
@@ -27,7 +27,7 @@ from outrider.process.observability.request_id import HEADER
 
 
 def create_app(
-    settings: GatewaySettings, generation: Generation, metrics: Metrics, gate: Gate
+    settings: GatewaySettings, generation: Generation, metrics: GatewayMetrics, gate: Gate
 ) -> FastAPI:
     """The application around one Generation, for the callers that the gate lets in."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)

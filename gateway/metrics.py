@@ -108,7 +108,7 @@ def add_counts(sums: list[int], counts: Sequence[int]) -> None:
         sums[index] += count
 
 
-class Metrics:
+class GatewayMetrics:
     """The metrics of one gateway, in their own registry."""
 
     def __init__(self) -> None:
@@ -281,7 +281,7 @@ class SequenceClock:
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         model: str,
         operation: str,
         prompt_token_count: int,

@@ -23,7 +23,7 @@ from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
 from gateway.http.endpoints import lost_drafters, service_status
 from gateway.http.ingress.connections import UNSENT_BYTES, protocol
-from gateway.metrics import Metrics, observe_lag
+from gateway.metrics import GatewayMetrics, observe_lag
 from gateway.rpc.call_log import LogCalls
 from gateway.rpc.servicer import MAX_MESSAGE_BYTES, SERVICE, GenerationServicer
 from gateway.text.prompts import Prompts
@@ -63,7 +63,7 @@ class _HttpServer(uvicorn.Server):
 class Gateway:
     """A gateway. After `start` it listens on `http_url` and `grpc_address`."""
 
-    def __init__(self, settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(self, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self._settings = settings
         prompts = Prompts(settings.tokenizer, settings.tool_format)
         tls = settings.tls
@@ -192,7 +192,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: GatewaySettings, metrics: Metrics) -> AsyncIterator[Gateway]:
+async def running(settings: GatewaySettings, metrics: GatewayMetrics) -> AsyncIterator[Gateway]:
     """Run a gateway during the block."""
     gateway = Gateway(settings, metrics)
     await gateway.start()
@@ -202,7 +202,7 @@ async def running(settings: GatewaySettings, metrics: Metrics) -> AsyncIterator[
         await gateway.stop()
 
 
-async def serve(settings: GatewaySettings, metrics: Metrics) -> None:
+async def serve(settings: GatewaySettings, metrics: GatewayMetrics) -> None:
     """Run until SIGTERM or SIGINT.
 
     Raises OutriderError: INTERNAL if the HTTP server ends, INVALID_VALUE if the certificate is not

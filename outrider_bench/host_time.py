@@ -21,7 +21,7 @@ from outrider_bench.console import progress, table_of
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 
 _VOCAB = 256
 _BATCHES = (1, 16, 64, 256)
@@ -97,7 +97,7 @@ def step_seconds(batch: int, *, drafts: bool) -> list[float]:
     limits = EngineConfig(
         DraftTokensPolicy("fixed", 3), max_batch_tokens=batch * 16, max_sequences=batch
     )
-    engine = Engine(_NullModel(), pool, deliver, Metrics("null"), limits)
+    engine = Engine(_NullModel(), pool, deliver, VerifierMetrics("null"), limits)
     told: list[StepBatch | OutriderError] = []
     drafter = None
     if drafts:

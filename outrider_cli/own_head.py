@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from drafter_svc.families.head import HeadFamily
 from drafter_svc.families.settings import HeadSettings
-from drafter_svc.metrics import Metrics as DrafterMetrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.observer import CountingObserver
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.strategy import Strategy
@@ -22,7 +22,7 @@ from outrider.drafter.stream import DraftStream
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.model_info import ModelInfo, Stage
 from verifier_svc.config import VerifierSettings
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _PLACE = PlacementPlan("local", (), None, threads=1)
 
 
 async def load_head(
-    head: str, states: list[int], settings: VerifierSettings, metrics: Metrics
+    head: str, states: list[int], settings: VerifierSettings, metrics: VerifierMetrics
 ) -> OwnDrafter:
     """Load the head of a folder, before the target takes the rest of a GPU's memory.
 

@@ -13,7 +13,7 @@ from verifier_svc import __main__ as verifier
 from verifier_svc.config import VerifierSettings
 
 if TYPE_CHECKING:
-    from verifier_svc.metrics import Metrics
+    from verifier_svc.metrics import VerifierMetrics
 
 
 class HeadVerifierSettings(VerifierSettings):
@@ -34,7 +34,7 @@ class HeadVerifierSettings(VerifierSettings):
     it guesses a text best."""
 
 
-async def _serve(settings: HeadVerifierSettings, metrics: Metrics) -> None:
+async def _serve(settings: HeadVerifierSettings, metrics: VerifierMetrics) -> None:
     """Load the head, if any, then serve as `verifier_svc.server.serve` does."""
     from verifier_svc.server import serve
 

@@ -12,20 +12,21 @@ from outrider.process.settings.config import need_models, parse
 from verifier_svc.config import VerifierSettings
 
 if TYPE_CHECKING:
-    from verifier_svc.metrics import Metrics
+    from verifier_svc.metrics import VerifierMetrics
 
 _Settings = TypeVar("_Settings", bound=VerifierSettings)
 _SERVICE_NAME = "outrider-verifier"
 
 
-async def _serve(settings: VerifierSettings, metrics: Metrics) -> None:
+async def _serve(settings: VerifierSettings, metrics: VerifierMetrics) -> None:
     from verifier_svc.server import serve
 
     await serve(settings, metrics)
 
 
 def run(
-    settings: _Settings, serve: Callable[[_Settings, Metrics], Coroutine[Any, Any, None]] = _serve
+    settings: _Settings,
+    serve: Callable[[_Settings, VerifierMetrics], Coroutine[Any, Any, None]] = _serve,
 ) -> None:
     """Run the verifier; exits with status 1 and one sentence if the target cannot be served."""
     # Loaded only here, so that `--help` answers at once.
@@ -34,7 +35,7 @@ def run(
     from outrider.process.observability import telemetry
     from outrider.process.settings.check_config import check_config
     from verifier_svc.check import check
-    from verifier_svc.metrics import Metrics
+    from verifier_svc.metrics import VerifierMetrics
 
     if settings.check_config:
         check_config(settings, "verifier", lambda: check(settings))
@@ -45,7 +46,7 @@ def run(
     # The engine's thread and the event loop share the interpreter. At the default of 5 ms the loop
     # could delay the engine by a whole step.
     sys.setswitchinterval(0.0005)
-    metrics = Metrics(settings.served_names[0])
+    metrics = VerifierMetrics(settings.served_names[0])
     try:
         need_models()
         uvloop.run(serve(settings, metrics))

@@ -1,6 +1,6 @@
 """The verifier's Prometheus metrics.
 
-Metrics of speculation have vLLM's names and definitions, under the prefix `outrider:`.
+VerifierMetrics of speculation have vLLM's names and definitions, under the prefix `outrider:`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _ShapeMetrics:
         )
 
 
-class Metrics:
+class VerifierMetrics:
     """The metrics of one verifier, in their own registry.
 
     The engine's thread calls it. Counts of drafts are gathered until `flush`.

@@ -39,7 +39,7 @@ from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.engine.served import ServedEngine
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.target_device import TargetDevice
 from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(
-    settings: VerifierSettings, metrics: Metrics, own_drafter: OwnDrafter | None = None
+    settings: VerifierSettings, metrics: VerifierMetrics, own_drafter: OwnDrafter | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -118,7 +118,7 @@ async def serve(
 def _loader(
     settings: VerifierSettings,
     servicer: VerifierServicer,
-    metrics: Metrics,
+    metrics: VerifierMetrics,
     own_drafter: OwnDrafter | None,
 ) -> EngineLoader:
     """The loader of the engine that the settings name."""
@@ -149,7 +149,7 @@ class Loader:
         self,
         settings: VerifierSettings,
         servicer: VerifierServicer,
-        metrics: Metrics,
+        metrics: VerifierMetrics,
         own_drafter: OwnDrafter | None = None,
     ) -> None:
         self._own_drafter = own_drafter

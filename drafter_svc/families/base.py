@@ -11,7 +11,7 @@ from outrider.drafter.strategy import Strategy
 from outrider.protocol.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from drafter_svc.metrics import Metrics
+    from drafter_svc.metrics import DrafterMetrics
     from drafter_svc.placement import PlacementPlan
 
 __all__ = ["Family", "FamilySettings", "Loaded"]
@@ -41,7 +41,7 @@ class Family(Strategy):
     settings: ClassVar[type[FamilySettings]] = FamilySettings
 
     @classmethod
-    async def load(cls, settings: Any, place: PlacementPlan, metrics: Metrics) -> Loaded:
+    async def load(cls, settings: Any, place: PlacementPlan, metrics: DrafterMetrics) -> Loaded:
         """Load what all connections share. `settings` is an instance of `cls.settings`.
 
         This one loads nothing, and makes instances without arguments.

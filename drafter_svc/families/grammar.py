@@ -20,7 +20,7 @@ from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.forced_text import ForcedText, Path, Speller
 from drafter_svc.families.layout import AfterThought, Layout
 from drafter_svc.families.settings import GrammarSettings
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, invalid
@@ -152,7 +152,7 @@ class GrammarFamily(Family):
 
     @classmethod
     async def load(
-        cls, settings: GrammarSettings, place: PlacementPlan, metrics: Metrics
+        cls, settings: GrammarSettings, place: PlacementPlan, metrics: DrafterMetrics
     ) -> Loaded:
         """Load the libraries that know grammars, and the target's tokenizer."""
         need_models()

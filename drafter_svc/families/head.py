@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from drafter_svc.branching import Branch, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.settings import HeadSettings
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
@@ -58,7 +58,9 @@ class HeadFamily(Family):
         self._drafts: dict[int, HeadDraft] = {}
 
     @classmethod
-    async def load(cls, settings: HeadSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+    async def load(
+        cls, settings: HeadSettings, place: PlacementPlan, metrics: DrafterMetrics
+    ) -> Loaded:
         """Load the head on a new thread, which runs all its forwards later."""
         need_models()
         from drafter_svc.families.head_worker import HeadWorker

@@ -19,10 +19,10 @@ from outrider.heads.model import (
     Branch,
     Extension,
     HeadModel,
+    HeadProposal,
     HeadSequence,
     NoPages,
     Place,
-    Proposal,
     Rank,
 )
 from outrider.heads.reading import read, read_target_config, with_reading
@@ -382,7 +382,7 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
     return rank
 
 
-def _offer(found: Proposal, row: int, wanted: int) -> Offer:
+def _offer(found: HeadProposal, row: int, wanted: int) -> Offer:
     """A sequence's guesses, up to the first that the request forbids."""
     pairs = zip(found.tokens[row].tolist(), found.confidences[row].tolist(), strict=True)
     kept = [*takewhile(lambda pair: pair[1] >= _LEAST_SHARE, pairs)][:wanted]

@@ -17,7 +17,7 @@ from drafter_svc.branching import Branch, fan_out, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.families.settings import ModelSettings
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.process.observability import telemetry
@@ -71,7 +71,9 @@ class ModelFamily(Family):
         self._is_closed = False
 
     @classmethod
-    async def load(cls, settings: ModelSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+    async def load(
+        cls, settings: ModelSettings, place: PlacementPlan, metrics: DrafterMetrics
+    ) -> Loaded:
         """Load the model on a new thread, which runs all its forwards later."""
         need_models()
         from drafter_svc.families.draft_model import DraftModel

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from drafter_svc.branching import Branch, fan_out, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.settings import NgramSettings
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from drafter_svc.pools.keys import PoolKeys, TenantKeys, read_secret
 from drafter_svc.pools.memory import Continuation, MemoryPool, NgramOptions
@@ -68,7 +68,9 @@ class NgramFamily(Family):
         self._texts: dict[int, _Text] = {}
 
     @classmethod
-    async def load(cls, settings: NgramSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+    async def load(
+        cls, settings: NgramSettings, place: PlacementPlan, metrics: DrafterMetrics
+    ) -> Loaded:
         """Check the settings, and make what connections share."""
         make_redis = _redis_pool(settings, metrics)
         options = NgramOptions(settings.max_draft_len, settings.max_matching_ngram_size)
@@ -242,7 +244,7 @@ def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
 
 
 def _redis_pool(
-    settings: NgramSettings, metrics: Metrics
+    settings: NgramSettings, metrics: DrafterMetrics
 ) -> Callable[[ModelInfo], RedisPool | None]:
     """A function that makes a connection's pool in Redis, or None without the setting redis.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.settings import SuffixSettings
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
@@ -99,7 +99,9 @@ class SuffixFamily(Family):
         self._texts: dict[int, _Text] = {}
 
     @classmethod
-    async def load(cls, settings: SuffixSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+    async def load(
+        cls, settings: SuffixSettings, place: PlacementPlan, metrics: DrafterMetrics
+    ) -> Loaded:
         """Check the settings. Connections of one tokenizer share their trees."""
         # Make one and discard it, so that a missing package is reported now, not on connecting.
         Corpora(settings)

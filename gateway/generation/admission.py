@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple
 
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load, retry_after_s, wait_s
@@ -53,7 +53,7 @@ class ClientTimeout:
 class Admission:
     """Counts the sequences of this gateway from their request's arrival on."""
 
-    def __init__(self, router: Router, metrics: Metrics, patience_s: float = 0.0) -> None:
+    def __init__(self, router: Router, metrics: GatewayMetrics, patience_s: float = 0.0) -> None:
         """Callers that choose no time wait `patience_s` for their first token; 0 is for ever."""
         self._router = router
         self._patience_s = patience_s or None

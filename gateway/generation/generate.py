@@ -13,7 +13,7 @@ from functools import cache
 from gateway.generation.admission import Admission, Permit
 from gateway.generation.key_slots import KeySlots
 from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
-from gateway.metrics import Metrics, SequenceClock
+from gateway.metrics import GatewayMetrics, SequenceClock
 from gateway.text.choices import Event, merge
 from gateway.text.deltas import DeltaBuilder, TextDelta
 from gateway.text.prompts import Prompts
@@ -57,7 +57,7 @@ class Generation:
         self,
         router: Router,
         prompts: Prompts,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         resume_seconds: float,
         patience_seconds: float = 0.0,
     ) -> None:
@@ -238,7 +238,7 @@ class _Sequence:
                 if not self._moves(error.reason):
                     raise
                 self._set_unread(False)
-                await self._move(error)
+                await self._fail_over(error)
 
     async def _chunks_of(
         self, replica: Replica, stream: VerifierStream
@@ -323,7 +323,7 @@ class _Sequence:
         picks = self._generation.router.ready_picks(self._pick.model)
         return self._builder is not None or not all(pick.busyness()[0] for pick in picks)
 
-    async def _move(self, error: OutriderError) -> None:
+    async def _fail_over(self, error: OutriderError) -> None:
         """Go to another replica after `error`. Raises it if there is none.
 
         A sequence that has a chunk waits for a replica. A sequence without a chunk does not wait,

@@ -17,7 +17,7 @@ from gateway.generation.generate import Generation
 from gateway.http.ingress.json_body import JsonRoute
 from gateway.http.openai.schema import DetokenizeBody, TokenizeBody
 from gateway.http.openapi import JSON, error_responses, json_responses
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.text.prompts import Prompts
 from gateway.upstream.replica import Replica, explain_differing
 from gateway.upstream.routing import Router
@@ -35,7 +35,7 @@ class _Metrics(Response):
     media_type = CONTENT_TYPE_LATEST
 
 
-def routes(generation: Generation, metrics: Metrics) -> APIRouter:
+def routes(generation: Generation, metrics: GatewayMetrics) -> APIRouter:
     """The router of these endpoints."""
     router = APIRouter(route_class=JsonRoute)
     _add_model_routes(router, generation.router)

@@ -18,7 +18,7 @@ from fastapi.staticfiles import StaticFiles
 from gateway.access.gate import Gate, Identity
 from gateway.http.endpoints import readiness
 from gateway.http.streaming import EventStream, event
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.upstream.routing import Router
 from outrider import __version__
 from outrider.errors import OutriderError, Reason
@@ -55,7 +55,7 @@ class _Files(StaticFiles):
         return response
 
 
-def install(app: FastAPI, router: Router, metrics: Metrics, gate: Gate) -> None:
+def install(app: FastAPI, router: Router, metrics: GatewayMetrics, gate: Gate) -> None:
     """Add the page and its events."""
     routes = APIRouter()
 
@@ -85,7 +85,7 @@ def install(app: FastAPI, router: Router, metrics: Metrics, gate: Gate) -> None:
 class _Feeds:
     """The open streams of events. Those with the same rights share each encoded state."""
 
-    def __init__(self, router: Router, metrics: Metrics) -> None:
+    def __init__(self, router: Router, metrics: GatewayMetrics) -> None:
         self._router = router
         self._metrics = metrics
         self._open: Counter[str] = Counter()
@@ -139,7 +139,7 @@ class _Feeds:
         return made
 
 
-def _state(router: Router, metrics: Metrics, identity: Identity) -> dict[str, Any]:
+def _state(router: Router, metrics: GatewayMetrics, identity: Identity) -> dict[str, Any]:
     activity = metrics.activity
     if not identity.is_operator:
         activity = metrics.activity_of(identity.tenant)

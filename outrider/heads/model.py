@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import embedding
 
-from outrider.heads.modules import HeadCache, Rows, fill
+from outrider.heads.modules import HeadCache, HeadRows, fill
 from outrider.heads.projection import Projection, projection_name, projection_tensors
 from outrider.heads.spec import Head, HeadSpec
 from outrider.lm.cpu.weights import optimize_for_cpu
@@ -95,7 +95,7 @@ class Extension:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class HeadProposal:
     """Guesses for B sequences, `count` each, as target ids.
 
     `tokens` [B, count] are a chain: each was guessed after those that precede it. `best` [B, count,
@@ -240,7 +240,7 @@ class HeadModel(torch.nn.Module):
         count: int,
         width: int = 1,
         rank: Rank | None = None,
-    ) -> Proposal:
+    ) -> HeadProposal:
         """Guess `count` tokens for each sequence, and the `width` likeliest in each place.
 
         Without `rank` the likeliest tokens come first. A kind with blocks may guess fewer. Raises
@@ -267,7 +267,7 @@ class HeadModel(torch.nn.Module):
         """
 
     @abstractmethod
-    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """Guess for sequences that are ready and have pages."""
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
@@ -281,7 +281,7 @@ class HeadModel(torch.nn.Module):
         """Embeddings of target ids."""
         return embedding(tokens, self.embeddings)
 
-    def rows(self, slices: list[SequenceSlice]) -> Rows:
+    def rows(self, slices: list[SequenceSlice]) -> HeadRows:
         """Prepare a forward of these slices."""
         if self.cache is None:
             raise RuntimeError("this kind has no cache")
@@ -387,7 +387,7 @@ def _shared(own: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
 
 
 class Picker:
-    """Turns scores of the draft vocabulary into tokens, and collects what a Proposal says."""
+    """Turns scores of the draft vocabulary into tokens, and collects what a HeadProposal says."""
 
     def __init__(self, model: HeadModel, width: int, rank: Rank | None) -> None:
         self.width = min(width, model.spec.draft_vocab_size)
@@ -442,8 +442,8 @@ class Picker:
         spread = scores_RV.new_full((len(scores_RV), self._vocab_size), -torch.inf)
         return spread.index_copy_(1, self._ids, scores_RV)
 
-    def proposal(self, deeper: Sequence[Sequence[Branch]] = ()) -> Proposal:
-        """The tokens chosen so far, as a Proposal."""
+    def proposal(self, deeper: Sequence[Sequence[Branch]] = ()) -> HeadProposal:
+        """The tokens chosen so far, as a HeadProposal."""
         lists = (self._tokens, self._best, self._shares, self._confidences)
         tokens, best, shares, confidences = (torch.stack(part, dim=1) for part in lists)
-        return Proposal(tokens, best, shares, confidences, deeper)
+        return HeadProposal(tokens, best, shares, confidences, deeper)

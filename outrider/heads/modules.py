@@ -24,7 +24,7 @@ _FIRST_TURNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class HeadRows:
     """T packed rows of a forward: where they are in the cache, and how their queries turn.
 
     `cos` and `sin` are [T, 1, head size].
@@ -77,7 +77,7 @@ class HeadCache:
         self._rotary = LlamaRotaryEmbedding(config).to(self._device)
         self._cos, self._sin = self._turns(_FIRST_TURNS)
 
-    def rows(self, slices: list[SequenceSlice]) -> Rows:
+    def rows(self, slices: list[SequenceSlice]) -> HeadRows:
         """Prepare a forward of these slices: every layer attends by them."""
         layout = BatchLayout(slices, self.page_size, self._device)
         for layer in self.layers:
@@ -85,7 +85,7 @@ class HeadCache:
         end = max(part.end for part in slices)
         if end > len(self._cos):
             self._cos, self._sin = self._turns(max(end, 2 * len(self._cos)))
-        return Rows(layout, self._cos[layout.positions], self._sin[layout.positions])
+        return HeadRows(layout, self._cos[layout.positions], self._sin[layout.positions])
 
     def _turns(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [count, 1, head size] of the positions from 0 on.
@@ -140,7 +140,7 @@ class Attention(Module):
     def _by_head(self, x_TC: torch.Tensor) -> torch.Tensor:
         return x_TC.view(len(x_TC), -1, self._size)
 
-    def forward(self, x_TC: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x_TC: torch.Tensor, rows: HeadRows, cache: LayerCache) -> torch.Tensor:
         """Store the rows' keys and values; let each row see all rows up to its own."""
         # The queries first: on a CPU the three projections are one product, and v_proj ends it.
         query = self.queries(x_TC, rows.cos, rows.sin)
@@ -151,7 +151,7 @@ class Attention(Module):
         return attended
 
     def attend_blocks(
-        self, x_TC: torch.Tensor, rows: Rows, cache: LayerCache, seen_BQK: torch.Tensor
+        self, x_TC: torch.Tensor, rows: HeadRows, cache: LayerCache, seen_BQK: torch.Tensor
     ) -> torch.Tensor:
         """Let Q rows of each of B sequences see their text in the cache, and each other.
 
@@ -224,7 +224,7 @@ class Layer(Module):
         self.input_layernorm: Module = RMSNorm(hidden, eps=eps) if norm else torch.nn.Identity()
         self.post_attention_layernorm = RMSNorm(hidden, eps=eps)
 
-    def forward(self, x: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: HeadRows, cache: LayerCache) -> torch.Tensor:
         """Return the residual stream after the layer."""
         return self.finish(x + self.self_attn(self.input_layernorm(x), rows, cache))
 
@@ -244,7 +244,7 @@ class TargetsLayer(Module):
         config._experts_implementation = "eager"
         self.block = Glm4MoeDecoderLayer(config, 0)
 
-    def forward(self, x: torch.Tensor, rows: Rows, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: HeadRows, cache: LayerCache) -> torch.Tensor:
         """Return the residual stream after the layer."""
         attach(self.block, cache)
         turns = rows.cos.transpose(0, 1), rows.sin.transpose(0, 1)

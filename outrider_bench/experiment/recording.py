@@ -24,7 +24,7 @@ _ALTERNATIVES = 3
 
 
 @dataclass(slots=True)
-class Text:
+class RecordedText:
     """The target's greedy tokens behind a prompt; by draft model, a character for each token."""
 
     output: list[int]
@@ -39,13 +39,13 @@ class Recorder:
         self._target = target
         self._dtype = dtype
         self._draft_models = draft_models
-        self._known: dict[tuple[int, ...], Text] = {}
+        self._known: dict[tuple[int, ...], RecordedText] = {}
 
     def record(self, requests: Sequence[Request]) -> list[RecordedRequest]:
         """Record requests with their answers."""
         longest = max([request.output_tokens for request in requests]) + _BEYOND
         prompts = dict.fromkeys([tuple(request.prompt) for request in requests])
-        nothing = Text([])
+        nothing = RecordedText([])
         short = [p for p in prompts if len(self._known.get(p, nothing).output) < longest]
         self._learn([list(prompt) for prompt in short], longest)
         return [self._recorded(request) for request in requests]
@@ -69,7 +69,7 @@ class Recorder:
         pages = -(-(max(map(len, prompts)) + count) // 16) * len(prompts)
         target = ModelRunner.load(str(self._target), dtype=self._dtype, page_count=pages)
         for prompt, output in zip(prompts, greedy(target, prompts, count), strict=True):
-            self._known[tuple(prompt)] = Text(output)
+            self._known[tuple(prompt)] = RecordedText(output)
         for name, path in self._draft_models.items():
             draft = ModelRunner.load(str(path), dtype=self._dtype, page_count=pages)
             for prompt in prompts:

@@ -11,7 +11,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider_bench.simulator.costs import DraftingCost
 from outrider_bench.simulator.events import Work
 from outrider_bench.simulator.scenario import DrafterSpec
-from outrider_bench.simulator.world import NO_GUESS, RIGHT, VOCAB, Text, World
+from outrider_bench.simulator.world import NO_GUESS, RIGHT, VOCAB, DrawnText, World
 
 
 class SimulatedFamily(Family):
@@ -95,7 +95,7 @@ class SimulatedFamily(Family):
         offer_likeliest(sequence, leaves)
 
     def _leaves(
-        self, text: Text, first: int, place: int, rate: float, *, right: bool
+        self, text: DrawnText, first: int, place: int, rate: float, *, right: bool
     ) -> list[Branch]:
         """The alternatives to the guess at `place`, the likeliest first.
 
@@ -112,7 +112,7 @@ class SimulatedFamily(Family):
             left *= 1.0 - share
         return leaves
 
-    def _offered(self, text: Text, index: int, count: int) -> int:
+    def _offered(self, text: DrawnText, index: int, count: int) -> int:
         """How many of `count` tokens from `index` behind the prompt it has guesses for."""
         recorded = text.guesses.get(self.name)
         if recorded is None:
@@ -120,13 +120,13 @@ class SimulatedFamily(Family):
         end = recorded.find(NO_GUESS, index, index + count)
         return count if end < 0 else end - index
 
-    def _knows(self, text: Text, index: int, depth: int) -> bool:
+    def _knows(self, text: DrawnText, index: int, depth: int) -> bool:
         recorded = text.guesses.get(self.name)
         if recorded is not None:
             return recorded[index : index + 1] == RIGHT
         return self._world.luck(self.name, text, index) < self._rate(text, index, depth)
 
-    def _rate(self, text: Text, index: int, depth: int) -> float:
+    def _rate(self, text: DrawnText, index: int, depth: int) -> float:
         """The set acceptance of a guess at `depth`, for the token at `index` behind the prompt."""
         by_kind = self.acceptance
         if self._hard_acceptance is not None and text.hard[index]:

@@ -22,7 +22,7 @@ from outrider_bench.simulator.gateway import GatewayActor
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.verifier import VerifierActor
-from outrider_bench.simulator.world import FIRST_MARK, Text, World
+from outrider_bench.simulator.world import FIRST_MARK, DrawnText, World
 from verifier_svc.state.sequence import Sequence
 
 UNREAD_CHUNKS = 400
@@ -37,7 +37,7 @@ UNREAD_S = 60.0
 class Request:
     """One client's request and its answer. Times are in seconds."""
 
-    text: Text
+    text: DrawnText
     sent_at: float
     verifier: VerifierActor
     received: list[int] = field(default_factory=list)
@@ -174,20 +174,20 @@ class Traffic:
             self._send(self._text())
             self._poisson()
 
-    def _text(self) -> Text:
+    def _text(self) -> DrawnText:
         scenario = self._scenario
         number = next(self._numbers)
         if self._recording:
             return self._recorded_text(number, self._recording[number])
         prompt = self._lengths.randint(scenario.prompt_tokens[0], scenario.prompt_tokens[-1])
         output = self._lengths.randint(scenario.output_tokens[0], scenario.output_tokens[-1])
-        return Text(number, scenario.kinds[number % len(scenario.kinds)], prompt, output)
+        return DrawnText(number, scenario.kinds[number % len(scenario.kinds)], prompt, output)
 
-    def _recorded_text(self, number: int, recorded: RecordedRequest) -> Text:
+    def _recorded_text(self, number: int, recorded: RecordedRequest) -> DrawnText:
         prompt = recorded.prompt_ids
         if prompt:
             number = self._marks.setdefault(tuple(prompt), FIRST_MARK + len(self._marks))
-        text = Text(
+        text = DrawnText(
             number,
             recorded.kind,
             recorded.prompt_tokens,
@@ -202,7 +202,7 @@ class Traffic:
         text.hard = [False] * len(text.tokens)
         return text
 
-    def _send(self, text: Text) -> None:
+    def _send(self, text: DrawnText) -> None:
         if self._stopped:
             return
         self._world.add(text)

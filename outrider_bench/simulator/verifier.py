@@ -12,7 +12,7 @@ from outrider_bench.simulator.target import SimulatedTarget, SimulatedVerifier
 from outrider_bench.simulator.world import World
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.target_device import TargetDevice
 
@@ -37,7 +37,7 @@ class VerifierActor(EngineActor):
         self.name = name
         self.hidden_size = scenario.hidden_size
         costs = scenario.costs
-        self.metrics = Metrics(name)
+        self.metrics = VerifierMetrics(name)
         self.target = SimulatedTarget(events, costs, world.random("noise", name), scenario.noise)
         self.pool = PagePool(
             scenario.page_count, _PAGE_SIZE, prefix_caching=scenario.prefix_caching

@@ -29,7 +29,7 @@ _STRETCH_TOKENS = 32.0
 
 
 @dataclass(eq=False, slots=True)
-class Text:
+class DrawnText:
     """The target's text for one request.
 
     `number` is also the first token of the prompt, so that a sequence identifies its text.
@@ -71,7 +71,7 @@ class World:
         token of the output."""
         self._seed = seed
         self._hard_share = hard_share
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, DrawnText] = {}
         self._writers: dict[int, Random] = {}
         self._draws: dict[tuple[str, int], tuple[Random, list[float]]] = {}
 
@@ -79,19 +79,19 @@ class World:
         """A generator for these names; equal names give equal draws."""
         return Random("/".join(map(str, (self._seed, *names))))
 
-    def add(self, text: Text) -> None:
+    def add(self, text: DrawnText) -> None:
         """Add a request's text."""
         self._texts[text.number] = text
         self._writers[text.number] = self.random("text", text.number)
 
-    def text_of(self, tokens: list[int], ahead: int) -> Text:
+    def text_of(self, tokens: list[int], ahead: int) -> DrawnText:
         """The text that begins with `tokens`, prompt first, written at least `ahead` tokens on."""
         text = self._texts[tokens[0]]
         while len(text.tokens) < len(tokens) - text.prompt_length + ahead:
             self._write(text)
         return text
 
-    def _write(self, text: Text) -> None:
+    def _write(self, text: DrawnText) -> None:
         draw = self._writers[text.number]
         text.tokens += draw.choices(range(VOCAB), k=_CHUNK)
         share = self._hard_share
@@ -106,7 +106,7 @@ class World:
             leave = leave_hard if is_hard else leave_easy
             text.hard.append(is_hard != (draw.random() < leave))
 
-    def luck(self, drafter: str, text: Text, index: int) -> float:
+    def luck(self, drafter: str, text: DrawnText, index: int) -> float:
         """The drafter's number in [0, 1) for the token at `index` behind the prompt.
 
         The drafter knows the token if its acceptance there is greater.

@@ -11,7 +11,7 @@ from family_rig import opened_sequence
 from scripted_drafts import FINGERPRINT
 
 from drafter_svc.families.base import Family
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.observer import CountingObserver
 from outrider.drafter.dialled import Dialled
 from outrider.drafter.draft_sequence import DraftSequence
@@ -86,7 +86,7 @@ class Drafter:
     ) -> None:
         self.families: list[Counting] = []
         self.registered = False
-        self.metrics = Metrics("counting-1", "counting")
+        self.metrics = DrafterMetrics("counting-1", "counting")
 
         def make_family(info: ModelInfo) -> Counting:
             family = make() if make is not None else Counting(slow_s)

@@ -15,7 +15,7 @@ import pytest
 from family_rig import Rig, opened_sequence
 
 from drafter_svc.families.grammar import GrammarFamily, Grammars, GrammarSettings
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.errors import OutriderError
 from outrider.grammar import compiler
@@ -265,7 +265,7 @@ async def test_it_is_silent_about_joints_after_misses_and_comes_back(grammars: G
 async def test_it_says_that_it_needs_the_target() -> None:
     place = PlacementPlan("local", (), None, None)
     with pytest.raises(OutriderError) as refused:
-        await GrammarFamily.load(GrammarSettings(), place, Metrics("d", "grammar"))
+        await GrammarFamily.load(GrammarSettings(), place, DrafterMetrics("d", "grammar"))
     assert refused.value.field == "target"
 
 

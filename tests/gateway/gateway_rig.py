@@ -16,7 +16,7 @@ from scripted_verifier import Script, Step, last, plain, ready, serving
 from waiting import until
 
 from gateway.config import GatewaySettings
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from outrider.process.network import rpc
@@ -95,7 +95,7 @@ async def running_rig(
 ) -> AsyncIterator[Rig]:
     """Run a gateway with its clients during the block."""
     async with (
-        running(chosen, Metrics()) as gateway,
+        running(chosen, GatewayMetrics()) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
         openai.AsyncOpenAI(
             base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0

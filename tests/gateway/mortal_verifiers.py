@@ -15,7 +15,7 @@ from scripted_verifier import Script, ScriptedVerifier, Step, last, plain, ready
 from waiting import until
 
 from gateway import server
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
@@ -180,7 +180,7 @@ async def running_site(
             forward = site.link.forward(("127.0.0.1", 0), ("127.0.0.1", site.first.port))
             first = f"127.0.0.1:{await stack.enter_async_context(forward)}"
         chosen = settings(first, site.second.address, **{"drain_seconds": 0} | given)
-        site.gateway = await stack.enter_async_context(running(chosen, Metrics()))
+        site.gateway = await stack.enter_async_context(running(chosen, GatewayMetrics()))
         site.http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=site.gateway.http_url, timeout=30, verify=False)
         )

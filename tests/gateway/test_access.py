@@ -15,7 +15,7 @@ from gateway.access.origins import allowed_hosts, host_allowed, origin_pattern
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.text.prompts import Prompts
 from gateway.upstream.routing import Router
 
@@ -101,9 +101,9 @@ async def test_the_page_may_call_the_gateway_behind_a_tls_proxy() -> None:
         ).status_code == 403
 
 
-def unused() -> tuple[Any, Metrics, Gate]:
+def unused() -> tuple[Any, GatewayMetrics, Gate]:
     """The dependencies of routes that these tests do not call."""
-    metrics = Metrics()
+    metrics = GatewayMetrics()
     prompts = Prompts(TARGET)
     generation = Generation(Router([], prompts.fingerprint), prompts, metrics, 0.0)
     return generation, metrics, Gate(settings())

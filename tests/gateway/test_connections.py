@@ -16,7 +16,7 @@ from waiting import until
 
 from gateway.http.ingress import connections
 from gateway.http.ingress.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedProtocol
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -34,7 +34,7 @@ async def gateway() -> AsyncIterator[Gateway]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundedProtocol, "header_seconds", 0.3)
         patch.setattr(BoundedProtocol, "body_seconds", 0.3)
-        async with running(chosen, Metrics()) as gateway:
+        async with running(chosen, GatewayMetrics()) as gateway:
             yield gateway
 
 

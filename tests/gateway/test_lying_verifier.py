@@ -25,7 +25,7 @@ from raw_calls import check_details
 from scripted_verifier import Script, ready, serving
 from waiting import until
 
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
@@ -177,7 +177,9 @@ async def lied_to(prompts: Prompts) -> AsyncIterator[Rig]:
     [port] = await server.start("127.0.0.1:0")
     async with (
         serving(Script(ready(prompts.fingerprint), echo_within_limit)) as honest,
-        running(settings(f"127.0.0.1:{port}", honest, drain_seconds=0), Metrics()) as gateway,
+        running(
+            settings(f"127.0.0.1:{port}", honest, drain_seconds=0), GatewayMetrics()
+        ) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http,
     ):
         rig = Rig(gateway, http, liar)

@@ -19,7 +19,7 @@ from scripted_verifier import Step, last, plain
 from waiting import until
 
 from gateway import server
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
@@ -117,7 +117,7 @@ async def running_fleet(
         fleet.listed = fleet.verifiers[:1]
         given = [NAME, *(fleet.verifiers[index].address for index in plain_addresses)]
         chosen = settings(*given, drain_seconds=0)
-        fleet.gateway = await stack.enter_async_context(running(chosen, Metrics()))
+        fleet.gateway = await stack.enter_async_context(running(chosen, GatewayMetrics()))
         fleet.http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=fleet.gateway.http_url, timeout=60)
         )

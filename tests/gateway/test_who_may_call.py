@@ -21,7 +21,7 @@ from test_access import settings, unused
 
 from gateway.access.gate import OPEN_PATHS
 from gateway.app import create_app
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.rpc.servicer import SERVICE
 from gateway.server import Gateway
 from gateway.text.prompts import Prompts
@@ -123,7 +123,7 @@ async def test_every_rpc_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
             found.update(handler._method_handlers)
 
     monkeypatch.setattr(type(grpc.aio.server()), "add_generic_rpc_handlers", record)
-    Gateway(settings(http_port=0, grpc_listen="127.0.0.1:0"), Metrics())
+    Gateway(settings(http_port=0, grpc_listen="127.0.0.1:0"), GatewayMetrics())
     assert found == set(RPCS)
 
 

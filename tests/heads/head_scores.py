@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.heads.model import Extension, HeadModel, Place, Proposal
+from outrider.heads.model import Extension, HeadModel, HeadProposal, Place
 
 
 def scores_of(
@@ -17,7 +17,7 @@ def scores_of(
     steps: int,
     *,
     piece: int | None = None,
-) -> tuple[torch.Tensor, Proposal]:
+) -> tuple[torch.Tensor, HeadProposal]:
     """Scores [length, step, token] behind the first n tokens, all n in one batch.
 
     With `piece`, the features of a text come that many rows at a time.

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from outrider.heads.loading import load
-from outrider.heads.model import HeadModel, Proposal, TargetWeights
+from outrider.heads.model import HeadModel, HeadProposal, TargetWeights
 from outrider.heads.reading import read, with_reading
 
 FOLDER = Path(__file__).parent / "golden"
@@ -53,7 +53,7 @@ class Golden:
         head = with_reading(head, self.reading)
         return load(head, self.weights, page_count=16, page_size=4, **settings)
 
-    def scores_of(self, model: HeadModel) -> tuple[torch.Tensor, Proposal]:
+    def scores_of(self, model: HeadModel) -> tuple[torch.Tensor, HeadProposal]:
         """The model's scores of the tokens that it has, where the recorded ones were taken."""
         steps = self.scores.shape[1]
         spread, proposal = scores_of(model, self.tokens, self.features, self.lengths, steps)

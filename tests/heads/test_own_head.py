@@ -27,7 +27,7 @@ from waiting import until
 from drafter_svc.families.head import HeadFamily
 from drafter_svc.families.head_worker import HeadWorker
 from drafter_svc.families.settings import HeadSettings
-from drafter_svc.metrics import Metrics as DrafterMetrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.dialled import Dialled
 from outrider.drafter.strategy import Strategy
@@ -52,7 +52,7 @@ from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, DraftPolicy
 from verifier_svc.streams.own_stream import OwnVerifier
 from verifier_svc.streams.servicer import VerifierServicer
@@ -142,7 +142,7 @@ class Site(Observer):
         policy = DraftTokensPolicy("fixed", 3)
         config = EngineConfig(policy, max_batch_tokens=16)
         runner = self._runner
-        metrics = Metrics("target")
+        metrics = VerifierMetrics("target")
         return Engine(
             runner,
             pool,
@@ -345,7 +345,7 @@ async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_se
     monkeypatch.setattr(reading_choice, "_RATIO", 1.1)
     head = head_of_other_layers(tmp_path / "head")
     settings = VerifierSettings(target=TARGET, device="cpu")
-    own = await load_head(head, set_by_user, settings, Metrics("target"))
+    own = await load_head(head, set_by_user, settings, VerifierMetrics("target"))
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as engine:
         assert engine.submit(own.meet, bundled_runner).result() == read
     assert ("it reads states [1, 3, 5]" in caplog.text) == (not set_by_user)
@@ -378,7 +378,7 @@ async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone(
     torch.set_num_threads(2)
     try:
         settings = VerifierSettings(target=TARGET, device="cpu")
-        own = await load_head(HEAD, [], settings, Metrics("target"))
+        own = await load_head(HEAD, [], settings, VerifierMetrics("target"))
         with ThreadPoolExecutor(1) as engine:
             assert engine.submit(torch.get_num_threads).result() == 2
         assert own.meet(bundled_runner) == [1, 3, 5]

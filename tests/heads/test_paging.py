@@ -19,10 +19,10 @@ from outrider.heads.loading import load, target_weights
 from outrider.heads.model import (
     Extension,
     HeadModel,
+    HeadProposal,
     HeadSequence,
     NoPages,
     Place,
-    Proposal,
     TargetWeights,
 )
 from outrider.heads.reading import read
@@ -86,7 +86,7 @@ class Rig:
         model.extend([self.extension(sequence, text)])
         return sequence
 
-    def alone(self, text: list[int]) -> Proposal:
+    def alone(self, text: list[int]) -> HeadProposal:
         model = self.model(page_size=128, pages=1)
         sequence = model.open(text[:1])
         model.extend([self.extension(sequence, text)])
@@ -103,7 +103,7 @@ def paged(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
     return Rig(request.param, tmp_path)
 
 
-def assert_same(found: Proposal, row: int, expected: Proposal) -> None:
+def assert_same(found: HeadProposal, row: int, expected: HeadProposal) -> None:
     assert found.tokens[row].tolist() == expected.tokens[0].tolist()
     assert found.best[row].tolist() == expected.best[0].tolist()
     for one, other in (

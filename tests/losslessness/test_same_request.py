@@ -32,7 +32,7 @@ from outrider.tokenizer import load_tokenizer
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.verification.batch import DraftVerifier
 
@@ -187,7 +187,7 @@ class Way:
             self.runner,
             PagePool(self.pages, self.runner.page_size),
             deliver,
-            Metrics("smollm2"),
+            VerifierMetrics("smollm2"),
             config,
             DraftVerifier(),
             draft_policy=EVERY_DRAFT,

@@ -39,7 +39,7 @@ from outrider.protocol.messages import (
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.verification.batch import DraftVerifier
 
@@ -110,7 +110,7 @@ class Traffic:
             self.runner or self.model,
             PagePool(self.page_count, self.page_size),
             deliver,
-            Metrics("small"),
+            VerifierMetrics("small"),
             config,
             DraftVerifier(self.rule),
             sampled_drafts=self.trust,

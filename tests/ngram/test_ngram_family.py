@@ -9,7 +9,7 @@ from redis_servers import Standalone
 from waiting import until
 
 from drafter_svc.families.ngram import NgramFamily, NgramSettings
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import RedisPool
@@ -166,7 +166,7 @@ async def test_verifiers_with_different_tokenizers_share_no_public_pool() -> Non
     """The same ids mean other text there."""
     settings = NgramSettings(is_public_pool=True)
     place = PlacementPlan("local", (), None, None)
-    loaded = await NgramFamily.load(settings, place, Metrics("d", "ngram"))
+    loaded = await NgramFamily.load(settings, place, DrafterMetrics("d", "ngram"))
     first, alike, other = [
         loaded.make(ModelInfo("m", Stage.READY, tokenizer_fingerprint=name)) for name in "aab"
     ]

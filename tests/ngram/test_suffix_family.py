@@ -5,7 +5,7 @@ from family_rig import Rig, opened_sequence
 
 from drafter_svc.families import suffix
 from drafter_svc.families.suffix import Corpora, SuffixFamily, SuffixSettings
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, Skip, Window
@@ -71,7 +71,7 @@ async def test_connections_of_one_tokenizer_share_trees_that_are_made_once(
 
     monkeypatch.setattr(Corpora, "__init__", count)
     place = PlacementPlan("local", (), None, None)
-    loaded = await SuffixFamily.load(SuffixSettings(), place, Metrics("d1", "suffix"))
+    loaded = await SuffixFamily.load(SuffixSettings(), place, DrafterMetrics("d1", "suffix"))
     made.clear()
     for fingerprint in ("f1", "f1", "f2", "f1", "f2"):
         loaded.make(ModelInfo("m", Stage.READY, tokenizer_fingerprint=fingerprint))

@@ -19,9 +19,9 @@ PROCESS = CollectorRegistry()
 add_process_metrics(PROCESS, lambda: True, {})
 REGISTRIES = {
     "every process": PROCESS,
-    "gateway": gateway.metrics.Metrics().registry,
-    "verifier": verifier_svc.metrics.Metrics("m").registry,
-    "drafter": drafter_svc.metrics.Metrics("d", "ngram").registry,
+    "gateway": gateway.metrics.GatewayMetrics().registry,
+    "verifier": verifier_svc.metrics.VerifierMetrics("m").registry,
+    "drafter": drafter_svc.metrics.DrafterMetrics("d", "ngram").registry,
 }
 
 

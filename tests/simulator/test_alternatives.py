@@ -12,19 +12,19 @@ from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider_bench.simulator.costs import DraftingCost
 from outrider_bench.simulator.family import SimulatedFamily
 from outrider_bench.simulator.scenario import DrafterSpec
-from outrider_bench.simulator.world import Text, World
+from outrider_bench.simulator.world import DrawnText, World
 
 ACCEPTANCE = 0.5
 ALTERNATIVES = [0.5, 0.4]
 COUNT = 400
 
 
-def proposals(seed: int, tree_tokens: int = 12) -> list[tuple[Text, Proposal]]:
+def proposals(seed: int, tree_tokens: int = 12) -> list[tuple[DrawnText, Proposal]]:
     """Each text with the first proposal for it."""
     world = World(seed)
     spec = DrafterSpec(name="d", acceptance={"": [ACCEPTANCE]}, alternatives=ALTERNATIVES)
     rig = Rig(SimulatedFamily(spec, world, DraftingCost(round_s=0.0, token_s={1: 0.0})))
-    texts = [Text(number, "", 1, 50) for number in range(COUNT)]
+    texts = [DrawnText(number, "", 1, 50) for number in range(COUNT)]
     for text in texts:
         world.add(text)
         opened = Opened(

@@ -13,7 +13,7 @@ from gateway_rig import TARGET, echo, settings
 from scripted_verifier import Script, ready, serving
 from waiting import until
 
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
 from gateway.text.prompts import Prompts
 from outrider.errors import Reason
@@ -40,7 +40,7 @@ async def gateway(
         tls_key=mine.key,
         tls_ca=mine.ca,
     )
-    async with running(chosen, Metrics()) as made:
+    async with running(chosen, GatewayMetrics()) as made:
         yield made
 
 

@@ -24,7 +24,7 @@ from outrider.protocol.messages import FinishReason, SamplingParams, TokenChunk
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.policy.plan import Plan
 from verifier_svc.state.drafter import Drafter
@@ -254,7 +254,7 @@ def make_engine(
         model,
         pool,
         deliver or call,
-        Metrics("fake"),
+        VerifierMetrics("fake"),
         config or EngineConfig(),
         draft_verifier or DraftVerifier(),
         launches=launches,

@@ -21,7 +21,7 @@ from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenR
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT
 
 BAD = 7
@@ -66,7 +66,7 @@ def make(dtype: torch.dtype, head_size: int, *, trust: bool = False) -> Engine:
         runner,
         PagePool(PAGES, PAGE),
         deliver,
-        Metrics("small"),
+        VerifierMetrics("small"),
         EngineConfig(),
         draft_policy=EVERY_DRAFT,
         sampled_drafts=trust,

@@ -20,7 +20,7 @@ from outrider.protocol.draft_messages import (
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import PauseReason, SamplingParams, TokenRequest
 from outrider.protocol.model_info import Placement
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.occupancy import Occupancy
@@ -51,7 +51,7 @@ class TestHub(DraftHub):
         super().__init__(
             Limits(vocab_size=100, max_sequences=4),
             DraftTokensPolicy("fixed", 4),
-            Metrics("m"),
+            VerifierMetrics("m"),
             self._deliver,
             EVERY_DRAFT,
             self.time,

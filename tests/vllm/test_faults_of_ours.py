@@ -11,7 +11,7 @@ from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
 from outrider.protocol.model_info import Stage
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.streams.servicer import VerifierServicer
 from verifier_svc.vllm.engine import VllmEngine
 from verifier_svc.vllm.hub import DraftHub
@@ -37,7 +37,7 @@ def engine() -> VllmEngine:
             target=TARGET, engine="vllm", dtype="float32", max_sequences=4, engine_arg=flags
         )
         servicer = VerifierServicer("m")
-        loader = VllmLoader(settings, servicer, Metrics("m"))
+        loader = VllmLoader(settings, servicer, VerifierMetrics("m"))
         engine = loader.build(deliver)
         assert loader.info.stage is Stage.READY
         return engine

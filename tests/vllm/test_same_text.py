@@ -23,7 +23,7 @@ from outrider.lm.runner import ModelRunner
 from outrider.protocol.messages import TokenChunk
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -91,7 +91,7 @@ def texts(cases: Sequence[Case]) -> list[list[int]]:
         runner,
         PagePool(runner.page_count, runner.page_size),
         deliver,
-        Metrics("target"),
+        VerifierMetrics("target"),
     )
     for number, case in enumerate(cases, 1):
         text: list[int] = []

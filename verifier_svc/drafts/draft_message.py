@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
 from outrider.protocol.token_tree import main_path
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import DraftTree
@@ -150,7 +150,7 @@ def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: l
 
 
 def record_draft(
-    metrics: Metrics,
+    metrics: VerifierMetrics,
     sequence: Sequence,
     assignment: Assignment,
     draft: DraftTree,
@@ -174,7 +174,7 @@ def record_draft(
 
 
 def _record_tree(
-    metrics: Metrics,
+    metrics: VerifierMetrics,
     sequence: Sequence,
     assignment: Assignment,
     draft: DraftTree,

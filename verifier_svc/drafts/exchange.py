@@ -20,7 +20,7 @@ from verifier_svc.drafts.features import (
     keep_features,
 )
 from verifier_svc.drafts.roster import PLACES, Roster
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.pauses import pause_reason
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
@@ -43,7 +43,7 @@ class DraftExchange:
         self,
         sequences: dict[int, Sequence],
         planner: Planner,
-        metrics: Metrics,
+        metrics: VerifierMetrics,
         *,
         sampled_drafts: bool = False,
         target_device: TargetDevice = NO_DEVICE,

@@ -9,7 +9,7 @@ from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.outbox import Outbox
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.engine.sequence_book import SequenceBook
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.state.sequence import Sequence
 
 
@@ -22,5 +22,5 @@ class EngineContext:
     drafting: DraftExchange
     outbox: Outbox
     book: SequenceBook
-    metrics: Metrics
+    metrics: VerifierMetrics
     clock: Clock

@@ -36,7 +36,7 @@ from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.engine.sequence_book import SequenceBook
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.engine.warm_up import WarmUp
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import PAYING_DRAFTS, DraftPolicy
 from verifier_svc.policy.draft_trees import grow_trees
 from verifier_svc.policy.forward_cost import ForwardCost
@@ -73,7 +73,7 @@ class Engine:
         model: LanguageModel,
         pool: PagePool,
         deliver: Callable[[list[Delivery]], None],
-        metrics: Metrics,
+        metrics: VerifierMetrics,
         config: EngineConfig = _CONFIG,
         draft_verifier: Verification | None = None,
         *,

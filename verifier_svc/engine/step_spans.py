@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from outrider.process.clock import Clock
 from outrider.process.observability import telemetry
 from outrider.process.observability.telemetry import NO_SPAN, Span
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 
@@ -18,7 +18,7 @@ from verifier_svc.state.sequence import Sequence
 class StepSpans:
     """For one engine, on its thread. Drafters' spans are children of the steps' spans."""
 
-    def __init__(self, metrics: Metrics, clock: Clock) -> None:
+    def __init__(self, metrics: VerifierMetrics, clock: Clock) -> None:
         self._metrics = metrics
         self._clock = clock
         self._open: list[Span] = []

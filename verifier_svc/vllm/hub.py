@@ -28,7 +28,7 @@ from verifier_svc.engine.load_meter import LoadMeter
 from verifier_svc.engine.outbox import Delivery, Outbox
 from verifier_svc.engine.sequence_book import SequenceBook
 from verifier_svc.engine.step_spans import StepSpans
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import PAYING_DRAFTS, DraftPolicy
 from verifier_svc.policy.draft_trees import best_chain
 from verifier_svc.policy.forward_cost import ForwardCost
@@ -89,7 +89,7 @@ class DraftHub:
         self,
         limits: Limits,
         policy: DraftTokensPolicy,
-        metrics: Metrics,
+        metrics: VerifierMetrics,
         deliver: Callable[[list[Delivery]], None],
         draft_policy: DraftPolicy = PAYING_DRAFTS,
         clock: Clock = monotonic,

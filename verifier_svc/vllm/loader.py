@@ -20,7 +20,7 @@ from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
 from outrider.tokenizer import end_token_ids, fingerprint, load_tokenizer
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.streams.servicer import VerifierServicer
 from verifier_svc.vllm import parameters, plugin, runner, versions
@@ -52,7 +52,7 @@ class VllmLoader:
     """As `verifier_svc.server.Loader`, for vLLM's engine."""
 
     def __init__(
-        self, settings: VerifierSettings, servicer: VerifierServicer, metrics: Metrics
+        self, settings: VerifierSettings, servicer: VerifierServicer, metrics: VerifierMetrics
     ) -> None:
         """Raises OutriderError for settings that vLLM's engine cannot keep, or another vLLM."""
         versions.check_version(installed_version())

@@ -33,7 +33,7 @@ from verifier_svc.config import VerifierSettings
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.target_device import TargetDevice
 from verifier_svc.streams.servicer import VerifierServicer, report_health
@@ -108,7 +108,7 @@ class DraftPort:
         self._settings = settings
         model = vllm_config.model_config
         name, *aliases = settings.model_name or [model.served_model_name or settings.target]
-        self._metrics = Metrics(name)
+        self._metrics = VerifierMetrics(name)
         policy = DraftTokensPolicy.parse(settings.draft_tokens)
         limits = Limits(
             model.get_vocab_size(),

@@ -114,7 +114,7 @@ class ResponseFormat(Body):
     structural_tag: dict[str, Any] | None = None
 
 
-class Prediction(Body):
+class PredictionBody(Body):
     """The answer that the client expects, such as the file that it wants edited."""
 
     type: Literal["content"]
@@ -213,7 +213,7 @@ class GenerationBody(TakesNeutral, SamplingBody):
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="vLLM's extension."
     )
-    prediction: Prediction | None = None
+    prediction: PredictionBody | None = None
     prompt_logprobs: int | None = limited(
         "vLLM's extension. How many alternatives to list with each token of the prompt. "
         "Not with stream: true.",

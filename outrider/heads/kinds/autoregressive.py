@@ -14,8 +14,8 @@ from itertools import accumulate
 import torch
 
 from outrider.heads.kinds.dynamic_tree import WIDTH, Tree
-from outrider.heads.model import HeadModel, HeadSequence, Picker, Proposal
-from outrider.heads.modules import Rows
+from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
+from outrider.heads.modules import HeadRows
 from outrider.heads.spec import Decoder, Head
 from outrider.lm.attention import LayerCache
 from outrider.lm.layout import SequenceSlice
@@ -37,7 +37,7 @@ class AutoregressiveModel(HeadModel):
         return [] if self.cache is None else self.cache.layers
 
     @abstractmethod
-    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: HeadRows) -> torch.Tensor:
         """Run pairs of target ids [T] and projected features; return states [T, ·]."""
 
     @abstractmethod
@@ -59,7 +59,7 @@ class AutoregressiveModel(HeadModel):
         rows = WIDTH * (count - 1)
         return rows if rows <= MAX_TREE_TOKENS else 0
 
-    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """As HeadModel.guess."""
         if pick.width > 1 and self.tree_rows(count):
             return self._grow(sequences, count, pick)
@@ -74,7 +74,7 @@ class AutoregressiveModel(HeadModel):
             tokens = pick(self.state_scores(states))
         return pick.proposal()
 
-    def _grow(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+    def _grow(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """Guess trees, level by level."""
         trees = [Tree(sequence) for sequence in sequences]
         states = torch.stack([tree.states[0] for tree in trees])

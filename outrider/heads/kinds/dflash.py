@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import ModuleList, Parameter, RMSNorm
 
-from outrider.heads.model import HeadModel, HeadSequence, Picker, Proposal
-from outrider.heads.modules import Attention, Layer, Rows
+from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
+from outrider.heads.modules import Attention, HeadRows, Layer
 from outrider.heads.spec import Decoder, Head
 from outrider.lm.fused_linear import ATTENTION, SIBLINGS
 from outrider.lm.layout import SequenceSlice
@@ -48,7 +48,7 @@ class DFlash(HeadModel):
                 array.index_copy_(0, rows.layout.slot_mapping, numbers)
         return context[rows.layout.logits_indices]
 
-    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """As HeadModel.guess, at most as many guesses as a block has."""
         states_BQC = self.block(sequences)[:, self.first_row :][:, :count]
         scores_BQV = self.scores(states_BQC)
@@ -84,7 +84,7 @@ class DFlash(HeadModel):
         return states_BQC
 
     def _run(
-        self, layer: Layer, x: torch.Tensor, rows: Rows, seen_BQK: torch.Tensor
+        self, layer: Layer, x: torch.Tensor, rows: HeadRows, seen_BQK: torch.Tensor
     ) -> torch.Tensor:
         assert self.cache is not None
         cache = self.cache.layers[layer.index]

@@ -8,7 +8,7 @@ import torch
 from torch.nn import Embedding, Linear, Module
 
 from outrider.heads.kinds.dflash import DFlash
-from outrider.heads.model import HeadSequence, Picker, Proposal
+from outrider.heads.model import HeadProposal, HeadSequence, Picker
 from outrider.heads.spec import Head
 
 
@@ -74,7 +74,7 @@ class DSpark(DFlash):
             bias = "confidence_head.proj.bias" in head.tensors
             self.confidence_head = ConfidenceHead(spec.decoder.hidden_size + rank, bias=bias)
 
-    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """As HeadModel.guess, at most as many guesses as a block has."""
         rows_BQC = self.block(sequences)
         states_BQC = rows_BQC[:, self.first_row :][:, :count]

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Linear, ModuleList
 from torch.nn.functional import silu
 
-from outrider.heads.model import HeadModel, HeadSequence, Picker, Proposal
+from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
 from outrider.heads.spec import Head
 from outrider.lm.layout import SequenceSlice
 
@@ -37,7 +37,7 @@ class Medusa(HeadModel):
         ends = torch.tensor([len(part.token_ids) for part in slices]).cumsum(0) - 1
         return features[ends.to(features.device)]
 
-    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """As HeadModel.guess, at most one guess for each head."""
         states = torch.stack([s.state for s in sequences if s.state is not None])
         for i in range(min(count, len(self.heads))):

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from outrider.heads.kinds.eagle3 import Eagle3
-from outrider.heads.model import HeadSequence, Picker, Proposal
+from outrider.heads.model import HeadProposal, HeadSequence, Picker
 from outrider.heads.spec import Head
 from outrider.lm.layout import SequenceSlice
 
@@ -24,7 +24,7 @@ class PEagle(Eagle3):
         super().__init__(head)
         self.mask_hidden = Parameter(torch.empty(1, 1, head.spec.feature_width))
 
-    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> Proposal:
+    def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """As HeadModel.guess."""
         states = torch.stack([s.state for s in sequences if s.state is not None]).unsqueeze(1)
         masks, token = count - 1, self.spec.mask_token_id

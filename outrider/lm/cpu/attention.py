@@ -44,7 +44,7 @@ class Batch(ctypes.Structure):
     )
 
 
-class Rows(ctypes.Structure):
+class RowsStruct(ctypes.Structure):
     """`struct rows` in C."""
 
     _fields_ = (
@@ -162,8 +162,8 @@ def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def _rows(tensor: torch.Tensor) -> Rows:
-    return Rows(tensor.data_ptr(), tensor.stride(1), tensor.stride(2))
+def _rows(tensor: torch.Tensor) -> RowsStruct:
+    return RowsStruct(tensor.data_ptr(), tensor.stride(1), tensor.stride(2))
 
 
 def _function() -> Any:
@@ -174,7 +174,7 @@ def _function() -> Any:
     function.argtypes = (
         ctypes.POINTER(Layer),
         ctypes.POINTER(Batch),
-        *(Rows,) * 3,
+        *(RowsStruct,) * 3,
         ctypes.c_void_p,
         ctypes.c_float,
         ctypes.c_int64,

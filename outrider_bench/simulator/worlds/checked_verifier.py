@@ -25,7 +25,7 @@ from outrider_bench.simulator.worlds.requests import answer_of, matcher_of
 from outrider_bench.simulator.worlds.target import PagedTarget
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Sequence
@@ -59,7 +59,7 @@ class CheckedVerifier(EngineActor):
             events, plan.page_count, plan.page_size, plan.step_s, plan.token_s
         )
         sampled_rule = AcceptanceRule.TOKEN_WISE if plan.token_wise else AcceptanceRule.BLOCK
-        metrics = Metrics(name)
+        metrics = VerifierMetrics(name)
         # Instances of compiled classes cannot be changed; the metrics are not compiled.
         metrics.proposed = self._note_proposed  # type: ignore[method-assign]  # to see the counts
         self.engine = Engine(

@@ -25,7 +25,7 @@ from outrider_bench.simulator.events import Events
 from outrider_bench.simulator.worlds.target import EOS, VOCAB, PagedTarget
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import VerifierMetrics
 
 REQUEST_COUNT = 240
 _LONGEST_PROMPT = 40
@@ -158,7 +158,7 @@ def answer_of(number: int) -> Answer:
         for sink, message in deliveries:
             sink(message)
 
-    engine = Engine(target, pool, deliver, Metrics("alone"), clock=events.clock)
+    engine = Engine(target, pool, deliver, VerifierMetrics("alone"), clock=events.clock)
     engine.submit(request_of(number), receive, matcher=matcher_of(number, ()))
     while engine.sequences:
         engine.step()
