@@ -153,6 +153,9 @@ class TrainedModel(Trained):
         config = json.loads((out / "config.json").read_text()) | {"dtype": "bfloat16"}
         (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         AutoTokenizer.from_pretrained(self.targets[0].config._name_or_path).save_pretrained(out)
+        path = out / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        path.write_text(json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")))
 
 
 def boundaries(target: LlamaForCausalLM) -> list[int]:

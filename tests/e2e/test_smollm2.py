@@ -32,8 +32,10 @@ FAMILIES = {
     "ngram": "ngram",
     **({"suffix": "suffix"} if HAS_SUFFIX else {}),
     "grammar": "grammar",
+    "draft model": "model",
     "another vocabulary": "model",
     "eagle3": "head",
+    "mtp": "head",
 }
 WAYS = {
     "no drafter": PLAIN,
@@ -62,8 +64,10 @@ def stack(reference: Reference) -> Iterator[Stack]:
     target = ["--target", reference.file]
     options = {
         "grammar": target,
+        "draft model": ["--model", str(ROOT / "models/smollm2/draft")],
         "another vocabulary": ["--model", str(ROOT / "models/draft-2048"), *target],
         "eagle3": ["--head", str(ROOT / "models/smollm2/eagle3"), *target],
+        "mtp": ["--head", str(ROOT / "models/smollm2/mtp"), *target],
     }
     for name, family in FAMILIES.items():
         stack.add_drafter(name, family, *options.get(name, []))

@@ -52,6 +52,7 @@ def greedy_text(name: str) -> tuple[list[int], int, list[torch.Tensor]]:
         ("bundled", "heads/eagle3", 1.0, 0.3),
         ("bundled", "heads/mtp", 1.0, 0.3),
         pytest.param("smollm2", "smollm2/eagle3", 0.5, 0.05, marks=pytest.mark.slow),
+        pytest.param("smollm2", "smollm2/mtp", 0.5, 0.05, marks=pytest.mark.slow),
     ],
 )
 @torch.inference_mode()

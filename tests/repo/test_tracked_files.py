@@ -16,7 +16,10 @@ LARGE = {
     "models/draft-2048/model.safetensors",
     "models/heads/eagle3/model.safetensors",
     "models/heads/mtp/model.safetensors",
+    "models/smollm2/draft/model.safetensors",
+    "models/smollm2/draft/tokenizer.json",
     "models/smollm2/eagle3/model.safetensors",
+    "models/smollm2/mtp/model.safetensors",
 }
 
 
