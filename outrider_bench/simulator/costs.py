@@ -6,13 +6,15 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 DIRECTORY = Path(__file__).parent / "costs"
 
 
+# Of sequences, or of tokens.
+_Number = TypeVar("_Number", int, float)
 NotNegative = Annotated[float, Field(ge=0)]
 
 
@@ -21,10 +23,10 @@ class _Table(BaseModel):
 
 
 class Forward(_Table):
-    """A measured forward of `sequences` sequences with `tokens` tokens each."""
+    """A measured forward of `sequences` sequences with `tokens` tokens each, on average."""
 
     sequences: int = Field(ge=1)
-    tokens: int = Field(ge=1)
+    tokens: float = Field(ge=1)
     seconds: float = Field(gt=0)
 
 
@@ -105,7 +107,7 @@ class Costs(_Table):
     drafting: dict[str, DraftingCost] = Field(default_factory=dict)
     """By the name in a drafter's `cost` setting."""
 
-    _grid: dict[int, dict[int, float]] = PrivateAttr(default_factory=dict)
+    _grid: dict[int, dict[float, float]] = PrivateAttr(default_factory=dict)
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
 
     @property
@@ -135,7 +137,7 @@ class Costs(_Table):
         return _interpolated(by_count, sequences)
 
 
-def _interpolated(points: Mapping[int, float], x: float) -> float:
+def _interpolated(points: Mapping[_Number, float], x: float) -> float:
     """Interpolate `points` linearly at `x`.
 
     Before the first point the value is constant; after the last one the last slope goes on.

@@ -3,6 +3,7 @@
 import pytest
 from fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
 
+from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenRequest
 from verifier_svc.engine.config import EngineConfig
@@ -13,20 +14,24 @@ from verifier_svc.state.sequence import Assignment
 STEP_S = 0.010
 
 
-def rarely_right(token_s: float = 0.0001) -> tuple[Engine, Assignment]:
+def rarely_right(
+    token_s: float = 0.0001, row: float = 0.2, most: int = 16
+) -> tuple[Engine, Assignment]:
     """A drafter that takes an eighth of a step to answer and is right once in ten times.
 
-    After a right guess most guesses are right.
+    After a right guess most guesses are right. Its drafts have at most `most` tokens, of which each
+    makes a step longer by the share `row`.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
-    drafter = ScriptedDrafter(engine)
+    drafter = ScriptedDrafter(engine, max_draft_tokens=most)
     drafter.prove()
-    for drafted in (0, 1, 8):
-        engine.cost.calibrate(1, 1 + drafted, STEP_S * (1 + 0.2 * drafted))
     drafter.handle.round_trip.observe(STEP_S / 8)
     drafter.handle.token_time.observe(token_s)
     sequence = engine.submit(TokenRequest([1, 2], 400, GREEDY), Client())
     engine.step()
+    # The real step has corrected the costs.
+    for drafted in (0, 1, 8):
+        engine.cost.calibrate(1, 1 + drafted, STEP_S * (1 + row * drafted))
     assignment = sequence.assignments["scripted"]
     for turn in range(100):
         observe(assignment, run=0, accepted=int(turn % 10 == 0))
@@ -96,6 +101,31 @@ def test_a_draft_that_nobody_waits_for_is_verified_as_far_as_it_pays() -> None:
     assert plan.draft_tokens.get(assignment_sequence(engine), 0) == 0
     assignment.set_run(8)
     assert make_plan(engine).draft_tokens[assignment_sequence(engine)] == 8
+
+
+@pytest.mark.parametrize(("row", "is_heard"), [(0.2, True), (0.9, False)])
+def test_it_is_not_heard_where_even_a_right_draft_costs_too_much(
+    row: float, is_heard: bool
+) -> None:
+    engine, assignment = rarely_right(row=row)
+    assert (assignment in make_plan(engine, 3).asks) is is_heard
+
+
+@pytest.mark.parametrize(("row", "tokens"), [(0.2, 1), (0.4, 0)])
+def test_a_draft_that_nobody_waits_for_must_gain_clearly_more_than_its_rows_cost(
+    row: float, tokens: int
+) -> None:
+    engine, assignment = rarely_right(row=row, most=1)
+    for turn in range(100):
+        observe(assignment, run=2, accepted=turn % 2)
+    assignment.answer_rate = 0.0
+    assert 0.4 < assignment.rate.by_position[0] < 0.6
+    [sequence] = engine.sequences.values()
+    proposal = Proposal(sequence.id, len(sequence.tokens), [1])
+    engine.drafting.on_drafts(assignment.drafter, DraftBatch([proposal]))
+    plan = make_plan(engine)
+    assert assignment in plan.asks
+    assert plan.draft_tokens.get(sequence.id, 0) == tokens
 
 
 def plan_of(engine: Engine, step: int) -> Plan:

@@ -45,7 +45,7 @@ class WarmUp:
         if self._clock() < end:
             self._try_prompts(cost)
         # The largest batch comes first, in case no time is left for the other batches.
-        batches = dict.fromkeys([largest, *(2**i for i in range(3, largest.bit_length()))])
+        batches = dict.fromkeys([largest, *(2**i for i in range(1, largest.bit_length()))])
         for batch in batches:
             if batch > 1 and self._clock() < end:
                 self._try_batch(batch, cost, isolated_cost)

@@ -78,6 +78,7 @@ def listened(
     drafters: frozenset[Drafter],
     drafts: Drafts,
     limit: int,
+    least_right: float,
     decode_step_s: float,
     step: int,
 ) -> Drafts:
@@ -85,7 +86,8 @@ def listened(
 
     Of such a drafter, such as one that looks up n-grams, mostly too few guesses are right for a
     wait. But where a text begins to repeat itself, the commit shows that a guess was right, and the
-    rest of the draft is there for the next step.
+    rest of the draft is there for the next step. Unless the share `least_right` of guesses is right
+    within repeats, verifying them costs more than it gains.
     """
     heard = {
         drafter
@@ -106,6 +108,7 @@ def listened(
         and assignment not in known
         and step % (1 << min(assignment.idle_steps // _IDLE_STEPS, _MOST_HALVINGS)) == 0
         and assignment.drafter_rates[0].by_position[0] >= _LEAST_RIGHT
+        and assignment.rates[-1].by_position[0] >= least_right
     ]
 
 

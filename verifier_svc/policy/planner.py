@@ -35,6 +35,9 @@ _COMPARED_TOKENS = 4
 _INSISTED_WAIT_S = 0.05
 # Drafts must make the batch faster than plain steps by this factor; otherwise drafters rest.
 _MARGIN = 1.01
+# Drafts that no step waits for must gain this many times the tokens that their time is worth. They
+# speed up few sequences and slow down all, and the first rows of a block cost more than the rest.
+_LEAST_GAIN = 1.5
 
 
 class _Choice(NamedTuple):
@@ -168,25 +171,39 @@ class Planner:
         step_s = prices.decode_step_s
         if self._by_limit or step_s == 0.0:
             return []
-        found = asks.listened(decoding, drafters, drafts, prices.limit, step_s, step)
+        # Not even a draft after many right guesses may gain enough for the cheapest rows.
+        least_right = _LEAST_GAIN * prices.token_prices[0][1]
+        found = asks.listened(decoding, drafters, drafts, prices.limit, least_right, step_s, step)
         together = choice.drafters.union([assignment.drafter for _, assignment, _ in found])
         return found if self.budget.allows(prices.batch, together) else []
 
     def _ready_tokens(self, drafts: Drafts, listened: Drafts, prices: Prices) -> dict[int, int]:
-        """Draft tokens to verify, by sequence id, of a draft that nobody waits for but is there."""
-        if not listened:
+        """Draft tokens to verify, by sequence id, of drafts that nobody waits for but are there."""
+        ready = [
+            (sequence, assignment, there)
+            for sequence, assignment, count in listened
+            if (there := assignment.ready_tokens(min(count, sequence.most_draft_tokens)))
+        ]
+        if not ready:
             return {}
-        every = [*drafts, *listened]
+        every = [*drafts, *ready]
         probs = sorted([prob for _, each, count in every for prob in each.rate.survival[:count]])
         price = price_of_tokens(probs, prices.token_prices)
-        planned = asks.draft_tokens(drafts)
-        return {
-            sequence.id: max(
-                planned.get(sequence.id, 0),
-                min(assignment.rate.tokens_worth(price, count), sequence.most_draft_tokens),
-            )
-            for sequence, assignment, count in listened
-        }
+        found = asks.draft_tokens(drafts)
+        planned = sum(found.values())
+        gain = 0.0
+        for sequence, assignment, there in ready:
+            expected = assignment.rate.expected_tokens
+            before = found.get(sequence.id, 0)
+            count = assignment.rate.tokens_worth(price, there)
+            if count > before:
+                gain += expected(count) - expected(before)
+                found[sequence.id] = count
+        batch = prices.batch
+        with_s = self._cost.estimate(batch, batch + sum(found.values()))
+        without_s = self._cost.estimate(batch, batch + planned)
+        least = _LEAST_GAIN * prices.rate * (with_s - without_s)
+        return found if gain >= least else {}
 
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
         """A plan that asks no drafter, because there is none or to measure baseline steps.
