@@ -44,9 +44,9 @@ _MORE_BYTES = 24
 # Classes of guesses: within a forced text; at its end, where a token may become a longer one; and
 # where the grammar left a choice.
 _INNER, _LAST, _CHOSEN = 0, 1, 2
-# How often each is right at first; a choice, of those that its probability promises. Outcomes move
-# it by a step. A class that is right less often than the least is not offered. Its guesses are
-# still judged, so that it comes back.
+# The share of right guesses that each class begins with; for choices, the share of what their
+# probabilities promise. Each outcome moves the share by a step. A class below the least share is
+# not offered, but its guesses are still judged, so that it comes back.
 _RATES = (0.97, 0.7, 1.0)
 _STEP = 0.25
 _LEAST = 0.4

@@ -9,9 +9,9 @@ Python's `re.fullmatch`.
 
 from __future__ import annotations
 
-# A regex is promised to mean what it means to `re`, and the private parser of `re` reads it so. We
-# know of no kept library that gives the syntax tree of Python's patterns: `regex` shows none, and
-# interegular and greenery read a part of the language.
+# The docs promise that a pattern means what it means to Python's `re`, so the private parser of
+# `re` reads it. We know of no maintained library that gives the syntax tree of Python's patterns:
+# `regex` shows none, and interegular and greenery read a part of the language.
 import re
 import warnings
 from collections.abc import Callable, Sequence

@@ -43,7 +43,7 @@ class Keys:
         return refusal(self.path, f"{self._prefix}{name} {why}")
 
     def section(self, name: str) -> Keys:
-        """The keys of an object within; no keys if it is missing. Raises OutriderError."""
+        """The keys of the object `name`; no keys if it is missing. Raises OutriderError."""
         found = self._keys.get(name) or {}
         if not isinstance(found, Mapping):
             raise self.wrong(name, "must be an object")

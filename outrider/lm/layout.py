@@ -319,7 +319,8 @@ class KernelArguments:
     of each sequence, including the slice's own. `block_table` [B, P]: the pages of those keys.
     `slots` [T]: each token's place among the keys of its sequence. `positions` [T]: the same but
     for a tree's tokens.
-    `tree_starts` [B]: the slot of a slice's first tree token; its `seq_lens` without a tree.
+    `tree_starts` [B]: the slot of a slice's first tree token, or the slice's `seq_lens` if it has
+    no tree.
     `ancestors`: for each token of a tree a word with bit j set if draft token j is an ancestor or
     itself; [T], where the words of other tokens are not read, or [1] in a batch without trees.
     `has_trees`: whether some slice may have a tree; without one the kernel reads no words.

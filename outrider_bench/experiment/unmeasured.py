@@ -24,7 +24,7 @@ _ONE_NODE = {0: [*range(64)]}
 def load_profile(name: str, field: str) -> Profile:
     """Read a profile or a cost table from a file, or a cost table that comes with the simulator.
 
-    Raises ValueError that names the field, and the wrong field of the file.
+    Raises ValueError that names `field`, and the field of the file that is wrong.
     """
     try:
         path = costs.path_of(name)

@@ -164,9 +164,9 @@ def paths(batch: DraftBatch) -> list[tuple[int, list[int], list[int]]]:
 async def test_guesses_are_the_likeliest_that_both_vocabularies_have(
     make_other: Make, make_for: Make, folder: Folder, lacking: str
 ) -> None:
-    """Behind hits, misses and parts of characters; the draft model reads its own encoding.
+    """This holds after hits, misses and parts of characters, which the draft model encodes anew.
 
-    Where it would go on with a token that the target lacks, it goes on with the guess.
+    Where its likeliest token is one that the target lacks, the draft goes on with the guess.
     """
     draft, other = folder("smaller"), str(MODEL)
     if lacking == "target":

@@ -121,7 +121,7 @@ class _Baseline:
         return grown
 
     def interrupt(self) -> None:
-        """End the recent steps, since a step was no baseline step, or there are enough of them."""
+        """Forget the recent baseline steps: another kind of step came, or there were enough."""
         self.recent, self.recent_count = 0.0, 0
 
     def tick(self) -> None:
@@ -216,7 +216,7 @@ class SpeculationBudget:
             budget.add(_REFILL * steps / len(closed))
 
     def _reset(self, size: int) -> None:
-        """Reset the exhausted budgets of this size, for their loss may be the load's."""
+        """Reset the exhausted budgets of this size: the load may have caused their loss."""
         for sizes in self._budgets.values():
             if size in sizes:
                 sizes[size].reset()
