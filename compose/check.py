@@ -4,8 +4,8 @@
 decoding to FILE. `check.py crash FILE FAMILY CONTAINER` kills a container under load, and `check.py
 scale FILE SERVICE` scales and updates a swarm's service of verifiers under load; both compare all
 texts with those in FILE. OUTRIDER_URL is the gateway, and OUTRIDER_API_KEY a key if it wants one.
-`check.py experiment FOLDER` checks the results of `outrider lab run` instead, and `check.py
-rights PROJECT` the users, rights and root file systems of all running containers of a project.
+`check.py rights PROJECT` checks the users, rights and root file systems of a project's running
+containers instead.
 
 Each prints one line "note: " with its result. If a check fails, it prints one sentence and exits
 with status 1.
@@ -228,19 +228,6 @@ async def _restarted(container: str) -> str:
     return "start"
 
 
-def experiment(folder: Path) -> str:
-    """Check an experiment's results: no errors, equal texts, and drafts that crossed the link."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*/*/cells/*/*.json"))]
-    errors = [error for measurement in found for error in measurement["errors"]]
-    texts = {measurement["texts_sha256"] for measurement in found}
-    links = [link for measurement in found for link in measurement["links"].values()]
-    carried = sum(link["up_bytes"] for link in links)
-    seen = f"{len(found)} measurements, {len(texts)} different texts, {carried} bytes over links"
-    if errors or len(texts) != 1 or carried == 0:
-        raise CheckFailed(f"{seen}; errors: {errors[:3]}")
-    return f"{len(found)} measurements with equal texts, {carried} bytes over the link"
-
-
 def rights(project: str) -> str:
     """Check every process of a project's containers, as the kernel describes it."""
     label = f"label=com.docker.compose.project={project}"
@@ -285,8 +272,6 @@ def _read(file: str) -> list[str]:
 
 async def main(command: str, *arguments: str) -> str:
     """Run one command, and return its note."""
-    if command == "experiment":
-        return experiment(Path(arguments[0]))
     if command == "rights":
         return rights(arguments[0])
     url = os.environ["OUTRIDER_URL"]

@@ -379,13 +379,6 @@ pool() {
   echo "note: $keys keys in $1"
 }
 
-# Runs a user's experiment with a container for each process and a proxy for the link.
-experiment() {
-  "$python" -m outrider_cli.main lab run bench/experiments/small.yaml --with compose \
-    --out "$work/experiment"
-  "$python" compose/check.py experiment "$work/experiment"
-}
-
 # Makes certificates, and gives each service those of its role, as README.md does.
 certificates() {
   local as_root=() role owner
@@ -503,7 +496,6 @@ step "build four images" build_images
 step "sizes" image_sizes
 step "no secret, compiler or root inside" images_hold_no_more
 step "the default target" grown_target
-step "experiment in containers" experiment
 compose down --volumes --remove-orphans >>"$log" 2>&1
 step "up, drafter-ngram twice" up
 step "healthy" wait_healthy 6
