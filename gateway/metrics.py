@@ -302,24 +302,24 @@ class SequenceClock:
         metrics.prompt_tokens.labels(model).inc(prompt_token_count)
         metrics.running.labels(model).inc()
 
-    def add(self, chunk: TokenChunk, *, gathered: bool) -> None:
+    def add(self, chunk: TokenChunk, *, coalesced: bool) -> None:
         """Record a chunk.
 
-        `gathered` means that a chunk may hold several steps. Then only the statistics of the
+        `coalesced` means that a chunk may hold several steps. Then only the statistics of the
         last chunk say how many tokens each step accepted.
         """
         if chunk.token_ids:
             self._add_tokens(len(chunk.token_ids))
         for activity in self._activities:
             activity.add(chunk)
-        if not gathered:
+        if not coalesced:
             self._draft_token_count += chunk.draft_token_count
         elif chunk.stats is not None:
             # A lost verifier's statistics never come; its drafts count as little as its steps.
             self._draft_token_count += chunk.stats.draft_token_count
-        if gathered and chunk.stats is not None:
+        if coalesced and chunk.stats is not None:
             self._add_accepted(chunk.stats.histogram)
-        elif not gathered and chunk.draft_token_count:
+        elif not coalesced and chunk.draft_token_count:
             self._add_accepted([0] * chunk.accepted_count + [1])
             for activity in self._activities:
                 activity.add_step(chunk)

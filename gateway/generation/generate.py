@@ -204,7 +204,7 @@ class _Sequence:
                     if self._builder is None:
                         table = self._generation.table
                         self._builder = DeltaBuilder(self._request, self._pick.info, table)
-                    clock.add(chunk, gathered=self._request.tokens.min_chunk_tokens > 1)
+                    clock.add(chunk, coalesced=self._request.tokens.min_chunk_tokens > 1)
                     delta = self._builder.add(chunk)
                     if delta.finish is not None:
                         clock.finished(delta.finish.reason)

@@ -297,7 +297,7 @@ def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> Speculati
 
 
 def _record_steps(stats: SpeculationStats, sources: Sequence[TokenSource], drafted: int) -> None:
-    """Count several gathered steps, which verified `drafted` tokens together.
+    """Count several coalesced steps, which verified `drafted` tokens together.
 
     Each step ends with a token that is not accepted; the last may lack that token.
     """

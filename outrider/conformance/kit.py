@@ -15,8 +15,8 @@ from typing import Any
 
 from google.rpc import status_pb2
 from rich.console import Console
+from rich.progress import track
 
-from outrider.conformance.progress import tracked
 from outrider.conformance.report import table
 from outrider.conformance.rules import RULES, Outcome, Result
 from outrider.conformance.scenes import SCENES
@@ -156,7 +156,10 @@ class Kit:
         return f"no stream within {seconds:.0f} s" if code is None else f"exited with {code}"
 
     async def _play(self) -> None:
-        for scene in tracked(SCENES, "scenes"):
+        console = Console(stderr=True)
+        # A bar, if standard error is a terminal.
+        silent = not console.is_terminal
+        for scene in track(SCENES, "scenes", console=console, transient=True, disable=silent):
             self._note("kit", {"scene": scene.__name__})
             try:
                 await scene(self)

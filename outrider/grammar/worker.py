@@ -1,4 +1,4 @@
-"""What a worker process does for grammars: see `outrider.process.workers.pool`."""
+"""Compiles grammars and computes masks in a worker process of `outrider.process.workers.pool`."""
 
 from __future__ import annotations
 

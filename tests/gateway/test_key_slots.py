@@ -1,4 +1,4 @@
-"""An API key has at most so many sequences under way at once, however its requests end."""
+"""An API key never exceeds its limit of sequences under way, however its requests end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the native engine and vLLM's keep alike about their sequences.
+"""Sequences' ids, bounds and chunks, for the native engine and for vLLM's alike.
 
-Their ids, the bounds of the queue and of unread answers, and chunks that wait for more tokens.
+The bounds are those of the queue and of unread answers. Chunks wait here for more tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the verifier's server needs of an engine: one port for drafts, one for requests."""
+"""The engine's ports to the verifier's server: one for drafts, one for requests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a request passes before its handler: connections, admission, body, types of fields."""
+"""Bounds connections, admits requests and parses bodies, before a handler sees them."""

@@ -49,7 +49,7 @@ def text_requests(
         raise invalid("speculation.tokens", message)
     template = _template(body, inputs, info)
     sampling = template.tokens.sampling
-    at_once = gathers(body)
+    at_once = coalesces(body)
     # Each listed token takes the event loop 30 µs.
     most = MAX_GATHERED_TOKENS if template.tokens.top_logprobs is None else _LISTED_AT_ONCE
     requests = []
@@ -89,7 +89,7 @@ def _answer_options(body: ChatBody) -> AnswerOptions:
     )
 
 
-def gathers(body: GenerationBody) -> bool:
+def coalesces(body: GenerationBody) -> bool:
     """Whether a chunk may hold the whole answer.
 
     It may not if the caller reads the answer as it grows, or if a stop string may end it early.
