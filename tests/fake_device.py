@@ -6,8 +6,8 @@ every operator, every copy and every wait for the device passes through here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -24,6 +24,15 @@ _WAITS = {
     _aten.nonzero.default,
     _aten.masked_select.default,
     _aten._unique2.default,
+}
+
+
+# Outside inference mode, torch has made `_to_copy` of these before they come here.
+_COPIES_IN_INFERENCE_MODE = {
+    _aten.to.device,
+    _aten.to.dtype,
+    _aten.to.dtype_layout,
+    _aten.to.other,
 }
 
 
@@ -75,7 +84,7 @@ class FakeDevice(TorchDispatchMode):
         self.copies = 0
         """Copies from the host."""
         self.waits = 0
-        """Copies to the host, and operators that need a value there."""
+        """Copies to the host, operators that need a value there, and blocking copies from it."""
         self._on_wait = on_wait
         self._patches = ExitStack()
 
@@ -86,6 +95,9 @@ class FakeDevice(TorchDispatchMode):
             self._patches.enter_context(
                 patch(f"outrider.sampling.{module}.triton_works", lambda device: True)
             )
+        for name in ("tensor", "as_tensor"):
+            make = getattr(torch, name)
+            self._patches.enter_context(patch(f"torch.{name}", self._factory(make)))
         if not torch.cuda.is_available():
             # To name a GPU as a destination starts CUDA, which is not there.
             self._patches.enter_context(patch("torch.cuda._lazy_init"))
@@ -110,8 +122,20 @@ class FakeDevice(TorchDispatchMode):
 
         return call
 
+    def _factory(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A function that makes a tensor of numbers, and with a device a blocking copy of it."""
+
+        def call(*args: Any, device: torch.device | None = None, **kwargs: Any) -> torch.Tensor:
+            made = make(*args, **kwargs)
+            return made if device is None else made.to(device)
+
+        return call
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _COPIES_IN_INFERENCE_MODE:
+            with self._again():
+                return func.decompose(*args, **kwargs)
         was_far = tree_any(lambda value: isinstance(value, Far), (args, kwargs))
         target = kwargs.get("device")
         if target is not None and target.type != "cpu":
@@ -120,7 +144,7 @@ class FakeDevice(TorchDispatchMode):
         else:
             becomes_far = was_far and target is None
         kwargs.pop("pin_memory", None)
-        self._count(func, args, was_far=was_far, becomes_far=becomes_far)
+        self._count(func, args, kwargs, was_far=was_far, becomes_far=becomes_far)
         near_args, near_kwargs = tree_map_only(Far, lambda far: far.held, (args, kwargs))
         out = func(*near_args, **near_kwargs)
         if func is _aten._to_copy.default and was_far != becomes_far:
@@ -129,7 +153,18 @@ class FakeDevice(TorchDispatchMode):
             return out
         return tree_map_only(torch.Tensor, Far, out)
 
-    def _count(self, func: Any, args: Any, *, was_far: bool, becomes_far: bool) -> None:
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Let operators pass through here that stand for the one that has come."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, *, was_far: bool, becomes_far: bool
+    ) -> None:
         indexes = func in (_aten.index.Tensor, _aten.index_put_.default)
         needs_value = was_far and (func in _WAITS or (indexes and _has_mask(args[1])))
         came, goes = was_far, becomes_far
@@ -140,6 +175,9 @@ class FakeDevice(TorchDispatchMode):
             self._wait()
         elif copies and goes and not came:
             self.copies += 1
+            # `copy_` has it as its third argument.
+            if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+                self._wait()
         elif (was_far or becomes_far) and not func.is_view:
             self.operators += 1
 

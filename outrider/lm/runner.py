@@ -25,7 +25,7 @@ from outrider.lm.same_bits import reason_against
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
-from outrider.sampling.tensors import triton_works
+from outrider.sampling.tensors import on, triton_works
 from outrider.tokenizer import end_token_ids, token_ids
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class ModelRunner:
         makes of them. It does not wait for the device.
         """
         kept = [self._kept[state] for state in states]
-        index = torch.tensor(rows, device=self.device)
+        index = on(self.device, rows, torch.int64)
         numbers = torch.cat([state.index_select(0, index) for state in kept], dim=1)
         numbers = numbers.to(getattr(torch, dtype))
         return self.projections[projection](numbers) if projection else numbers
@@ -334,8 +334,8 @@ class ModelRunner:
         if self._token_mover is not None:
             self._token_mover.move(sources, targets)
             return
-        from_slots = torch.tensor(sources, device=self.device)
-        to_slots = torch.tensor(targets, device=self.device)
+        from_slots = on(self.device, sources, torch.int64)
+        to_slots = on(self.device, targets, torch.int64)
         for array in self._cache_arrays():
             array.index_copy_(0, to_slots, array.index_select(0, from_slots))
 

@@ -129,7 +129,7 @@ def join(
         "CHUNKED": False,
         "SINKS": sinks,
     }
-    return compiled(triton_attention._join, architecture, types, constants)
+    return compiled(triton_attention._join, architecture, types, constants, num_warps=1)
 
 
 def move(architecture: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accepting import accept
-from fake_device import FakeDevice
+from fake_device import DEVICE, FakeDevice
 from recorded_graphs import Capture, tensors
 from tiny_models import CONFIGS, VOCAB_SIZE, build
 from torch.overrides import TorchFunctionMode
@@ -146,6 +146,36 @@ def test_a_step_copies_its_inputs_up_once_and_waits_once(
         accept(device.put(logits_RV), draft(22))
     # Plain greedy acceptance needs no numbers of the host.
     assert (device.copies, device.waits) == (int(setting != "greedy"), 1)
+
+
+FACTORIES: dict[str, Callable[[], torch.Tensor]] = {
+    "tensor": lambda: torch.tensor([1, 2], device=DEVICE),
+    "as_tensor": lambda: torch.as_tensor([1, 2], device=DEVICE),
+    "to": lambda: torch.arange(2).to(DEVICE),
+    "copy_": lambda: torch.zeros(2, device=DEVICE).copy_(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("how", FACTORIES)
+def test_a_blocking_copy_to_the_device_is_a_wait(how: str) -> None:
+    with FakeDevice() as device:
+        made = FACTORIES[how]()
+        assert (device.copies, device.waits) == (1, 1)
+        made.copy_(torch.zeros(2), non_blocking=True)
+    assert (made.device, device.copies, device.waits) == (DEVICE, 2, 1)
+
+
+def test_picked_states_are_ready_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner(build(CONFIGS["llama"]), page_size=16, page_count=8)
+    runner.watch([1])
+    runner.forward([SequenceSlice([3, 4, 5], 0, [0], 1)])
+    wanted = runner.pick_states([1], [0, 2], "float32")
+    with FakeDevice() as device:
+        monkeypatch.setattr(runner, "_kept", {1: device.put(runner._kept[1])})
+        monkeypatch.setattr(runner, "device", DEVICE)
+        found = runner.pick_states([1], [0, 2], "float32")
+        assert (device.copies, device.waits) == (1, 0)
+        assert found.tolist() == wanted.tolist()
 
 
 def test_a_batch_with_a_prompt_waits_no_more_than_others(capture: Capture) -> None:

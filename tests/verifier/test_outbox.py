@@ -10,7 +10,8 @@ from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 from outrider.lm.runner import SequenceSlice
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.verification.batch import DraftVerifier
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.verification.batch import DraftVerifier, Verify
 
 
 def test_verdicts_leave_at_once_and_chunks_with_the_next_forward() -> None:
@@ -28,8 +29,17 @@ def test_verdicts_leave_at_once_and_chunks_with_the_next_forward() -> None:
 
 
 @pytest.mark.parametrize("launches", [True, False], ids=["GPU", "CPU"])
-def test_what_no_step_waits_for_is_done_while_a_gpu_computes(launches: bool) -> None:
+def test_what_no_step_waits_for_is_done_while_a_gpu_computes(
+    launches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[str] = []
+    lay_out = DraftVerifier.lay_out
+
+    def laid_out(self: DraftVerifier, batch: Sequence[ScheduledSequence]) -> Verify:
+        events.append("layout")
+        return lay_out(self, batch)
+
+    monkeypatch.setattr(DraftVerifier, "lay_out", laid_out)
 
     def deliver(deliveries: list[Delivery]) -> None:
         for sink, message in deliveries:
@@ -66,9 +76,9 @@ def test_what_no_step_waits_for_is_done_while_a_gpu_computes(launches: bool) -> 
         engine.advance()
         two_steps = list(events)
         engine.advance()
-    step = ["metrics", "chunk", "launch", "verdict"]
+    step = ["metrics", "chunk", "launch", "layout", "verdict"]
     if launches:
-        step = ["launch", "chunk", "metrics", "wait", "verdict"]
+        step = ["launch", "layout", "chunk", "metrics", "wait", "verdict"]
     assert two_steps == step * 2
     # The last step has no forward behind it.
     assert events[-2:] == ["metrics", "chunk"]

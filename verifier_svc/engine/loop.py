@@ -327,10 +327,12 @@ class Engine:
         try:
             slices = [_slice(scheduled) for scheduled in batch]
             masked = self._grammar_masks.masks(batch)
-            verify = self._draft_verifier.lay_out(batch)
             clock.end("pack")
             logits_RV = self.model.forward(slices)
             clock.end("forward")
+            # A GPU computes meanwhile; the copy of the layout waits in its queue.
+            verify = self._draft_verifier.lay_out(batch)
+            clock.end("pack")
             if self._launches:
                 self.outbox.send_to_clients()
                 self._metrics.flush()

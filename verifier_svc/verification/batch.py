@@ -61,7 +61,7 @@ class Verification(Protocol):
         """The tokens that begin and end the thinking phase; None if the model has none."""
 
     def lay_out(self, batch: SequenceOf[ScheduledSequence]) -> Verify:
-        """Do what verifying a batch needs before its forward."""
+        """Do what verifying a batch needs besides the logits, while a GPU computes them."""
 
 
 @dataclass(frozen=True, slots=True)
