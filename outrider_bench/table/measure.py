@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -23,8 +23,9 @@ from outrider_bench.experiment.traffic import Encoder, Request, request_of
 from outrider_bench.prompt_files import Prompt
 from outrider_bench.settings import TableSettings
 from outrider_bench.table import peers, ways
+from outrider_bench.table.peer_process import PeerDied
 from outrider_bench.table.report import markdown
-from outrider_bench.table.rows import Row, Turn
+from outrider_bench.table.rows import Answer, Row, Turn
 from outrider_bench.table.ways import MOST_TOKENS, Way
 
 _ROOT = Path(__file__).parents[2]
@@ -66,8 +67,9 @@ def turns(settings: TableSettings, kinds: Mapping[str, Sequence[object]]) -> Ite
 async def run(settings: TableSettings, command: str, console: Console) -> Path:
     """Measure until all is done or the minutes are over, and return the file with the table.
 
-    An interrupted run has the table of its rows so far. Raises ValueError or OutriderError for
-    wrong settings, and StackFailed, OSError or RuntimeError when a process fails.
+    An interrupted run has the table of its rows so far. A peer that dies costs its own rows from
+    there on. Raises ValueError or OutriderError for wrong settings, and StackFailed, OSError or
+    RuntimeError when a process of Outrider fails or a peer does not start.
     """
     began = time.monotonic()
     target = Path(pretrained(settings.target))
@@ -91,31 +93,51 @@ async def run(settings: TableSettings, command: str, console: Console) -> Path:
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": settings.model_dump(mode="json"),
         }
-        (folder / "run.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
         until = began + 60 * settings.minutes if settings.minutes else math.inf
         rows: list[Row] = []
         table = folder / "table.md"
+        compared = Compared(found, missing)
         try:
             with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
-                async for row in measured(settings, prompts, encoder, found, until):
+                async for row in measured(settings, prompts, encoder, compared, until):
                     rows.append(row)
                     file.write(row.line() + "\n")
         finally:
+            (folder / "run.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
             table.write_text(markdown(rows, about), encoding="utf-8")
     return table
+
+
+@dataclass(slots=True)
+class Compared:
+    """The ways that a run asks, and a line for each that is left out."""
+
+    ways: list[Way]
+    missing: list[str]
+
+    async def ask(
+        self, way: Way, requests: Sequence[Request], temperature: float, tenant: str
+    ) -> Answer | None:
+        """Ask a way; None if its process has died, and then no turn asks it again."""
+        try:
+            return await way.ask(requests, temperature, tenant)
+        except PeerDied as error:
+            self.ways.remove(way)
+            self.missing.append(f"{way.name} from here on, since {error}")
+            return None
 
 
 async def measured(
     settings: TableSettings,
     prompts: Mapping[str, Sequence[Prompt]],
     encoder: Encoder,
-    found: Sequence[Way],
+    compared: Compared,
     until: float,
 ) -> AsyncIterator[Row]:
     """Yield the rows of all turns that begin before `until`; the order of the ways goes on."""
     todo = list(turns(settings, prompts))
     every = chain.from_iterable(prompts.values())
-    await _compile(found, every, encoder, settings.temperatures[0])
+    await _compile(compared, every, encoder, settings.temperatures[0])
     warm: set[tuple[int, float]] = set()
     with progress() as bar:
         task = bar.add_task("turns", total=len(todo))
@@ -126,12 +148,15 @@ async def measured(
             cell = turn.batch, turn.temperature
             if cell not in warm:
                 warm.add(cell)
-                await _warm_up(found, cell, [kept for *_, kept in prompts.values()], encoder)
+                await _warm_up(compared, cell, [kept for *_, kept in prompts.values()], encoder)
             asked = _requests(turn, prompts[turn.kind], encoder, settings.tokens)
-            first = number % len(found)
-            for way in (*found[first:], *found[:first]):
-                if way.takes(asked) and not (way.always and turn.round):
-                    answer = await way.ask(asked, turn.temperature, _tenant(way, turn))
+            first = number % len(compared.ways)
+            for way in (*compared.ways[first:], *compared.ways[:first]):
+                if not way.takes(asked) or (way.always and turn.round):
+                    continue
+                tenant = _tenant(way, turn)
+                answer = await compared.ask(way, asked, turn.temperature, tenant)
+                if answer is not None:
                     yield Row.of(turn, way.name, answer, always=way.always)
             bar.advance(task)
 
@@ -154,24 +179,25 @@ def _tenant(way: Way, turn: Turn) -> str:
 
 
 async def _compile(
-    found: Sequence[Way], prompts: Iterable[Prompt], encoder: Encoder, temperature: float
+    compared: Compared, prompts: Iterable[Prompt], encoder: Encoder, temperature: float
 ) -> None:
     """Have every process compile each grammar, which takes as long as many tokens."""
     distinct = {json.dumps(each.structured_outputs): each for each in prompts}
     for prompt in distinct.values():
         request = request_of(prompt, encoder, 2, 0)
-        for way in found:
+        for way in tuple(compared.ways):
             if request.grammar is not None and way.takes([request]) and not way.always:
-                await way.ask([request], temperature, _UNCOUNTED)
+                await compared.ask(way, [request], temperature, _UNCOUNTED)
 
 
 async def _warm_up(
-    found: Sequence[Way], cell: tuple[int, float], prompts: Sequence[Prompt], encoder: Encoder
+    compared: Compared, cell: tuple[int, float], prompts: Sequence[Prompt], encoder: Encoder
 ) -> None:
     """Ask each way for answers that do not count, so that its process learns what steps cost."""
     batch, temperature = cell
     requests = [request_of(prompt, encoder, _WARM_UP_TOKENS, 0) for prompt in prompts]
-    for way in found:
+    for way in tuple(compared.ways):
         able = [request for request in requests if way.takes([request])]
         if able and way.most >= batch and not way.always:
-            await way.ask(list(islice(cycle(able), batch)), temperature, _UNCOUNTED)
+            some = list(islice(cycle(able), batch))
+            await compared.ask(way, some, temperature, _UNCOUNTED)

@@ -16,6 +16,10 @@ Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Sends a task to a process, and returns its answer."""
 
 
+class PeerDied(RuntimeError):
+    """Another program has ended by itself. The message has its last words."""
+
+
 def vllm_process(
     python: Path,
     target: Path,
@@ -36,7 +40,7 @@ async def line_peer(
 
     Waits for the line with which the process says that it is ready. Processes that load at once
     would slow each other down, and vLLM's would write each other's compiled kernels. Raises
-    RuntimeError with the end of the process's standard error if the process dies, as the call does.
+    PeerDied with the end of the process's standard error if the process dies, as the call does.
     """
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
@@ -48,15 +52,15 @@ async def line_peer(
         receive = process.stdout
 
         async def line() -> bytes:
-            """The peer's next line; raises RuntimeError with its last words if it died."""
+            """The peer's next line; raises PeerDied with its last words if it died."""
             read = await receive.readline()
             if not read:
                 errors.seek(0)
-                raise RuntimeError(f"{' '.join(command[:3])} died: {_tail(errors.read())}")
+                raise PeerDied(f"{' '.join(command[:3])} died: {_tail(errors.read())}")
             return read
 
         async def ask(task: dict[str, Any]) -> dict[str, Any]:
-            """Send a task as a line, and read its answer."""
+            """Send a task as a line, and read its answer; raises PeerDied if it died."""
             send.write(json.dumps(task).encode() + b"\n")
             answer: dict[str, Any] = json.loads(await line())
             return answer

@@ -38,7 +38,7 @@ async def started(
 ) -> list[Way]:
     """Start the programs that the settings name, each in processes of its own.
 
-    Raises RuntimeError with its last words if one does not start.
+    Raises PeerDied with its last words if one does not start.
     """
     found = []
     if settings.vllm is not None:
@@ -87,7 +87,7 @@ async def _start_vllm(
 ) -> peer_process.Ask:
     """Start vLLM, and our drafter if the method has one. It dials vLLM's scheduler, which is ours.
 
-    Asking raises RuntimeError with the drafter's last words if it has died.
+    Asking raises PeerDied with the drafter's last words if it has died.
     """
     flags = ["--dtype", "auto", "--max-sequences", str(MOST_AT_ONCE)]
     listen = f"{LOOPBACK}:{free_port()}"
@@ -110,7 +110,7 @@ async def _start_vllm(
         """Send a task as a line, and read its answer."""
         answer = await asked(task)
         if not await drafter.alive():
-            raise RuntimeError(f"the drafter died: {(await drafter.tail())[-5:]}")
+            raise peer_process.PeerDied(f"the drafter died: {(await drafter.tail())[-5:]}")
         return answer
 
     return ask

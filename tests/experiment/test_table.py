@@ -17,7 +17,8 @@ from outrider_bench.experiment.traffic import Encoder, Request
 from outrider_bench.prompt_files import Prompt, read
 from outrider_bench.sample import Sample
 from outrider_bench.settings import TABLE_WAYS, TableSettings
-from outrider_bench.table.measure import measured, prompts_of, turns
+from outrider_bench.table.measure import Compared, measured, prompts_of, turns
+from outrider_bench.table.peer_process import PeerDied
 from outrider_bench.table.report import markdown
 from outrider_bench.table.rows import Answer, Row, Turn
 from outrider_bench.table.ways import Way, stacks
@@ -121,7 +122,7 @@ async def test_every_way_is_asked_the_same_and_the_first_one_changes(encoder: En
     prompts = {"a": [Prompt(kind="a", text=text) for text in ("one", "two", "three")]}
     ways = [way("plain"), way("b", most=1), way("grammar", grammars="needed")]
     ways.append(way("b, always", always=True, most=1))
-    rows = [row async for row in measured(settings, prompts, encoder, ways, math.inf)]
+    rows = [row async for row in measured(settings, prompts, encoder, Compared(ways, []), math.inf)]
     assert [row.way for row in rows] == [
         *("plain", "b", "b, always"),
         *("b", "b, always", "plain"),
@@ -132,7 +133,32 @@ async def test_every_way_is_asked_the_same_and_the_first_one_changes(encoder: En
     ]
     measured_tenants = [tenant for _, _, tenant in asked if tenant != "warm-up"]
     assert len(set(measured_tenants)) == 2 * 2 + 2 + 1
-    assert not [row async for row in measured(settings, prompts, encoder, ways, 0.0)]
+    compared = Compared(ways, [])
+    assert not [row async for row in measured(settings, prompts, encoder, compared, 0.0)]
+
+
+async def test_a_peer_that_dies_costs_its_own_rows_alone(encoder: Encoder) -> None:
+    def way(name: str, answers: int) -> Way:
+        left = iter(range(answers))
+
+        async def ask(requests: Sequence[Request], temperature: float, tenant: str) -> Answer:
+            if next(left, None) is None:
+                raise PeerDied(f"{name} died: out of memory")
+            return Answer(Sample(4, 1.0), {}, ("x",) * len(requests))
+
+        return Way(name, ask)
+
+    settings = _settings(count=3, temperatures=[0.0])
+    prompts = {"a": [Prompt(kind="a", text=text) for text in ("one", "two", "three", "four")]}
+    # The first answer of each way warms it up.
+    compared = Compared([way("plain", 99), way("vllm", 2), way("never", 0)], [])
+    rows = [row async for row in measured(settings, prompts, encoder, compared, math.inf)]
+    assert sorted(row.way for row in rows) == ["plain", "plain", "plain", "vllm"]
+    assert [line.partition(",")[0] for line in compared.missing] == [
+        "never from here on",
+        "vllm from here on",
+    ]
+    assert "out of memory" in compared.missing[0]
 
 
 async def test_grammars_are_compiled_before_any_answer_counts(encoder: Encoder) -> None:
@@ -152,7 +178,7 @@ async def test_grammars_are_compiled_before_any_answer_counts(encoder: Encoder) 
     }
     ways = [way("plain"), way("transformers", grammars="none")]
     settings = _settings(count=1, temperatures=[0.0])
-    [row async for row in measured(settings, prompts, encoder, ways, math.inf)]
+    [row async for row in measured(settings, prompts, encoder, Compared(ways, []), math.inf)]
     assert asked[:2] == [("plain", each, "warm-up") for each in grammars]
     assert all(grammar is None for name, grammar, _ in asked if name == "transformers")
 
