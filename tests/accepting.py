@@ -13,14 +13,14 @@ from verifier_svc.verification.draft import AcceptResult, Draft
 
 
 def accept(
-    logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: float | None = None
+    logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rates: Sequence[float] = ()
 ) -> list[AcceptResult]:
     """Accept or reject every draft of a batch at once.
 
     The engine lays out an `Acceptance` before its forward.
     """
     staging = Staging(logits_RV.device)
-    acceptance = Acceptance(drafts, staging, TokenCounts(), synthetic_rate)
+    acceptance = Acceptance(drafts, staging, TokenCounts(), synthetic_rates)
     staging.send()
     masks = [draft.context.mask for draft in drafts]
     return acceptance.results(logits_RV, masks)[0]

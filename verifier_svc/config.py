@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -82,7 +82,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
         "threads": "Model",
         "listen": "Addresses",
         "max_batch_tokens": "Batches and memory",
-        "synthetic_acceptance_rate": "Drafts",
+        "synthetic_acceptance_rates": "Drafts",
         "drain_seconds": "Process",
     }
 
@@ -161,12 +161,22 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """Share of a GPU's memory that this process takes at most: for the weights, the KV cache and
     the largest step. Drafters on the same GPU need the rest. Unused with `page_count`."""
 
-    synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
-    """For benchmarks only: accept draft tokens at this rate and ignore the target. Every response
-    is marked."""
+    synthetic_acceptance_rates: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[])
+    """For benchmarks only: ignore the target, and accept drafts up to each position at these rates,
+    which may not rise. Positions after the last one go on at the ratio of the last two; a single
+    rate holds for each token. Every response is marked."""
 
     drain_seconds: float = Field(10.0, ge=0)
     """Longest time for running requests to finish after SIGTERM."""
+
+    @field_validator("synthetic_acceptance_rates")
+    @classmethod
+    def _fall(cls, rates: list[float]) -> list[float]:
+        if rates != sorted(rates, reverse=True):
+            raise ValueError(
+                "the rates may not rise: a draft holds up to a position or ends before"
+            )
+        return rates
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:
@@ -189,7 +199,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
         names = (
             "sampled_drafts",
             "sampled_rule",
-            "synthetic_acceptance_rate",
+            "synthetic_acceptance_rates",
         )
         values = {name.replace("_", "-"): getattr(self, name) for name in names}
         return {

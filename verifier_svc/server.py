@@ -273,8 +273,8 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
         settings.max_batch_tokens,
         settings.max_sequences,
         max_drafters=settings.max_drafters,
-        # `synthetic_acceptance_rate` applies to the main path alone, so trees are off.
-        draft_trees=settings.draft_trees and settings.synthetic_acceptance_rate is None,
+        # `synthetic_acceptance_rates` apply to the main path alone, so trees are off.
+        draft_trees=settings.draft_trees and not settings.synthetic_acceptance_rates,
     )
 
 
@@ -289,7 +289,7 @@ def _draft_verifier(
 ) -> DraftVerifier:
     [rule] = [rule for rule in AcceptanceRule if rule.label == settings.sampled_rule]
     thinking_ids = _thinking_ids(tokenizer)
-    return DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate, device)
+    return DraftVerifier(rule, thinking_ids, tuple(settings.synthetic_acceptance_rates), device)
 
 
 def _thinking_ids(tokenizer: Tokenizer) -> tuple[int, int] | None:

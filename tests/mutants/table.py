@@ -66,8 +66,8 @@ MUTANTS = (
         "A9",
         "noise depends on the place in the batch",
         ROWS,
-        "offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)",
-        "offsets = np.arange(len(seeds))",
+        "offsets: np.ndarray = np.arange(len(first_R)) - first_R",
+        "offsets: np.ndarray = np.arange(len(first_R))",
         IN_ANY_BATCH,
     ),
     Mutant(

@@ -18,7 +18,7 @@ def acceptance_settings(**changed: Any) -> dict[str, str]:
     [
         ("sampled_drafts", True),
         ("sampled_rule", "token-wise"),
-        ("synthetic_acceptance_rate", 0.5),
+        ("synthetic_acceptance_rates", [0.5, 0.25]),
     ],
 )
 def test_a_setting_that_changes_how_tokens_are_chosen_is_among_them(name: str, value: Any) -> None:

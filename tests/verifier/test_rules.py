@@ -247,3 +247,23 @@ def test_lossy_acceptance_is_never_sampled_and_says_so() -> None:
     assert acceptance_rule(exact, AcceptanceRule.BLOCK, False) is AcceptanceRule.BLOCK
     assert acceptance_rule(exact, None, False) is AcceptanceRule.COUPLED
     assert acceptance_rule(exact, None, True).lossy
+
+
+def test_synthetic_drafts_are_accepted_up_to_each_position_at_its_rate() -> None:
+    count, length = 4000, 4
+    drafts = [
+        Draft(
+            Context(SamplingParams(0.0), [1], 1, [2] * length, frozenset()),
+            seed,
+            AcceptanceRule.SYNTHETIC,
+        )
+        for seed in range(count)
+    ]
+    # The target never agrees. The rates end before the draft does, so their last ratio goes on.
+    logits_RV = torch.zeros(count * (length + 1), 4)
+    logits_RV[:, 3] = 1.0
+    found = accept(logits_RV, drafts, (0.8, 0.6, 0.3))
+    for position, rate in enumerate((0.8, 0.6, 0.3, 0.15)):
+        reached = sum([result.accepted_count > position for result in found]) / count
+        assert reached == pytest.approx(rate, abs=0.035)
+    assert {result.next_token for result in found} == {3}

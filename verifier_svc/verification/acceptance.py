@@ -47,27 +47,30 @@ class Acceptance:
         drafts: Sequence[Draft],
         staging: Staging,
         counts: TokenCounts,
-        synthetic_rate: float | None = None,
+        synthetic_rates: Sequence[float] = (),
     ) -> None:
-        """With a `synthetic_rate`, draft tokens are accepted at that rate whatever the target says.
+        """With `synthetic_rates`, drafts are accepted at these rates whatever the target says.
 
-        Only benchmarks need that; of a tree, it accepts first children alone. `counts` are those
-        of the sequences' texts. Raises ValueError for a tree that was sampled.
+        A draft's tokens up to position i are all accepted with the probability of rate i. Only
+        benchmarks need that; of a tree, it accepts first children alone. `counts` are those of the
+        sequences' texts. Raises ValueError for a tree that was sampled.
         """
         self._drafts = drafts
-        self._is_synthetic = synthetic_rate is not None
+        self._is_synthetic = bool(synthetic_rates)
         self._adjustments = Adjustments([draft.context for draft in drafts], staging, counts)
         self._rows: Rows | None = None
         self._draws: _Draws | None = None
         self._synthetic_R: Staged | None = None
         needs_probs = [draft for draft in drafts if draft.needs_probs]
-        if synthetic_rate is None and not needs_probs:
+        if not synthetic_rates and not needs_probs:
             return  # the likeliest tokens are all that is needed
         self._rows = Rows(drafts, staging)
         if needs_probs:
             self._draws = _Draws(self._rows, staging)
-        if synthetic_rate is not None:
-            self._synthetic_R = staging.add(self._rows.uniform(Purpose.ACCEPT) < synthetic_rate)
+        if synthetic_rates:
+            positions_R = np.minimum(self._rows.offsets, len(synthetic_rates) - 1)
+            chances_R = _chances(synthetic_rates)[positions_R]
+            self._synthetic_R = staging.add(self._rows.uniform(Purpose.ACCEPT) < chances_R)
 
     def results(
         self,
@@ -399,3 +402,12 @@ def _judged(rule: AcceptanceRule, rows: Rows) -> list[tuple[int, SpeculationOpti
                 judged = [(row, i) for row, i in judged if draft.thinking[i]]
             found += [(first + row, draft.options) for row, _ in judged]
     return found
+
+
+def _chances(rates: Sequence[float]) -> np.ndarray:
+    """The chance of each position's token after all tokens before it; the last one goes on.
+
+    The rates are those of whole drafts up to each position.
+    """
+    before = (1.0, *rates[:-1])
+    return np.array([rate / (last or 1.0) for rate, last in zip(rates, before, strict=True)])

@@ -72,8 +72,8 @@ class DraftVerifier:
     """The rule for drafts that a trusted drafter sampled."""
     thinking_ids: tuple[int, int] | None = None
     """The tokens that begin and end the thinking phase; None if the model has none."""
-    synthetic_rate: float | None = None
-    """If set, draft tokens are accepted at this rate whatever the target says."""
+    synthetic_rates: SequenceOf[float] = ()
+    """If not empty, drafts are accepted by these, whatever the target says; see `Acceptance`."""
     device: torch.device = _CPU
     """The device of the logits."""
     counts: TokenCounts = field(default_factory=TokenCounts)
@@ -82,7 +82,7 @@ class DraftVerifier:
         """Lay a batch out on the host, and send the device what it needs, in one copy."""
         staging = Staging(self.device)
         drafts = [self._draft(scheduled) for scheduled in batch if scheduled.samples]
-        acceptance = Acceptance(drafts, staging, self.counts, self.synthetic_rate)
+        acceptance = Acceptance(drafts, staging, self.counts, self.synthetic_rates)
         rules = [draft.rule for draft in drafts]
         wanting = [
             scheduled
@@ -107,7 +107,7 @@ class DraftVerifier:
         asked = assignment is not None and assignment.distribution is DraftDistribution.SPARSE
         if asked and tree.distributions:
             sampled = self.sampled_rule
-        rule = acceptance_rule(request, sampled, self.synthetic_rate is not None)
+        rule = acceptance_rule(request, sampled, bool(self.synthetic_rates))
         thinking: SequenceOf[bool] = ()
         if rule is AcceptanceRule.RELAXED:
             thinking = self._thinking(sequence.tokens, tree.token_ids, tree.parents)

@@ -74,11 +74,18 @@ class Rows:
         return found
 
     @cached_property
+    def offsets(self) -> np.ndarray:
+        """How many rows of the same sequence come before each row; [R]."""
+        first_R: np.ndarray = np.repeat(self._first_B, self._counts_B)
+        offsets: np.ndarray = np.arange(len(first_R)) - first_R
+        return offsets
+
+    @cached_property
     def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
         """Each row's seed, and the position of its token; [R] each."""
         seeds_B = np.array([draft.seed for draft in self.drafts], np.uint64)
         seeds: np.ndarray = np.repeat(seeds_B, self._counts_B)
-        offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)
+        offsets = self.offsets.copy()
         for b, draft in self._trees:
             first = self._first_B[b]
             offsets[first : first + draft.context.row_count] = draft.context.depths

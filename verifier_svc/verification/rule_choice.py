@@ -21,7 +21,7 @@ drafter that joins before or after a trusted one.
 | acceptance TYPICAL | any             | as if sampled otherwise   | TYPICAL (lossy)               |
 | acceptance RELAXED | any             | as if sampled otherwise   | RELAXED when thinking (lossy) |
 
-With --synthetic-acceptance-rate every draft is verified by SYNTHETIC.
+With --synthetic-acceptance-rates every draft is verified by SYNTHETIC.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _NATIVE_ONLY = {
     "sampled_drafts": False,
     "feature_states": [],
     "feature_projection": [],
-    "synthetic_acceptance_rate": None,
+    "synthetic_acceptance_rates": [],
     "page_count": None,
 }
 # Arguments on which drafts, noise and log probabilities depend.

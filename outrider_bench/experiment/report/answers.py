@@ -71,8 +71,8 @@ def _texts(results: Results) -> Iterator[str]:
     for cell in results.cells:
         measured = results.measurements.get((cell.key, "measured"), [])
         digests = [found.texts_sha256 for _, found in measured if found.texts_sha256]
-        # At a synthetic acceptance rate, drafts decide the text.
-        exact = "synthetic_acceptance_rate" not in cell.experiment.target.settings
+        # At synthetic acceptance rates, drafts decide the text.
+        exact = "synthetic_acceptance_rates" not in cell.experiment.target.settings
         if exact and cell.experiment.workload.temperature == 0 and len(digests) > 1:
             checked += 1
             if len(set(digests)) > 1:
