@@ -15,6 +15,7 @@ from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, Measuremen
 from outrider_bench.experiment.spec import Cell, Experiment, load
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
+from outrider_bench.simulator.simulation import Simulation
 
 DRAFTERS = {
     "words": {"family": "ngram", "link": "wire"},
@@ -22,6 +23,7 @@ DRAFTERS = {
     "pinned": {"family": "model", "threads": 1, "cores": "0"},
     "there": {"family": "model", "threads": 1, "host": "far"},
     "socket": {"family": "ngram", "transport": "unix"},
+    "card": {"family": "model", "threads": 1, "device": "cuda"},
 }
 
 
@@ -64,6 +66,26 @@ def test_a_link_of_the_cell_is_added_to_the_profiles_round_trip() -> None:
 def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards() -> None:
     [drafter] = scenario(use=["pinned"], target={"threads": 1, "cores": "0"}).drafters
     assert (drafter.on_target_device, drafter.interference, drafter.slowness) == (True, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "shares"),
+    [("card", None, True), ("pinned", "0", True), ("near", "0", True), ("near", None, False)],
+)
+def test_the_simulated_engine_knows_which_drafter_shares_the_targets_device(
+    name: str, cores: str | None, shares: bool
+) -> None:
+    found = scenario(use=[name], target={"threads": 1, "cores": cores})
+    simulation = Simulation(found, 1)
+    seen: list[bool] = []
+
+    def look() -> None:
+        drafting = simulation.verifiers["verifier-1"].engine.drafting
+        seen.extend(each.on_target_device for each in drafting.roster.connected.values())
+
+    simulation.events.at(0.1, look)
+    simulation.run()
+    assert seen == [shares]
 
 
 def test_a_drafter_on_other_cores_slows_forwards_as_in_the_profiles_load() -> None:
