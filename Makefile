@@ -51,14 +51,11 @@ test-together:
 bench: $(VENV)/installed-bench
 	$(BIN)/outrider lab bench $(BENCH)
 
-# The folders whose files a test imports by their bare names, as pytest does; for `mypy`.
-TEST_FOLDERS = $(shell find tests -type d ! -name '*__' ! -name mutants | paste -sd:)
-
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	MYPYPATH=.:$(TEST_FOLDERS) $(BIN)/mypy --config-file tests/mypy.ini
+	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/lint-imports --no-cache
 
 proto: $(VENV)/installed-dev

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from tree_paths import path_to
 
+from tests.tree_paths import path_to
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence as Request

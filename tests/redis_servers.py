@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from certificates import Site
-from waiting import wait_until
 
 from outrider.process.network.ports import free_port
 from outrider.process.redis.server import RedisServer
+from tests.certificates import Site
+from tests.waiting import wait_until
 
 OPERATIONS = (Path(__file__).parents[1] / "docs/operations.md").read_text()
 PASSWORD = "correct horse"

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from waiting import wait_until
-
 from outrider.process.network.ports import free_port
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 _START_S = 180

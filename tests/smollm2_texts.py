@@ -10,7 +10,6 @@ from itertools import chain, zip_longest
 
 import pytest
 import torch
-from stack import Client
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -19,6 +18,7 @@ from outrider.gguf import pretrained
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.smollm2 import gguf_file
 from outrider.tokenizer import end_token_ids, load_tokenizer
+from tests.stack import Client
 
 COUNT = int(os.environ.get("OUTRIDER_SMOLLM2_TEXTS", "12"))
 """How many texts a test asks for, at most 216."""

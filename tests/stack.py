@@ -20,8 +20,6 @@ from typing import Any, Self
 
 import grpc
 import httpx
-from raw_drafter import RawDrafter
-from waiting import until
 
 from outrider.process.network import rpc
 from outrider.process.network.ports import free_port
@@ -36,6 +34,8 @@ from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
 from outrider.tokenizer import load_tokenizer
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+from tests.raw_drafter import RawDrafter
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
 TARGET = str(ROOT / "models/target")

@@ -1,17 +1,13 @@
 """Two gateways for released clients: of the bundled pair, and of a scripted model."""
 
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
-
-from gateway_rig import Rig
-from scripted_model import MODEL, running_scripted
-from stack import GatewayProcess, Stack, running
+from tests.agents.scripted_model import MODEL, running_scripted
+from tests.gateway.gateway_rig import Rig
+from tests.stack import GatewayProcess, Stack, running
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gateway_rig import TARGET, Rig, running_rig, settings
-from scripted_verifier import Script, Step, last, plain, ready, serving
-
 from gateway.text.prompts import Prompts
 from outrider.protocol.messages import FinishReason, TokenRequest
+from tests.gateway.gateway_rig import TARGET, Rig, running_rig, settings
+from tests.gateway.scripted_verifier import Script, Step, last, plain, ready, serving
 
 MODEL = "outrider"
 RESULT = "21 degrees"

@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 
 import pytest
-from gateway_rig import Rig
-from scripted_model import ANSWER, RESULT
+
+from tests.agents.scripted_model import ANSWER, RESULT
+from tests.gateway.gateway_rig import Rig
 
 HERE = Path(__file__).parent
 INSTALLED = HERE.parents[1] / "build/agents"

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from certificates import Site
-from stack import Answers, Client, Process, Stack, prompts, running
 
 from outrider.conformance.kit import Kit
 from outrider.conformance.rules import Outcome
 from outrider.protocol.messages import SamplingParams, SpeculationOptions
+from tests.certificates import Site
+from tests.stack import Answers, Client, Process, Stack, prompts, running
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 COMMANDS = {

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from stack import TARGET, Client, Process, Stack, prompts, running
 from transformers import AutoModelForCausalLM
 
 from outrider.conformance.kit import HIDDEN_SIZE, Kit
 from outrider.conformance.rules import Outcome
 from outrider.protocol.messages import SamplingParams, SpeculationOptions
+from tests.stack import TARGET, Client, Process, Stack, prompts, running
 
 GO = Path(__file__).parents[2] / "clients/go"
 TOOLS = ["go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"]

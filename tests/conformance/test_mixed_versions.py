@@ -7,12 +7,12 @@ from typing import get_args
 
 import grpc
 import pytest
-from other_versions import Part, Version, relaying
-from stack import Answers, Client, Process, Stack, running
 
 from outrider.errors import Reason
 from outrider.process.network import rpc_errors
 from outrider.protocol.messages import SamplingParams, SpeculationOptions
+from tests.conformance.other_versions import Part, Version, relaying
+from tests.stack import Answers, Client, Process, Stack, running
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.8, seed=7)

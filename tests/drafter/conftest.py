@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from family_rig import Rig
 from transformers import AutoModelForCausalLM
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner
 from outrider.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from scripted_drafts import ScriptedVerifier
-
-# The tests import the helpers that are in this directory.
-sys.path.insert(0, str(Path(__file__).parent))
+from tests.drafter.scripted_drafts import ScriptedVerifier, serving
+from tests.family_rig import Rig
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
 TEXTS = [
@@ -36,8 +29,6 @@ TEXTS = [
 
 @pytest.fixture
 async def verifier() -> AsyncIterator[ScriptedVerifier]:
-    from scripted_drafts import ScriptedVerifier, serving
-
     async with serving(ScriptedVerifier()) as verifier:
         yield verifier
 
@@ -71,8 +62,7 @@ def make(runner: ModelRunner, thread: ThreadPoolExecutor) -> Callable[..., Rig]:
     """Makes a rig of the draft model, with settings of ModelFamily and DraftModel."""
 
     def make(*, vocab_size: int = 0, branch_count: int = 0, **settings: int) -> Rig:
-        # No setting that the tests pass is a grammar.
-        model = DraftModel(runner, thread, **settings)  # type: ignore[arg-type]
+        model = DraftModel(runner, thread, **settings)
         return Rig(ModelFamily(model, vocab_size or runner.vocab_size, branch_count=branch_count))
 
     return make

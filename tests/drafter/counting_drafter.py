@@ -7,9 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from family_rig import opened_sequence
-from scripted_drafts import FINGERPRINT
-
 from drafter_svc.families.base import Family
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.observer import CountingObserver
@@ -18,6 +15,8 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.stream import DraftStream
 from outrider.protocol.draft_messages import Hello, Opened, Window
 from outrider.protocol.model_info import ModelInfo
+from tests.drafter.scripted_drafts import FINGERPRINT
+from tests.family_rig import opened_sequence
 
 WINDOW = Window(16, 4)
 TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from family_rig import GREEDY, Rig, opened_sequence
-
 from outrider.protocol.draft_messages import Opened, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
+from tests.family_rig import GREEDY, Rig, opened_sequence
 
 Make = Callable[..., Rig]
 """Makes a rig of the draft model, with settings of ModelFamily and DraftModel."""

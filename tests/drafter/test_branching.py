@@ -3,13 +3,13 @@
 from itertools import pairwise
 
 import pytest
-from family_rig import opened_sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_svc.branching import Branch, fan_out, offer_likeliest
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Window
+from tests.family_rig import opened_sequence
 
 
 @given(st.floats(0, 1), st.integers(0, 8), st.integers(0, 40))

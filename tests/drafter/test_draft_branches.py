@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draft_model_rig import Greedy, Make, opened
-from family_rig import Rig
 
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import Proposal
 from outrider.protocol.messages import DraftDistribution, SamplingParams
+from tests.drafter.draft_model_rig import Greedy, Make, opened
+from tests.family_rig import Rig
 
 DEPTH = 9
 Reference = Callable[[list[int]], torch.Tensor]

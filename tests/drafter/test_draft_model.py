@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_model_rig import Greedy, Make, guesses_of, opened
-from family_rig import Rig
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import Skip
+from tests.drafter.draft_model_rig import Greedy, Make, guesses_of, opened
+from tests.family_rig import Rig
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from draft_model_rig import Make, guesses_of, opened
-from family_rig import Rig
 from scipy import stats
 
 from outrider.protocol.draft_messages import Opened, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import Purpose, uniforms
+from tests.drafter.draft_model_rig import Make, guesses_of, opened
+from tests.family_rig import Rig
 
 
 def sampled(

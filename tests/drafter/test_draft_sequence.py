@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from family_rig import opened_sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from outrider.protocol.draft_messages import (
     Window,
 )
 from outrider.protocol.wire.drafts import drafts_from_proto, drafts_to_proto
+from tests.family_rig import opened_sequence
 
 WINDOW = Window(token_count=12, depth=6)
 PROMPT = [7, 7, 7]

@@ -6,10 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from counting_drafter import TRACEPARENT, Counting, Drafter, opened, running
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
-from waiting import until
 
 from outrider.drafter import dialled
 from outrider.drafter import stream as stream_module
@@ -25,6 +22,9 @@ from outrider.protocol.draft_messages import (
 from outrider.protocol.limits import MAX_BATCH_TOKENS
 from outrider.protocol.model_info import Stage
 from outrider.protocol.wire.drafts import drafts_from_proto, drafts_to_proto
+from tests.drafter.counting_drafter import TRACEPARENT, Counting, Drafter, opened, running
+from tests.drafter.scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
+from tests.waiting import until
 
 
 async def test_it_says_hello_and_drafts_ahead_up_to_the_window(

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_model_rig import GREEDY, Make, opened
-from family_rig import Rig
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, Proposal, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_top, target_probs
+from tests.drafter.draft_model_rig import GREEDY, Make, opened
+from tests.family_rig import Rig
 
 DEPTH = 4
 # On the target's cores the window ends with the next step. Elsewhere the drafter runs ahead.

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from drafter_process import ROOT, python
-from family_rig import Rig, opened_sequence
-from scripted_drafts import ScriptedVerifier, Stream
 
 from outrider.drafter import GuessStrategy, coupled_draw
 from outrider.protocol.draft_messages import (
@@ -25,6 +22,9 @@ from outrider.protocol.draft_messages import (
 )
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_sample
+from tests.drafter.drafter_process import ROOT, python
+from tests.drafter.scripted_drafts import ScriptedVerifier, Stream
+from tests.family_rig import Rig, opened_sequence
 
 EXAMPLE = ROOT / "examples/ngram_drafter.py"
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from counting_drafter import opened
-from drafter_process import ROOT, SERVING, drafter, health
-from scripted_drafts import READY, ScriptedVerifier
 from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
 from drafter_svc.__main__ import read_settings
 from drafter_svc.families.registry import find_family, known_families
 from outrider.process.network.ports import free_port
 from outrider.tokenizer import fingerprint, load_tokenizer
+from tests.drafter.counting_drafter import opened
+from tests.drafter.drafter_process import ROOT, SERVING, drafter, health
+from tests.drafter.scripted_drafts import READY, ScriptedVerifier
 
 DRAFT = str(ROOT / "models/draft")
 TEXT = [5, 6, 7, 8, 5, 6]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from family_rig import GREEDY, Rig, opened_sequence
 
 from drafter_svc.families.base import Family
 from drafter_svc.families.draft_model import DraftModel
@@ -23,6 +22,7 @@ from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import Opened, Skip, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.tokenizer import load_tokenizer
+from tests.family_rig import GREEDY, Rig, opened_sequence
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
 REPEATING = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]

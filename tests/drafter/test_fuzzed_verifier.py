@@ -12,11 +12,8 @@ from itertools import count
 
 import pytest
 import pytest_asyncio
-from counting_drafter import Drafter, opened, running
-from hostile_messages import fuzzing, wire
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_drafts import READY, ScriptedVerifier, Stream, serving
 
 from outrider.drafter import dialled
 from outrider.protocol.draft_messages import (
@@ -30,6 +27,9 @@ from outrider.protocol.draft_messages import (
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import drafts_pb2, verifier_pb2
+from tests.drafter.counting_drafter import Drafter, opened, running
+from tests.drafter.scripted_drafts import READY, ScriptedVerifier, Stream, serving
+from tests.hostile_messages import fuzzing, wire
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

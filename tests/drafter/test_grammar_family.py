@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_rig import Rig, opened_sequence
 
 from drafter_svc.families.grammar import GrammarFamily, Grammars, GrammarSettings
 from drafter_svc.metrics import DrafterMetrics
@@ -22,6 +21,7 @@ from outrider.grammar import compiler
 from outrider.grammar.backends import Compiled, Libraries
 from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.protocol.draft_messages import Skip, Window
+from tests.family_rig import Rig, opened_sequence
 
 TARGET = "models/target"
 PROMPT = "<|user|>Go on.<|end|><|assistant|>"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from toy_grammars import Ladder
-
 from drafter_svc.grammar_state import GrammarState
+from tests.toy_grammars import Ladder
 
 
 def allowed(state: GrammarState, output: list[int]) -> list[int] | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from family_rig import opened_sequence
-
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Proposal, Verdict, Window
+from tests.family_rig import opened_sequence
 
 CHAIN = Window(token_count=4, depth=4)
 TREE = Window(token_count=16, depth=4)

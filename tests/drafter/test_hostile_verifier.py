@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
-from counting_drafter import Counting, Drafter, opened, running
-from scripted_drafts import ScriptedVerifier
-from waiting import until
 
 from outrider.drafter import stream as stream_module
 from outrider.drafter.draft_sequence import DraftSequence
@@ -16,6 +13,9 @@ from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2, verifier_pb2
+from tests.drafter.counting_drafter import Counting, Drafter, opened, running
+from tests.drafter.scripted_drafts import ScriptedVerifier
+from tests.waiting import until
 
 GARBAGE = b"\xff" * 30
 SENSELESS = {

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from draft_model_rig import guesses_of, opened
-from family_rig import GREEDY, Rig
-from other_vocabularies import MODEL, order_of, save_llama_like, save_model
 from transformers import AutoModelForCausalLM
 
 from drafter_svc.families.draft_model import DraftModel
@@ -28,6 +25,9 @@ from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import DraftBatch
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.tokenizer import load_tokenizer
+from tests.drafter.draft_model_rig import guesses_of, opened
+from tests.family_rig import GREEDY, Rig
+from tests.other_vocabularies import MODEL, order_of, save_llama_like, save_model
 
 SAMPLED = SamplingParams(0.8, seed=11)
 ORDERS = {"permuted": order_of(1), "smaller": order_of(2, 0.3)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draft_model_rig import Greedy, Make, guesses_of, opened
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from drafter_svc.families.cached_draft import CachedDraft
@@ -15,6 +14,7 @@ from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import coupled_draw
+from tests.drafter.draft_model_rig import Greedy, Make, guesses_of, opened
 
 UNKNOWN = 77
 MODEL = "models/draft"

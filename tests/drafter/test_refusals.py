@@ -13,9 +13,6 @@ from typing import Any
 
 import grpc
 import pytest
-from counting_drafter import Drafter
-from family_rig import opened_sequence
-from scripted_drafts import ScriptedVerifier, serving
 
 from gateway.upstream.verifier_stream import VerifierStream
 from outrider.errors import OutriderError, Reason
@@ -29,6 +26,9 @@ from outrider.process.network import rpc, rpc_errors, stream_status
 from outrider.protocol.draft_messages import StepBatch, Window
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.drafter.counting_drafter import Drafter
+from tests.drafter.scripted_drafts import ScriptedVerifier, serving
+from tests.family_rig import opened_sequence
 
 REFUSAL = OutriderError(Reason.CERTIFICATE_NOT_ALLOWED, "this certificate may not do that")
 MOST_S = 20.0

@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
-from family_rig import opened_sequence
 
 from drafter_svc.families.base import Family
 from outrider.drafter.draft_sequence import DraftSequence
@@ -26,6 +25,7 @@ from outrider.protocol.draft_messages import (
     Welcome,
     Window,
 )
+from tests.family_rig import opened_sequence
 
 WINDOW = Window(16, 4)
 

@@ -8,16 +8,16 @@ import time
 from pathlib import Path
 
 import httpx
-from counting_drafter import opened
-from drafter_process import NOT_SERVING, SERVING, drafter, health
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_drafts import ScriptedVerifier, serving
-from waiting import until
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.network import rpc_errors
 from outrider.process.network.ports import free_port
 from outrider.protocol.draft_messages import StepBatch
+from tests.drafter.counting_drafter import opened
+from tests.drafter.drafter_process import NOT_SERVING, SERVING, drafter, health
+from tests.drafter.scripted_drafts import ScriptedVerifier, serving
+from tests.waiting import until
 
 
 def flags(*verifiers: ScriptedVerifier) -> list[str]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from draft_model_rig import opened
-from family_rig import Rig
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import DraftBatch
+from tests.drafter.draft_model_rig import opened
+from tests.family_rig import Rig
 
 Work = Coroutine[Any, Any, DraftBatch]
 Drafting = asyncio.Task[DraftBatch]

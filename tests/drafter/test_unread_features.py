@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from counting_drafter import Counting, opened
-from waiting import until
-
 from outrider.drafter.step_queue import MAX_FEATURE_BYTES
 from outrider.drafter.stream import Observer, _Connection
 from outrider.protocol.draft_messages import (
@@ -18,6 +15,8 @@ from outrider.protocol.draft_messages import (
     Verdict,
     Welcome,
 )
+from tests.drafter.counting_drafter import Counting, opened
+from tests.waiting import until
 
 WIDTH = 2**19
 """Numbers of a feature, which takes 1 MiB."""

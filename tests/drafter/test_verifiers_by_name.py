@@ -8,10 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
-from counting_drafter import Drafter, opened
-from drafter_process import drafter
-from scripted_drafts import ScriptedVerifier
-from waiting import until
 
 from drafter_svc.config import settings_schema
 from outrider.drafter.serve import DraftStreams
@@ -19,6 +15,10 @@ from outrider.drafter.stream import DraftStream
 from outrider.errors import OutriderError, Reason
 from outrider.process.network import addresses, rpc_errors
 from outrider.process.network.addresses import Addresses
+from tests.drafter.counting_drafter import Drafter, opened
+from tests.drafter.drafter_process import drafter
+from tests.drafter.scripted_drafts import ScriptedVerifier
+from tests.waiting import until
 
 REPEATING = opened(tokens=(5, 6, 7, 8, 5, 6))
 STRANGE = OutriderError(Reason.TOKENIZER_MISMATCH, "the drafter's tokenizer is another")

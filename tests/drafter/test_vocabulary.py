@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from other_vocabularies import MODEL, files_of, order_of, save_llama_like
 
 from drafter_svc.families.vocabulary import TokenTable, Vocabulary, load_vocabulary
 from outrider.errors import OutriderError
 from outrider.grammar.tokens import token_bytes
 from outrider.tokenizer import end_token_ids, load_tokenizer
+from tests.other_vocabularies import MODEL, files_of, order_of, save_llama_like
 
 ROOT = Path(__file__).parents[2]
 CODE = Path(__file__).read_text()

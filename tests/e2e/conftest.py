@@ -1,14 +1,10 @@
 """A real stack for all end-to-end tests: a verifier and three drafters, each a process."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
-
-from stack import TARGET, Stack, running
+from tests.stack import TARGET, Stack, running
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 import pytest
-from smollm2_texts import answers, smollm2, tokens_of
-from stack import DRAFT, ROOT, TARGET, Client, Stack, prompt_texts, running
 
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
+from tests.smollm2_texts import answers, smollm2, tokens_of
+from tests.stack import DRAFT, ROOT, TARGET, Client, Stack, prompt_texts, running
 
 pytestmark = pytest.mark.slow  # A process for each drafter, and two targets.
 

@@ -8,13 +8,13 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from raw_drafter import RawDrafter
-from stack import TARGET, Client, Process, Stack
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import Reason
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.v1 import drafts_pb2
+from tests.raw_drafter import RawDrafter
+from tests.stack import TARGET, Client, Process, Stack
 
 FEATURES = drafts_pb2.CAPABILITY_FEATURES
 STATES = [3, 1]

@@ -7,14 +7,14 @@ from typing import Any
 
 import grpc
 import pytest
-from stack import Client, Stack
-from test_same_seed import PLAIN, request
 
 from outrider import __version__
 from outrider.errors import Reason
 from outrider.process.network import rpc_errors
 from outrider.protocol.messages import SamplingParams
 from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
+from tests.e2e.test_same_seed import PLAIN, request
+from tests.stack import Client, Stack
 
 GREEDY = SamplingParams(0.0)
 

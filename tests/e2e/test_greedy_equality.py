@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from stack import TARGET, Client, Stack, prompt_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from tests.stack import TARGET, Client, Stack, prompt_texts
 
 TOKENS = 64
 TIE = 1e-4

@@ -10,8 +10,6 @@ from typing import Any
 import grpc
 import jsonschema
 import pytest
-from json_schemas import schemas
-from stack import TARGET, Client, Stack
 
 from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.process.network import rpc_errors
@@ -23,6 +21,8 @@ from outrider.protocol.messages import (
 )
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.prompts import GRAMMARS, KINDS
+from tests.shared.json_schemas import schemas
+from tests.stack import TARGET, Client, Stack
 
 TOKENIZER = load_tokenizer(TARGET)
 PROMPT = TOKENIZER.encode("<|user|>Give an example as JSON.<|end|><|assistant|>").ids

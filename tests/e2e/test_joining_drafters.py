@@ -6,11 +6,11 @@ tests/verifier has drafters that lie, err or stall, on an engine with a small mo
 import asyncio
 
 import grpc
-from raw_drafter import RawDrafter
-from stack import Client, Stack
 
 from outrider.errors import Reason
 from outrider.v1 import common_pb2, drafts_pb2
+from tests.raw_drafter import RawDrafter
+from tests.stack import Client, Stack
 
 
 async def test_another_tokenizer_is_refused_with_both_fingerprints(stack: Stack) -> None:

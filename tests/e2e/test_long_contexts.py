@@ -17,8 +17,6 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from smollm2_texts import TIE, Reference, smollm2, tokens_of
-from stack import Client, Stack, running
 
 from outrider.protocol.messages import (
     FinishReason,
@@ -28,6 +26,8 @@ from outrider.protocol.messages import (
     TokenRequest,
 )
 from outrider.protocol.wire import requests as wire_requests
+from tests.smollm2_texts import TIE, Reference, smollm2, tokens_of
+from tests.stack import Client, Stack, running
 
 pytestmark = pytest.mark.slow  # A prompt of 8,100 tokens in float32.
 

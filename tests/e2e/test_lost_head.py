@@ -7,9 +7,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from stack import ROOT, TARGET, Client, Process, Stack, prompts, running
 
 from outrider.protocol.messages import SamplingParams, SpeculationOptions
+from tests.stack import ROOT, TARGET, Client, Process, Stack, prompts, running
 
 # tests/losslessness/test_heads.py loses each kind of head, in one process.
 pytestmark = pytest.mark.slow

@@ -6,10 +6,10 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from other_vocabularies import order_of, save_model
-from stack import ROOT, TARGET, Client, Stack, prompts, running
 
 from outrider.protocol.messages import SamplingParams, SpeculationOptions
+from tests.other_vocabularies import order_of, save_model
+from tests.stack import ROOT, TARGET, Client, Stack, prompts, running
 
 pytestmark = pytest.mark.slow  # It loads a target and three draft models.
 

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from stack import TARGET, Answers, Client, Stack, running
 
 from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
 from outrider_bench.sample import counters
+from tests.stack import TARGET, Answers, Client, Stack, running
 
 TEXTS = (
     "def read(path):\n    ",

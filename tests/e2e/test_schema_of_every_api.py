@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from secret_traps import SECRET, Traps, set_traps
-from stack import GatewayProcess, Stack
 
 from outrider.process.network import rpc_errors
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.shared.secret_traps import SECRET, Traps, set_traps
+from tests.stack import GatewayProcess, Stack
 
 ASK = [{"role": "user", "content": "Say something as JSON."}]
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import serving
-from waiting import wait_until
+
+from tests.serving import serving
+from tests.waiting import wait_until
 
 FLAGS = ("--target", "models/target", "--drafter", "ngram", "--model-name", "small")
 

@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from smollm2_texts import TOKENS, Reference, answers, is_chat, smollm2, tokens_of
-from stack import ROOT, Client, Stack, running
 
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol.messages import (
@@ -22,6 +20,8 @@ from outrider.protocol.messages import (
     TokenChunk,
     TokenRequest,
 )
+from tests.smollm2_texts import TOKENS, Reference, answers, is_chat, smollm2, tokens_of
+from tests.stack import ROOT, Client, Stack, running
 
 pytestmark = pytest.mark.slow  # A model of 135 million parameters in float32.
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-from smollm2_texts import smollm2
-from stack import TARGET, GatewayProcess, Process, Stack, running
 
 from outrider_bench.chaos.requests import COUNT, Answer, body
 from outrider_bench.raw_client import stream
+from tests.smollm2_texts import smollm2
+from tests.stack import TARGET, GatewayProcess, Process, Stack, running
 
 # The quick suite loses verifiers before a real gateway (tests/gateway/test_lost_sequences.py), goes
 # on in a real engine (tests/verifier/test_continuation.py) and over gRPC (test_fingerprints.py).

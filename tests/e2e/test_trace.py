@@ -6,8 +6,9 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from stack import TARGET, GatewayProcess, Stack
-from trace_collector import attributes, collecting
+
+from tests.stack import TARGET, GatewayProcess, Stack
+from tests.trace_collector import attributes, collecting
 
 LEFT = "c" * 32
 """Trace id of a request whose client leaves."""

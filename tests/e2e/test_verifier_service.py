@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-from stack import TARGET, Client, Stack, running
 
 from outrider.errors import Reason
 from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceStub
@@ -15,6 +14,7 @@ from outrider.process.network import rpc_errors
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Stage
 from outrider.protocol.wire import requests as wire_requests
+from tests.stack import TARGET, Client, Stack, running
 
 GREEDY = SamplingParams(temperature=0.0)
 GOOD = TokenRequest([5, 6, 7], 4, GREEDY)

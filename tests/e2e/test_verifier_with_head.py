@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from stack import ROOT, TARGET, Client, Process, Stack, prompts, running
 
 from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from tests.stack import ROOT, TARGET, Client, Process, Stack, prompts, running
 
 MODULE = "outrider_cli.verifier"
 HEAD = str(ROOT / "models/heads/eagle3")

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from made_up_profile import made_up_profile
 
 from outrider_bench.experiment.profile_record import Conditions
 from outrider_bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
@@ -13,6 +12,7 @@ from outrider_bench.experiment.report.results import Spread, read
 from outrider_bench.experiment.report.tables import tables
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.sample import Sample
+from tests.experiment.made_up_profile import made_up_profile
 
 COUNTERS = {
     "generation_tokens": 100.0,

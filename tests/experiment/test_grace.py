@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-from made_up_profile import made_up_profile
-from sys_trees import gb200
 
 from drafter_svc.placement import Topology, plan
 from outrider_bench.commands.run import main as run
@@ -14,6 +12,8 @@ from outrider_bench.experiment.records import DRAFTED, PLAIN
 from outrider_bench.experiment.spec import Cell, Experiment, drafters_of, load
 from outrider_bench.experiment.unmeasured import TOPOLOGIES, profile_of
 from outrider_bench.simulator import costs
+from tests.experiment.made_up_profile import made_up_profile
+from tests.sys_trees import gb200
 
 FILE = Path(__file__).parents[2] / "bench/experiments/grace.yaml"
 GRACE = load(FILE)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from made_up_profile import COSTS, made_up_profile
 
 from outrider_bench.commands.profile import main
 from outrider_bench.experiment.calibration import Served, Step
@@ -12,6 +11,7 @@ from outrider_bench.experiment.serving import Serving, busy, costs_of_serving, e
 from outrider_bench.experiment.unmeasured import load_profile
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.costs import Costs
+from tests.experiment.made_up_profile import COSTS, made_up_profile
 
 
 def test_a_profiles_file_round_trips(tmp_path: Path) -> None:

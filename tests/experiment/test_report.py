@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-import simulated_runs
 
 from outrider_bench.commands.report import main
 from outrider_bench.experiment.records import Folder
 from outrider_bench.experiment.report.answers import answers
 from outrider_bench.experiment.report.results import read
 from outrider_bench.experiment.report.tables import tables
+from tests.experiment import simulated_runs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 Row = dict[str, str]

@@ -7,13 +7,13 @@ from dataclasses import fields
 
 import pytest
 import pytest_asyncio
-from gateway_rig import TARGET, Rig, echo, is_ready, own_rig
-from mortal_verifiers import Site, running_site
-from scripted_verifier import Script, ready
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
+from tests.gateway.gateway_rig import TARGET, Rig, echo, is_ready, own_rig
+from tests.gateway.mortal_verifiers import Site, running_site
+from tests.gateway.scripted_verifier import Script, ready
+from tests.waiting import until
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gateway_rig import echo
-from scripted_verifier import Script, ready, serving
-from stack import GatewayProcess
-
 from gateway.text.prompts import Prompts
+from tests.gateway.gateway_rig import echo
+from tests.gateway.scripted_verifier import Script, ready, serving
+from tests.stack import GatewayProcess
 
 
 @asynccontextmanager

@@ -12,8 +12,6 @@ from typing import Any
 
 import httpx
 import openai
-from scripted_verifier import Script, Step, last, plain, ready, serving
-from waiting import until
 
 from gateway.config import GatewaySettings
 from gateway.metrics import GatewayMetrics
@@ -22,6 +20,8 @@ from gateway.text.prompts import Prompts
 from outrider.process.network import rpc
 from outrider.protocol.messages import FinishReason, TokenRequest
 from outrider.v1 import generation_pb2_grpc
+from tests.gateway.scripted_verifier import Script, Step, last, plain, ready, serving
+from tests.waiting import until
 
 TARGET = str(Path(__file__).parents[2] / "models/target")
 

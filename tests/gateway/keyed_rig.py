@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway_rig import Rig, own_rig
-
 from gateway.access.key_file import KeyEntry, key_digest, make_entry, new_key, write_keys
 from gateway.text.prompts import Prompts
+from tests.gateway.gateway_rig import Rig, own_rig
 
 ALICE, BOB, CAROL, OPERATOR, EXPIRED = (new_key() for _ in range(5))
 

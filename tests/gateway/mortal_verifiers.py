@@ -10,9 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_rig import echo, events_of, settings
-from scripted_verifier import Script, ScriptedVerifier, Step, last, plain, ready, serve_verifier
-from waiting import until
 
 from gateway import server
 from gateway.metrics import GatewayMetrics
@@ -31,6 +28,17 @@ from outrider.protocol.messages import (
 from outrider.protocol.model_info import Stage
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
+from tests.gateway.gateway_rig import echo, events_of, settings
+from tests.gateway.scripted_verifier import (
+    Script,
+    ScriptedVerifier,
+    Step,
+    last,
+    plain,
+    ready,
+    serve_verifier,
+)
+from tests.waiting import until
 
 TEXT = "def main():\n    return [1, 2, 3]\n\nclass Größe:\n    pass\n"
 FOREVER = 600.0

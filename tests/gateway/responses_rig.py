@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import httpx
-from gateway_rig import Rig
 from openai.types import responses as types
 from pydantic import TypeAdapter
+
+from tests.gateway.gateway_rig import Rig
 
 Json = dict[str, Any]
 EVENT: TypeAdapter[Any] = TypeAdapter(types.ResponseStreamEvent)

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_rig import TARGET, Rig
 
 from gateway.access.gate import Gate
 from gateway.access.origins import allowed_hosts, host_allowed, origin_pattern
@@ -18,6 +17,7 @@ from gateway.generation.generate import Generation
 from gateway.metrics import GatewayMetrics
 from gateway.text.prompts import Prompts
 from gateway.upstream.routing import Router
+from tests.gateway.gateway_rig import TARGET, Rig
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

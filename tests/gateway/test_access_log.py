@@ -12,16 +12,16 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from gateway_rig import Rig
-from keyed_rig import ALICE, auth, entry, keyed_rig
-from scripted_verifier import plain
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.process.observability import telemetry
 from outrider.v1 import generation_pb2
 from outrider.v1.generation_pb2 import GenerateTextRequest
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.keyed_rig import ALICE, auth, entry, keyed_rig
+from tests.gateway.scripted_verifier import plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import pytest_asyncio
-from scripted_verifier import ready
 
 from gateway.upstream.prefixes import BLOCK_TOKENS, PrefixRecord, prefixes
 from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load
+from tests.gateway.scripted_verifier import ready
 
 LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused")
 PLACES = 64

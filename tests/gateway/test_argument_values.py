@@ -9,7 +9,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from gateway_rig import TARGET
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from gateway.tools.reader import AnswerReader, CallArguments, CallBegin, Content
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Compiled, Libraries, TextMatcher
 from outrider.grammar.trial import Trial, compile_only
+from tests.gateway.gateway_rig import TARGET
 
 EOS = 0
 VOCAB = 4096

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, rig_with_template, text_by_part
 
 from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.protocol.messages import FinishReason
 from outrider.v1 import common_pb2, generation_pb2
+from tests.gateway.gateway_rig import Rig, rig_with_template, text_by_part
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

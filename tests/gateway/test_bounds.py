@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from gateway_rig import Rig
 
 from gateway.http.ingress.fields import MAX_KEYS
 from gateway.http.ingress.json_size import MAX_STRINGS, MAX_VALUES, check_size
@@ -19,6 +18,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.process.network import rpc_errors
 from outrider.protocol.limits import MAX_MESSAGES
 from outrider.v1 import generation_pb2
+from tests.gateway.gateway_rig import Rig
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

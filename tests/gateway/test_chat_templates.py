@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import TARGET, model_with_template, rig_with_template
 from transformers import AutoTokenizer
 
 from gateway.http.openai.conversation import Message
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
+from tests.gateway.gateway_rig import TARGET, model_with_template, rig_with_template
 
 ARGUMENTS = '{"city":  "Ulm", "days": [1, null], "é": "ü"}'
 CALL: dict[str, Any] = {"id": "c00000001", "function": {"name": "look_up", "arguments": ARGUMENTS}}

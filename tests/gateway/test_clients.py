@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from gateway_rig import Rig, events_of
-from scripted_verifier import last, plain
 
 from gateway.http.openai.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
 from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
+from tests.gateway.gateway_rig import Rig, events_of
+from tests.gateway.scripted_verifier import last, plain
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -12,11 +12,8 @@ from collections.abc import AsyncIterator
 import grpc
 import httpx
 import pytest
-from gateway_rig import Rig
 from google.protobuf import json_format
 from google.rpc import code_pb2, error_details_pb2, status_pb2
-from scripted_verifier import plain
-from waiting import until
 
 from gateway.http.ingress.request_body import MAX_BODY_BYTES
 from gateway.rpc import connect
@@ -26,6 +23,9 @@ from outrider.errors import OutriderError, Reason, Retry
 from outrider.process.network import rpc_errors
 from outrider.v1.common_pb2 import SamplingParams
 from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse, TokenPrompt
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.scripted_verifier import plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
-from gateway_rig import settings
-from waiting import until
 
 from gateway.http.ingress import connections
 from gateway.http.ingress.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedProtocol
 from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
+from tests.gateway.gateway_rig import settings
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from gateway_rig import Rig
 
 from gateway.http.openai.conversation import MAX_DEPTH, read_arguments
 from outrider.protocol.messages import FinishReason
 from outrider.v1 import generation_pb2
+from tests.gateway.gateway_rig import Rig
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

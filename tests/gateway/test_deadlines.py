@@ -7,14 +7,14 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_rig import Rig, events_of
-from waiting import until
 
 from gateway.generation.admission import ClientTimeout
 from gateway.http.openai.calls import client_timeout
 from outrider.errors import OutriderError
 from outrider.protocol.messages import TokenRequest
 from outrider.v1 import generation_pb2
+from tests.gateway.gateway_rig import Rig, events_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -13,9 +13,6 @@ from urllib.parse import urlsplit
 
 import grpc
 import pytest
-from gateway_rig import Rig
-from scripted_verifier import last, plain
-from waiting import until
 
 from gateway.generation import generate
 from gateway.http.ingress.connections import BoundedProtocol
@@ -25,6 +22,9 @@ from outrider.process.network.read_ahead import MOST_UNREAD
 from outrider.protocol.messages import FinishReason
 from outrider.protocol.model_info import Load
 from outrider.v1 import generation_pb2, generation_pb2_grpc
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.scripted_verifier import last, plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig
-from scripted_verifier import last, plain
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.scripted_verifier import last, plain
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_rig import Rig
-from scripted_verifier import Step, last
 
 from outrider.protocol.messages import (
     FinishReason,
@@ -19,6 +17,8 @@ from outrider.protocol.messages import (
     TokenSource,
 )
 from outrider.v1.generation_pb2 import GenerateTextRequest, TokenPrompt
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.scripted_verifier import Step, last
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_rig import Rig
-from scripted_verifier import last
 from starlette.types import Message, Receive, Scope, Send
-from waiting import until
 
 from gateway.generation import turns as turns_module
 from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
 from gateway.http.ingress import entrance
 from outrider.protocol.messages import FinishReason
 from outrider.v1.generation_pb2 import GenerateTextRequest
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.scripted_verifier import last
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import httpx
-from gateway_rig import TARGET
+
+from tests.gateway.gateway_rig import TARGET
 
 COMMAND = [sys.executable, "-m", "gateway", "--verifier", "127.0.0.1:9"]
 COMMAND += ["--tokenizer", TARGET, "--http-port", "0"]

@@ -7,17 +7,17 @@ import logging
 
 import grpc
 import pytest
-from gateway_rig import Rig
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from scripted_verifier import plain
-from waiting import until
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.observability import telemetry
 from outrider.protocol.messages import TokenChunk
 from outrider.v1 import generation_pb2
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.scripted_verifier import plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

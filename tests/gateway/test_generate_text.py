@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from gateway_rig import Rig
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from scripted_verifier import last
 
 from outrider.protocol.messages import FinishReason, SpeculationStats
 from outrider.v1 import common_pb2, generation_pb2
 from outrider.v1.generation_pb2 import Chat, ChatMessage, GenerateTextRequest, TokenPrompt
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.scripted_verifier import last
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

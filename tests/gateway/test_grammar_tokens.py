@@ -8,10 +8,10 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 import pytest
-from tokenizer_kinds import KINDS, tokenizer
 
 from gateway.text.token_table import TokenTable
 from outrider.grammar.tokens import bytes_of, for_llguidance
+from tests.gateway.tokenizer_kinds import KINDS, tokenizer
 
 CHOICES = [["the"], [" the"], ["the", "not known"], [" two  spaces", "日本"], ["naïve", " is"]]
 

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from gateway_rig import TARGET
 
 from gateway.tools.definitions import Tool, ToolUse
 from gateway.tools.formats import FORMATS
@@ -23,6 +22,7 @@ from gateway.tools.reader import (
 from outrider.grammar.backends import Libraries
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.trial import Trial, compile_only
+from tests.gateway.gateway_rig import TARGET
 
 EOS = 0
 FORM = FORMATS["harmony"]

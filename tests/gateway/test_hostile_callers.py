@@ -13,19 +13,19 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, echo_within_limit
 from google.protobuf import json_format
 from google.rpc import code_pb2
-from hostile_messages import fuzzing, messages, wire
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_calls import call_raw, methods
-from test_connect import JSON, PROTO, WEB, post, reason, retry_class
-from waiting import until
 
 from outrider.process.network import rpc
 from outrider.v1 import common_pb2
 from outrider.v1.generation_pb2 import DESCRIPTOR, Chat, ChatMessage, GenerateTextRequest
+from tests.gateway.gateway_rig import Rig, echo_within_limit
+from tests.gateway.test_connect import JSON, PROTO, WEB, post, reason, retry_class
+from tests.hostile_messages import fuzzing, messages, wire
+from tests.raw_calls import call_raw, methods
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_rig import Rig, events_of
-from scripted_verifier import plain
-from waiting import until
 
 from gateway.http.ingress.request_body import MAX_BODY_BYTES
 from outrider.errors import OutriderError, Reason
+from tests.gateway.gateway_rig import Rig, events_of
+from tests.gateway.scripted_verifier import plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

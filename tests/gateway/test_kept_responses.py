@@ -9,11 +9,15 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, rig_with_template
-from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
-from responses_rig import (
+
+from gateway.http.responses import kept as responses_kept
+from gateway.text.prompts import Prompts
+from outrider.protocol.messages import FinishReason
+from tests.gateway.gateway_rig import Rig, rig_with_template
+from tests.gateway.keyed_rig import ALICE, BOB, auth, entry, keyed_rig
+from tests.gateway.responses_rig import (
     CALLS,
     CLOCK,
     TEXT,
@@ -25,10 +29,6 @@ from responses_rig import (
     prompt_of,
     streamed,
 )
-
-from gateway.http.responses import kept as responses_kept
-from gateway.text.prompts import Prompts
-from outrider.protocol.messages import FinishReason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

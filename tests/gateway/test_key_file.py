@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keyed_rig import ALICE, BOB, entry
 
 from gateway.access.key_file import key_digest, read_keys, write_keys
 from gateway.access.keys import KeyRing
 from gateway.config import GatewaySettings
 from outrider.errors import OutriderError
+from tests.gateway.keyed_rig import ALICE, BOB, entry
 
 
 @pytest.mark.parametrize(

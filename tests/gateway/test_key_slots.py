@@ -9,14 +9,14 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, echo
-from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.process.network import rpc_errors
 from outrider.v1 import generation_pb2
+from tests.gateway.gateway_rig import Rig, echo
+from tests.gateway.keyed_rig import ALICE, BOB, auth, entry, keyed_rig
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -14,10 +14,6 @@ from unittest.mock import Mock
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig
-from keyed_rig import ALICE, BOB, EXPIRED, OPERATOR, auth, entry, keyed_rig
-from test_page_api import events
-from waiting import until
 
 from gateway.access import keys
 from gateway.access.gate import RequireKey, tenant_of
@@ -26,6 +22,10 @@ from gateway.access.keys import KeyRing
 from gateway.text.prompts import Prompts
 from outrider.errors import invalid
 from outrider.v1 import generation_pb2
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.keyed_rig import ALICE, BOB, EXPIRED, OPERATOR, auth, entry, keyed_rig
+from tests.gateway.test_page_api import events
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_rig import Rig
-from waiting import until
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol.lacks import Lack, check_lacks
 from outrider.protocol.messages import Acceptance, SpeculationOptions, TokenRequest
+from tests.gateway.gateway_rig import Rig
+from tests.waiting import until
 
 ALL = tuple(lack.value for lack in Lack)
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")

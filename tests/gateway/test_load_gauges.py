@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from mortal_verifiers import Site
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import until
 
 from outrider.protocol.model_info import Load
+from tests.gateway.mortal_verifiers import Site
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

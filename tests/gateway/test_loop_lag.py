@@ -24,10 +24,6 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_process import gateway_process
-from scripted_verifier import Script, Step, last, plain
-from stack import GatewayProcess
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.process.network import rpc
@@ -39,6 +35,10 @@ from outrider.protocol.messages import (
     TokenRequest,
 )
 from outrider.v1 import generation_pb2, generation_pb2_grpc
+from tests.gateway.gateway_process import gateway_process
+from tests.gateway.scripted_verifier import Script, Step, last, plain
+from tests.stack import GatewayProcess
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

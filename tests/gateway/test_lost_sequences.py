@@ -9,10 +9,6 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_rig import events_of
-from mortal_verifiers import FOREVER, LOST, TEXT, Site, Verifier, running_site, text_of
-from scripted_verifier import last, plain
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
@@ -28,6 +24,18 @@ from outrider.protocol.messages import (
 from outrider.protocol.model_info import Stage
 from outrider.v1 import generation_pb2_grpc
 from outrider.v1.generation_pb2 import GenerateTextRequest
+from tests.gateway.gateway_rig import events_of
+from tests.gateway.mortal_verifiers import (
+    FOREVER,
+    LOST,
+    TEXT,
+    Site,
+    Verifier,
+    running_site,
+    text_of,
+)
+from tests.gateway.scripted_verifier import last, plain
+from tests.waiting import until
 
 END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
 

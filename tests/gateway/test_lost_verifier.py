@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, echo
-from mortal_verifiers import TEXT, Site, running_site, text_of
-from scripted_verifier import last
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from gateway.upstream import replica, routing
@@ -24,6 +20,10 @@ from outrider.protocol.messages import (
     TokenSource,
 )
 from outrider.protocol.model_info import DrafterInfo, Placement, Stage
+from tests.gateway.gateway_rig import Rig, echo
+from tests.gateway.mortal_verifiers import TEXT, Site, running_site, text_of
+from tests.gateway.scripted_verifier import last
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

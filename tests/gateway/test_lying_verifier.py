@@ -15,15 +15,10 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_rig import echo_within_limit, settings
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
-from hostile_messages import fuzzing, wire
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_calls import check_details
-from scripted_verifier import Script, ready, serving
-from waiting import until
 
 from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
@@ -33,6 +28,11 @@ from outrider.internal.v1 import token_streams_pb2
 from outrider.process.network import rpc, rpc_errors
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2
+from tests.gateway.gateway_rig import echo_within_limit, settings
+from tests.gateway.scripted_verifier import Script, ready, serving
+from tests.hostile_messages import fuzzing, wire
+from tests.raw_calls import check_details
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -13,10 +13,7 @@ import pytest
 import pytest_asyncio
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
-from gateway_rig import Rig, echo, rig_with_template
-from keyed_rig import ALICE, BOB, EXPIRED, auth, entry, keyed_rig
 from pydantic import BaseModel, TypeAdapter
-from scripted_verifier import last, plain
 
 from gateway.access.gate import tenant_of
 from gateway.http.ingress.request_body import MAX_BODY_BYTES
@@ -25,6 +22,9 @@ from gateway.tools.definitions import MAX_TOOLS
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.limits import MAX_MESSAGES
 from outrider.protocol.messages import FinishReason, TokenRequest
+from tests.gateway.gateway_rig import Rig, echo, rig_with_template
+from tests.gateway.keyed_rig import ALICE, BOB, EXPIRED, auth, entry, keyed_rig
+from tests.gateway.scripted_verifier import last, plain
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

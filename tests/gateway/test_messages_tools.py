@@ -14,9 +14,9 @@ import pytest_asyncio
 from anthropic.tools import BetaAsyncLocalFilesystemMemoryTool
 from anthropic.types import ToolUnionParam
 from anthropic.types.beta import BetaMemoryTool20250818Command
-from gateway_rig import Rig, rig_with_template
 
 from gateway.http.messages.tools import CLIENT_TOOLS
+from tests.gateway.gateway_rig import Rig, rig_with_template
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig
-from waiting import until
 
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import generation_pb2
+from tests.gateway.gateway_rig import Rig
+from tests.waiting import until
 from verifier_svc.config import VerifierSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

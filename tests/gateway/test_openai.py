@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_rig import Rig, own_rig
-from scripted_verifier import last, plain
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.protocol.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
+from tests.gateway.gateway_rig import Rig, own_rig
+from tests.gateway.scripted_verifier import last, plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -12,15 +12,15 @@ import httpx
 import pytest
 import requests
 import schemathesis
-from gateway_rig import Rig, echo_within_limit
-from hostile_messages import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
-from test_access import settings, unused
-from waiting import until
 
 from gateway.app import create_app
 from outrider.errors import Reason
+from tests.gateway.gateway_rig import Rig, echo_within_limit
+from tests.gateway.test_access import settings, unused
+from tests.hostile_messages import fuzzing
+from tests.waiting import until
 
 # In the quick suite, test_document.py and test_hostile_callers.py send fewer kinds of requests.
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]

@@ -13,10 +13,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from gateway_rig import Rig
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import until
 
 from gateway.generation.admission import (
     ClientTimeout,
@@ -29,6 +27,8 @@ from outrider.errors import OutriderError, Reason
 from outrider.process.network import rpc_errors
 from outrider.protocol.model_info import Load
 from outrider.v1 import generation_pb2
+from tests.gateway.gateway_rig import Rig
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

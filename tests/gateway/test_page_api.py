@@ -13,9 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_rig import Rig, events_of, text_by_part
-from keyed_rig import ALICE, BOB, CAROL, entry, keyed_rig
-from scripted_verifier import last, plain
 
 from gateway.http import page
 from gateway.http.page import MOST_FEEDS
@@ -28,6 +25,9 @@ from outrider.protocol.messages import (
     TokenChunk,
     TokenSource,
 )
+from tests.gateway.gateway_rig import Rig, events_of, text_by_part
+from tests.gateway.keyed_rig import ALICE, BOB, CAROL, entry, keyed_rig
+from tests.gateway.scripted_verifier import last, plain
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -9,13 +9,13 @@ import openai
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
-from gateway_rig import Rig, own_rig
-from scripted_verifier import last, plain
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason
+from tests.gateway.gateway_rig import Rig, own_rig
+from tests.gateway.scripted_verifier import last, plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import TARGET, model_with_template
 from transformers import AutoTokenizer
 
 from gateway.text import templates
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
+from tests.gateway.gateway_rig import TARGET, model_with_template
 
 CHAT = [
     {"role": "system", "content": "Be <short> & 'kind'.\n"},

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_rig import Rig
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scripted_verifier import last, plain
-from waiting import until
 
 from outrider.errors import Reason
 from outrider.process.network import rpc
 from outrider.protocol.messages import FinishReason
 from outrider.protocol.model_info import DrafterInfo, Placement, Stage
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.scripted_verifier import last, plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

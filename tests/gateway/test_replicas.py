@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import echo
-from mortal_verifiers import Site, running_site
-from scripted_verifier import Script
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from gateway.upstream.routing import Pick
 from outrider.errors import OutriderError, Reason
+from tests.gateway.gateway_rig import echo
+from tests.gateway.mortal_verifiers import Site, running_site
+from tests.gateway.scripted_verifier import Script
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

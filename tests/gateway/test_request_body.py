@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_rig import Rig
 
 from gateway.http.ingress.request_body import MAX_BODY_BYTES
+from tests.gateway.gateway_rig import Rig
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

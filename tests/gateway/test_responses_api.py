@@ -12,10 +12,15 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, rig_with_template
-from keyed_rig import ALICE, BOB, auth, entry, keyed_rig
 from pydantic import BaseModel
-from responses_rig import (
+
+from gateway.http.responses import routes as responses
+from gateway.text.prompts import Prompts
+from outrider.errors import OutriderError, Reason
+from outrider.protocol.messages import FinishReason, TokenRequest
+from tests.gateway.gateway_rig import Rig, rig_with_template
+from tests.gateway.keyed_rig import ALICE, BOB, auth, entry, keyed_rig
+from tests.gateway.responses_rig import (
     CALLS,
     CLOCK,
     SCHEMA,
@@ -28,12 +33,7 @@ from responses_rig import (
     prompt_of,
     streamed,
 )
-from scripted_verifier import plain
-
-from gateway.http.responses import routes as responses
-from gateway.text.prompts import Prompts
-from outrider.errors import OutriderError, Reason
-from outrider.protocol.messages import FinishReason, TokenRequest
+from tests.gateway.scripted_verifier import plain
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

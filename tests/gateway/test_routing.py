@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from scripted_verifier import ready
 
 from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load, ModelInfo, Stage
+from tests.gateway.scripted_verifier import ready
 
 LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused")
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import Rig, model_with_template, own_rig
-from scripted_verifier import Step, last, plain
 from tokenizers import Tokenizer, processors
 
 from gateway.http.openai.schema import GenerationBody
@@ -26,6 +24,8 @@ from outrider.protocol.messages import (
     TokenRequest,
 )
 from outrider.v1 import common_pb2, generation_pb2
+from tests.gateway.gateway_rig import Rig, model_with_template, own_rig
+from tests.gateway.scripted_verifier import Step, last, plain
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -10,17 +10,17 @@ from urllib.parse import urlsplit
 
 import grpc
 import httpx
-from gateway_process import gateway_process
-from gateway_rig import events_of
-from scripted_verifier import last, plain
-from stack import GatewayProcess
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import Reason
 from outrider.process.network import rpc, rpc_errors
 from outrider.protocol.messages import FinishReason, TokenRequest
 from outrider.v1 import generation_pb2, generation_pb2_grpc
+from tests.gateway.gateway_process import gateway_process
+from tests.gateway.gateway_rig import events_of
+from tests.gateway.scripted_verifier import last, plain
+from tests.stack import GatewayProcess
+from tests.waiting import until
 
 EACH = 8
 # The verifier sends one token for this prompt, and nothing for others.

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizer_kinds import KINDS, tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from gateway.text.prompts import Prompts
@@ -17,6 +16,7 @@ from gateway.text.text_stream import Detokenizer, StopScanner, TextStream, Token
 from gateway.text.token_table import TokenTable
 from gateway.tools.formats import FORMATS
 from gateway.tools.reader import CallBegin, Content, Part, Reading
+from tests.gateway.tokenizer_kinds import KINDS, tokenizer
 
 VOCAB_SIZE = 4096
 TEXTS = st.text(max_size=40) | st.sampled_from(

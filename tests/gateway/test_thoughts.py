@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, rig_with_template, text_by_part
 
 from gateway.tools.formats import FORMATS
 from gateway.tools.reader import AnswerReader, Reading, Reasoning
 from gateway.tools.thoughts import THOUGHTS
+from tests.gateway.gateway_rig import Rig, rig_with_template, text_by_part
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

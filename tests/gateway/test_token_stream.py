@@ -7,12 +7,12 @@ import gc
 
 import openai
 import pytest
-from gateway_rig import Rig
-from scripted_verifier import last, plain
-from waiting import until
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import FinishReason, TokenRequest
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.scripted_verifier import last, plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from gateway_rig import Rig, model_with_template, own_rig
 from transformers import AutoTokenizer
 
 from gateway.text.prompts import Prompts
+from tests.gateway.gateway_rig import Rig, model_with_template, own_rig
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

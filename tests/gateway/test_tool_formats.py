@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_rig import TARGET
 
 from gateway.tools.definitions import Tool, ToolUse
 from gateway.tools.formats import FORMATS, JSON_FORMAT, ToolFormat, answer_format
@@ -28,6 +27,7 @@ from outrider.errors import OutriderError
 from outrider.grammar.backends import Compiled, Libraries, Matcher
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.trial import Trial, compile_only
+from tests.gateway.gateway_rig import TARGET
 
 SCHEMA = {
     "type": "object",

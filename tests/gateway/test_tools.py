@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_rig import Rig, rig_with_template
 
 from outrider.grammar.kinds import GrammarKind
 from outrider.protocol.messages import FinishReason
 from outrider.v1 import common_pb2, generation_pb2
+from tests.gateway.gateway_rig import Rig, rig_with_template
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_rig import Rig, own_rig
 
 from gateway.text.prompts import Prompts
+from tests.gateway.gateway_rig import Rig, own_rig
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 CHAT = [{"role": "user", "content": "hi"}]

@@ -12,11 +12,6 @@ from dataclasses import dataclass, field, replace
 import httpx
 import pytest
 import pytest_asyncio
-from gateway_process import gateway_process
-from gateway_rig import settings
-from mortal_verifiers import TEXT, Verifier, text_of
-from scripted_verifier import Step, last, plain
-from waiting import until
 
 from gateway import server
 from gateway.metrics import GatewayMetrics
@@ -27,6 +22,11 @@ from outrider.errors import OutriderError, Reason
 from outrider.process.network import addresses
 from outrider.protocol.messages import FinishReason, TokenRequest
 from outrider.protocol.model_info import Stage
+from tests.gateway.gateway_process import gateway_process
+from tests.gateway.gateway_rig import settings
+from tests.gateway.mortal_verifiers import TEXT, Verifier, text_of
+from tests.gateway.scripted_verifier import Step, last, plain
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_rig import events_of
-from mortal_verifiers import LOST, TEXT, Site, running_site, text_of
-from scripted_verifier import Step, last, plain
-from waiting import until
 
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1.token_streams_pb2 import TokensPart
 from outrider.protocol.messages import FinishReason, TokenRequest
+from tests.gateway.gateway_rig import events_of
+from tests.gateway.mortal_verifiers import LOST, TEXT, Site, running_site, text_of
+from tests.gateway.scripted_verifier import Step, last, plain
+from tests.waiting import until
 from verifier_svc.streams.gateway_streams import GatewayStream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -11,13 +11,10 @@ import httpx
 import pytest
 import pytest_asyncio
 from fastapi.routing import APIRoute
-from gateway_rig import Rig
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from keyed_rig import ALICE, OPERATOR, auth, entry, keyed_rig
 from starlette.routing import Mount, Route
-from test_access import settings, unused
 
 from gateway.access.gate import OPEN_PATHS
 from gateway.app import create_app
@@ -27,6 +24,9 @@ from gateway.server import Gateway
 from gateway.text.prompts import Prompts
 from outrider.process.network import rpc
 from outrider.v1 import generation_pb2
+from tests.gateway.gateway_rig import Rig
+from tests.gateway.keyed_rig import ALICE, OPERATOR, auth, entry, keyed_rig
+from tests.gateway.test_access import settings, unused
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -1,8 +1,8 @@
 """With a vocabulary as large as Llama 3's, everyday schemas are admitted and masked in time.
 
-`python tests/grammar/test_large_vocabulary.py FIGURES.csv` measures masks with a made-up
-vocabulary (see `large_vocabulary`), or with that of a tokenizer: `… FIGURES.csv FOLDER`. All times
-are processor time, so that a busy machine matters less.
+`python -m tests.grammar.test_large_vocabulary FIGURES.csv` measures masks with a made-up vocabulary
+(see `large_vocabulary`), or with that of a tokenizer: `… FIGURES.csv FOLDER`. All times are
+processor time, so that a busy machine matters less.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from everyday import EVERYDAY, grammar_for
-from large_vocabulary import write
 
 from outrider.grammar import guard
 from outrider.grammar.backends import Compiled, Libraries, Mask, Matcher
 from outrider.grammar.guard import Walker
 from outrider.grammar.trial import Trial, compile_only
+from tests.grammar.everyday import EVERYDAY, grammar_for
+from tests.grammar.large_vocabulary import write
 
 # In a measurement; a test makes do with fewer.
 TEXTS = 20

@@ -1,7 +1,7 @@
 """Schemas of the public JSON-Schema-Test-Suite and of everyday use are enforced or refused by name.
 
 tests/install-tools.sh takes the suite from jsonschema's source package. The tests play a fixed
-sample. `python tests/grammar/test_schema_suite.py` plays everything and prints a table; a number of
+sample. `python -m tests.grammar.test_schema_suite` plays everything and prints a table; a number of
 parts, and then the number of one part, play that part alone: `… 8 3`.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everyday import EVERYDAY, grammar_for
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.guard import DeadEnd, Walker, check_of
+from tests.grammar.everyday import EVERYDAY, grammar_for
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "build/json-schema-suite"

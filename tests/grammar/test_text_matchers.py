@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from everyday import grammar_for
 
 from outrider.grammar.backends import TextMatcher
 from outrider.grammar.compiler import GrammarCompiler
+from tests.grammar.everyday import grammar_for
 
 END = 3
 SCHEMA = {

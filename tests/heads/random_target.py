@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from head_files import CONTEXT, LAYERS, TARGET_HIDDEN, VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.heads.loading import load
 from outrider.heads.model import HeadModel, TargetWeights
 from outrider.heads.spec import Head
+from tests.heads.head_files import CONTEXT, LAYERS, TARGET_HIDDEN, VOCAB
 
 ALLOWED = 5
 BANNED = tuple(range(ALLOWED, VOCAB))

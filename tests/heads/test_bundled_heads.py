@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from smollm2_texts import smollm2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.gguf import pretrained
@@ -15,6 +14,7 @@ from outrider.heads.loading import load, target_weights
 from outrider.heads.model import Extension
 from outrider.heads.reading import read
 from outrider.tokenizer import load_tokenizer
+from tests.smollm2_texts import smollm2
 
 MODELS = Path(__file__).parents[2] / "models"
 CODE = "def read(path):\n    with open(path) as file:\n        "

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_files import Target
-from head_scores import scores_of
 from safetensors.torch import load_file
-from speculators_cases import CASES, HIDDEN, LAYERS, LENGTHS, VOCAB
 
 from outrider.heads.loading import load
 from outrider.heads.model import TargetWeights
 from outrider.heads.reading import read
+from tests.heads.head_files import Target
+from tests.heads.head_scores import scores_of
+from tests.heads.speculators_cases import CASES, HIDDEN, LAYERS, LENGTHS, VOCAB
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build/speculators/bin/python"
-MAKE = Path(__file__).parent / "by_speculators/make_heads.py"
+MAKE = "tests.heads.by_speculators.make_heads"
 TARGET = Target(
     hidden_size=HIDDEN, num_hidden_layers=LAYERS, vocab_size=VOCAB, max_position_embeddings=512
 )
@@ -35,8 +35,9 @@ pytestmark = [
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases, made by speculators in its own environment."""
     folder = tmp_path_factory.mktemp("by_speculators")
+    command = [PYTHON, "-m", MAKE, folder]
     ended = subprocess.run(
-        [PYTHON, MAKE, folder], capture_output=True, text=True, check=False, timeout=500
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500
     )
     assert ended.returncode == 0, ended.stderr
     return folder

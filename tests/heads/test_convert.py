@@ -6,15 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import head_files
 import pytest
 import torch
-from head_files import TARGET, write
 
 from outrider.errors import OutriderError
 from outrider.heads.convert import run
 from outrider.heads.reading import read
 from outrider.heads.unpickle import convert
+from tests.heads import head_files
+from tests.heads.head_files import TARGET, write
 
 
 def pickled(folder: Path, files: head_files.Files, name: str) -> Path:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import head_files
 import pytest
 import torch
-from head_files import HIDDEN, RANK, TARGET, VOCAB, write
-from head_scores import scores_of
 
 from outrider.heads.kinds.dspark import DSpark
 from outrider.heads.loading import load
 from outrider.heads.model import Extension, TargetWeights
 from outrider.heads.reading import read
+from tests.heads import head_files
+from tests.heads.head_files import HIDDEN, RANK, TARGET, VOCAB, write
+from tests.heads.head_scores import scores_of
 
 TEXT = [(5 * i * i + i) % VOCAB for i in range(12)]
 

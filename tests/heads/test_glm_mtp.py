@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from head_scores import scores_of
 from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
@@ -19,6 +18,7 @@ from outrider.heads.loading import load, target_weights
 from outrider.heads.reading import read
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import FINAL_STATE
+from tests.heads.head_scores import scores_of
 
 VOCAB, HIDDEN, LAYERS, EXPERTS, INNER = 40, 32, 3, 4, 12
 TEXT = [(7 * i * i + 3 * i) % VOCAB for i in range(24)]

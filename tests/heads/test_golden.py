@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from head_files import Target
-from head_scores import scores_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from outrider.heads.loading import load
 from outrider.heads.model import HeadModel, HeadProposal, TargetWeights
 from outrider.heads.reading import read, with_reading
+from tests.heads.head_files import Target
+from tests.heads.head_scores import scores_of
 
 FOLDER = Path(__file__).parent / "golden"
 HIDDEN, VOCAB, LAYERS = 16, 40, 6

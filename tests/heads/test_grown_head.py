@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_files import TARGET_HIDDEN, VOCAB, eagle3_specforge, write
-from random_target import target
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
@@ -15,6 +13,8 @@ from outrider.heads.loading import load, target_weights
 from outrider.heads.model import Extension
 from outrider.heads.reading import read
 from outrider_bench.grow import Shape, grow, grow_head
+from tests.heads.head_files import TARGET_HIDDEN, VOCAB, eagle3_specforge, write
+from tests.heads.random_target import target
 
 GROWN = Shape(hidden=48, layers=12, heads=6, kv_heads=2, intermediate=64, vocab_size=64)
 

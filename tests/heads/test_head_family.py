@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_rig import opened_sequence
-from head_files import DIALECTS, TARGET, VOCAB, write
 
 from drafter_svc.families import head_worker
 from drafter_svc.families.head import HeadFamily
@@ -38,6 +36,8 @@ from outrider.protocol.draft_messages import (
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import coupled_draw, coupled_keys
 from outrider.sampling.sampler import coupled_top
+from tests.family_rig import opened_sequence
+from tests.heads.head_files import DIALECTS, TARGET, VOCAB, write
 
 WINDOW = Window(16, 4)
 WANTED = 3

@@ -19,10 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from head_files import DIALECTS, write
-from head_files import TARGET as CONFIG
-from random_target import BANNED, load_for_target, target
-from waiting import until
 
 from drafter_svc.families.head import HeadFamily
 from drafter_svc.families.head_worker import HeadWorker
@@ -47,6 +43,10 @@ from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from outrider_cli.check_head import read_text
 from outrider_cli.own_head import load_head
+from tests.heads.head_files import DIALECTS, write
+from tests.heads.head_files import TARGET as CONFIG
+from tests.heads.random_target import BANNED, load_for_target, target
+from tests.waiting import until
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.engine_thread import EngineThread

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from head_files import DIALECTS, TARGET, VOCAB, Files, write
 
 from outrider.heads.loading import load, target_weights
 from outrider.heads.model import (
@@ -27,6 +26,7 @@ from outrider.heads.model import (
 )
 from outrider.heads.reading import read
 from outrider.heads.spec import Head
+from tests.heads.head_files import DIALECTS, TARGET, VOCAB, Files, write
 
 COUNT, WIDTH, PAGE = 4, 3, 4
 

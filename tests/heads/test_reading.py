@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import head_files
 import pytest
 import torch
-from head_files import DIALECTS, LAYERS, TARGET, VOCAB, Files, write
 from safetensors.torch import save_file
 
 from outrider.errors import OutriderError, Reason
@@ -21,6 +19,8 @@ from outrider.heads.loading import load
 from outrider.heads.model import TargetWeights
 from outrider.heads.reading import read
 from outrider.heads.spec import Head
+from tests.heads import head_files
+from tests.heads.head_files import DIALECTS, LAYERS, TARGET, VOCAB, Files, write
 
 SEVERAL = [(kind, dialect) for kind, dialects in DIALECTS.items() for dialect in list(dialects)[1:]]
 

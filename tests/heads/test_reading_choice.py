@@ -5,11 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import head_files
 import pytest
 import torch
-from head_files import TARGET, VOCAB, write
-from head_scores import scores_of
 
 from outrider.errors import OutriderError
 from outrider.heads.loading import load
@@ -17,6 +14,9 @@ from outrider.heads.model import Extension, HeadModel, TargetWeights
 from outrider.heads.reading import read, with_reading
 from outrider.heads.reading_choice import choose_reading
 from outrider.heads.spec import Head, HeadSpec
+from tests.heads import head_files
+from tests.heads.head_files import TARGET, VOCAB, write
+from tests.heads.head_scores import scores_of
 
 LENGTH = 80
 

@@ -6,10 +6,10 @@ import asyncio
 import sys
 
 import pytest
-from waiting import until
 
 from outrider.errors import OutriderError
 from outrider_bench.experiment.child import Child, Launch, check_cores, start
+from tests.waiting import until
 
 
 def _python(code: str, **more: object) -> Launch:

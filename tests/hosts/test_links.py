@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
-from waiting import until
 
 from outrider.process.network.ports import free_port
 from outrider_bench.experiment.child import Launch, start
 from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.links import SEGMENT_BYTES, ShapedLink, _End
 from outrider_bench.experiment.spec import Link
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

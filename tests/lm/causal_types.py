@@ -181,7 +181,7 @@ _SECTION = (
     + """
 Of the {count} causal types of `transformers` {version}, the native engine serves {equal} with the
 logits of `transformers` itself, and refuses {refused} at the start. {untried} types were not tried,
-because no tiny model of them can be made in a test. `python tests/lm/causal_types.py` writes this
+because no tiny model of them can be made in a test. `python -m tests.lm.causal_types` writes this
 section from random models of some 100,000 parameters, and `tests/lm/test_causal_types.py` holds it
 true.
 

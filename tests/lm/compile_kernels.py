@@ -1,6 +1,8 @@
-"""Compiles the GPU kernels for four architectures, without a GPU: `compile_kernels.py FOLDER`.
+"""Compiles the GPU kernels for four architectures, without a GPU.
 
-Writes `kernels.csv`, the resources of each kernel, and `programs.csv`, how many programs of the
+    python -m tests.lm.compile_kernels FOLDER
+
+writes `kernels.csv`, the resources of each kernel, and `programs.csv`, how many programs of the
 attention kernel run for plain steps, drafts and a prompt's chunk.
 """
 

@@ -1,13 +1,9 @@
-"""Makes the helper modules of these tests importable, and runs torch on one thread."""
+"""Runs torch on one thread, and records CUDA graphs in place of making them."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_num_threads(1)
 
@@ -15,11 +11,10 @@ torch.set_num_threads(1)
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A `recorded_graphs.Capture` in place of CUDA graphs, with a plain attention kernel."""
-    from recorded_graphs import Capture
-    from reference_kernel import paged_attention
-
     from outrider.lm import attention
     from outrider.lm.gpu import graphs, triton_attention
+    from tests.lm.recorded_graphs import Capture
+    from tests.lm.reference_kernel import paged_attention
 
     made = Capture()
     monkeypatch.setattr(graphs, "_CudaCapture", lambda: made)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from causal_types import HEADING, PAGE, TYPES, Verdict, judge_all, section
+
+from tests.lm.causal_types import HEADING, PAGE, TYPES, Verdict, judge_all, section
 
 # Builds and judges some 200 models, in half a minute.
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ def test_a_type_is_served_rightly_or_refused(name: str, verdicts: dict[str, Verd
 
 def test_the_page_lists_what_was_found(verdicts: dict[str, Verdict]) -> None:
     _, _, found = PAGE.read_text().partition(HEADING)
-    assert HEADING + found == section(verdicts), "run tests/lm/causal_types.py"
+    assert HEADING + found == section(verdicts), "run python -m tests.lm.causal_types"
 
 
 def test_most_types_are_tried(verdicts: dict[str, Verdict]) -> None:

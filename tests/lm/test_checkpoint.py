@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, VOCAB_SIZE, build
 from tokenizers import Tokenizer, models
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from outrider.errors import OutriderError
 from outrider.lm.checkpoint import read_checkpoint
 from outrider.lm.runner import ModelRunner
+from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
 
 Tensors = dict[str, torch.Tensor]
 _SIZES: dict[str, Any] = {

@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from builds import BUILDS, use_build
 
 from outrider.lm.cpu.attention import PagedAttention, PagedBatch
 from outrider.lm.softmax import Softmax
+from tests.lm.builds import BUILDS, use_build
 
 PAGE_COUNT = 64
 SCALE = 0.2

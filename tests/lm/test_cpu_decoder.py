@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from builds import BUILDS, use_build
-from tiny_models import VOCAB_SIZE, build
 from transformers import (
     CohereConfig,
     GraniteConfig,
@@ -29,6 +27,8 @@ from outrider.lm.cpu.weights import TiledLinear, optimize_for_cpu
 from outrider.lm.cpu.widened import widened_logits
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import FINAL_STATE
+from tests.lm.builds import BUILDS, use_build
+from tests.lm.tiny_models import VOCAB_SIZE, build
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

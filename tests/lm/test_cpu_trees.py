@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from builds import BUILDS, use_build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB_SIZE, build
 from transformers import (
     Gemma2Config,
     GPT2Config,
@@ -21,8 +19,6 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
 )
-from tree_paths import path_to
-from trees import Part, Sequences, batches, cached, near, parents, trees
 
 from outrider.lm.cpu.attention import PagedAttention
 from outrider.lm.cpu.library import runnable_builds
@@ -31,6 +27,10 @@ from outrider.lm.layout import BatchLayout, SequenceSlice
 from outrider.lm.runner import ModelRunner
 from outrider.lm.softmax import Softmax
 from outrider.protocol.token_tree import ancestor_words, depths
+from tests.lm.builds import BUILDS, use_build
+from tests.lm.tiny_models import VOCAB_SIZE, build
+from tests.lm.trees import Part, Sequences, batches, cached, near, parents, trees
+from tests.tree_paths import path_to
 
 DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = st.integers(0, 2**32)

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from reference_kernel import paged_attention
-from tiny_models import CONFIGS, build
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 from transformers.models.llama import modeling_llama
@@ -25,6 +23,8 @@ from outrider.lm import attention
 from outrider.lm.fused_linear import FusedLinearPart
 from outrider.lm.gpu import fused_layers, triton_attention
 from outrider.lm.runner import ModelRunner, SequenceSlice
+from tests.lm.reference_kernel import paged_attention
+from tests.lm.tiny_models import CONFIGS, build
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCH = [SequenceSlice([5, 9, 11, 3], 0, [0], 4), SequenceSlice([7, 2], 0, [3], 2)]

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from gguf_files import END, MODELS, TEMPLATE, tiny_llama, write_gguf
 
 from outrider import gguf, smollm2
 from outrider.errors import OutriderError, Reason
 from outrider.lm import gguf as unpacking
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.tokenizer import end_token_ids, load_tokenizer, model_file
+from tests.lm.gguf_files import END, MODELS, TEMPLATE, tiny_llama, write_gguf
 
 TEXT = "The order of 12 lamps, über 3 €:\n  x = [1, 2]"
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_graphs import Capture, tensors
-from tiny_models import CONFIGS, VOCAB_SIZE, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.errors import OutriderError
@@ -19,6 +17,8 @@ from outrider.lm.gpu.graphs import buckets
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider.protocol.messages import SamplingParams
 from outrider.sampling.sampler import target_probs
+from tests.lm.recorded_graphs import Capture, tensors
+from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
 
 GIB = 2**30
 BOUNDS = Bounds(sequences=4, tokens_each=9, tokens=64)

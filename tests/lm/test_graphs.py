@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_graphs import Capture, Recording, triton_kernel
-from reference_kernel import paged_attention as reference_attention
-from tiny_models import CONFIGS, VOCAB_SIZE, build
-from tree_paths import path_to
 
 from outrider.lm.gpu import graphs, triton_attention
 from outrider.lm.gpu.inputs import BlockTable, CacheShape
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
+from tests.lm.recorded_graphs import Capture, Recording, triton_kernel
+from tests.lm.reference_kernel import paged_attention as reference_attention
+from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
+from tests.tree_paths import path_to
 
 # Rows of padding join whatever their memory held, and numpy warns of infinities in it.
 pytestmark = pytest.mark.filterwarnings(

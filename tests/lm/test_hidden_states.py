@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_graphs import Capture
-from tiny_models import CONFIGS, VOCAB_SIZE, build
 
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import FINAL_STATE
+from tests.lm.recorded_graphs import Capture
+from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
 
 NAMES = ["llama", "gemma3, alternating windows", "gpt2, learned positions"]
 

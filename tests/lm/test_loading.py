@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, VOCAB_SIZE, build
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -24,6 +23,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.grammar.tokens import token_bytes
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.tokenizer import load_tokenizer
+from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
 
 MODELS = Path(__file__).parents[2] / "models"
 _SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCAB_SIZE, build
 
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import ModelRunner, SequenceSlice
+from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
 
 PAGE_SIZE = 8
 PAGE_COUNT = 60

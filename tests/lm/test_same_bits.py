@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from builds import BUILDS, use_build
-from tiny_models import build
 from transformers import (
     GPT2Config,
     LlamaConfig,
@@ -20,10 +18,12 @@ from transformers import (
     MixtralConfig,
     PreTrainedConfig,
 )
-from tree_paths import path_to
 
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.runner import ModelRunner, SequenceSlice
+from tests.lm.builds import BUILDS, use_build
+from tests.lm.tiny_models import build
+from tests.tree_paths import path_to
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compile_kernels import program_rows
 
 from outrider.lm.gpu import tiles
+from tests.lm.compile_kernels import program_rows
 
 L4 = tiles.Card(99 * 1024, 58, 8)
 H100 = tiles.Card(227 * 1024, 132, 9)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCAB_SIZE, build
 from transformers import (
     BartConfig,
     BertConfig,
@@ -21,6 +20,7 @@ from transformers import (
 from outrider.errors import OutriderError, Reason
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.runner import ModelRunner
+from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

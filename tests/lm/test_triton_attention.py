@@ -15,12 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import compile_kernels
 import pytest
 import torch
-from reference_kernel import paged_attention as reference
-from tiny_models import CONFIGS, VOCAB_SIZE, build
-from tree_paths import path_to
 
 from outrider.lm import attention, runner
 from outrider.lm.gpu import tiles, triton_attention
@@ -28,6 +24,10 @@ from outrider.lm.gpu.move_tokens import TokenMover
 from outrider.lm.layout import BatchLayout, KernelArguments, SequenceSlice
 from outrider.lm.runner import ModelRunner
 from outrider.lm.softmax import Softmax
+from tests.lm import compile_kernels
+from tests.lm.reference_kernel import paged_attention as reference
+from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
+from tests.tree_paths import path_to
 
 # Rows of padding join whatever their memory held, and numpy warns of infinities in it.
 pytestmark = pytest.mark.filterwarnings(
@@ -375,11 +375,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the tables of `compile_kernels.py`."""
     folder = tmp_path_factory.mktemp("kernels")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
-    script = Path(__file__).with_name("compile_kernels.py")
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        env=environment, capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "tests.lm.compile_kernels", str(folder)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder

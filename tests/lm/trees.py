@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies
 from hypothesis.strategies import DrawFn
-from tiny_models import VOCAB_SIZE
-from tree_paths import path_to
 
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.runner import ModelRunner
 from outrider.protocol.token_tree import children
+from tests.lm.tiny_models import VOCAB_SIZE
+from tests.tree_paths import path_to
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from smollm2_texts import smollm2
-from stack import ROOT, GatewayProcess, Stack, running
+
+from tests.smollm2_texts import smollm2
+from tests.stack import ROOT, GatewayProcess, Stack, running
 
 LM_EVAL = ROOT / "build/lm-eval/bin/lm_eval"
 QUESTIONS = Path(__file__).with_name("questions.jsonl")

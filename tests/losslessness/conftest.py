@@ -1,17 +1,12 @@
-"""Makes the fakes beside the tests importable, and gives each test process one core."""
+"""Gives each test process one core, and collects garbage seldom."""
 
 import gc
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
-sys.path.insert(0, str(Path(__file__).parent))
-# For `head_files`.
-sys.path.append(str(Path(__file__).parents[1] / "heads"))
 
 
 @pytest.fixture(autouse=True, scope="module")

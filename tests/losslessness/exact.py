@@ -11,10 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from chi_square import Comparison, compare
-from guesser import Guesser
-from small import NextProbs, Probs, Text
-from traffic import Traffic
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -30,6 +26,10 @@ from transformers import (
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, SpeculationOptions
+from tests.losslessness.chi_square import Comparison, compare
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.small import NextProbs, Probs, Text
+from tests.losslessness.traffic import Traffic
 
 VOCAB = 16
 LENGTH = 3

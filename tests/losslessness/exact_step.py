@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from accepting import accept
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import AcceptanceRule, SamplingParams
 from outrider.sampling.context import Context
 from outrider.sampling.noise import Purpose
 from outrider.sampling.sampler import inverse_cdf
+from tests.accepting import accept
 from verifier_svc.verification import acceptance, rows
 from verifier_svc.verification.draft import Draft
 

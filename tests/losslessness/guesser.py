@@ -9,10 +9,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from small import (
-    NextProbs,
-    Probs,
-)
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError
@@ -28,6 +24,10 @@ from outrider.protocol.messages import (
 )
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_exponentials
+from tests.losslessness.small import (
+    NextProbs,
+    Probs,
+)
 from verifier_svc.engine.loop import Engine
 
 

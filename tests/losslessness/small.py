@@ -13,9 +13,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 import torch
-from tree_paths import path_to
 
 from outrider.lm.runner import SequenceSlice
+from tests.tree_paths import path_to
 
 VOCAB = 5
 LENGTH = 3

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from chi_square import LEAST_P, POWER, Comparison, compare, visible_distance
+
+from tests.losslessness.chi_square import LEAST_P, POWER, Comparison, compare, visible_distance
 
 
 @pytest.mark.parametrize(("cells", "draws"), [(30, 2_000), (150, 10_000)])

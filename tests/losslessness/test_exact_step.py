@@ -10,9 +10,9 @@ from functools import cache
 
 import numpy as np
 import pytest
-from exact_step import NextProbs, Probs, Scenario, Text, deviation
 
 from outrider.protocol.messages import AcceptanceRule
+from tests.losslessness.exact_step import NextProbs, Probs, Scenario, Text, deviation
 
 TOLERANCE = 1e-9
 BLOCK = AcceptanceRule.BLOCK

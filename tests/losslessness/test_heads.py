@@ -19,13 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from chi_square import compare
-from guesser import Guesser
-from head_files import DIALECTS, TARGET, write
-from head_files import VOCAB as ALL
-from random_target import BANNED, load_for_target, target
-from small import VOCAB, Probs, Text
-from traffic import Traffic, seed_of
 
 from drafter_svc.families.head import HeadFamily
 from drafter_svc.families.head_worker import HeadWorker
@@ -39,6 +32,13 @@ from outrider.protocol.draft_messages import Hello, Proposal, StepBatch, Welcome
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams
 from outrider.protocol.wire import drafts as wire
+from tests.heads.head_files import DIALECTS, TARGET, write
+from tests.heads.head_files import VOCAB as ALL
+from tests.heads.random_target import BANNED, load_for_target, target
+from tests.losslessness.chi_square import compare
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.small import VOCAB, Probs, Text
+from tests.losslessness.traffic import Traffic, seed_of
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.drafter import Drafter
 

@@ -7,9 +7,6 @@ from itertools import dropwhile
 
 import numpy as np
 import pytest
-from exact import PROMPT, VOCAB, equal_to_target, logits, traffic
-from guesser import Guesser
-from traffic import step
 
 from outrider.protocol.messages import (
     DraftDistribution,
@@ -20,6 +17,9 @@ from outrider.protocol.messages import (
     TokenRequest,
     TokenSource,
 )
+from tests.losslessness.exact import PROMPT, VOCAB, equal_to_target, logits, traffic
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.traffic import step
 from verifier_svc.engine.loop import Engine
 
 TOP = 5

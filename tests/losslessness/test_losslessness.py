@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from chi_square import LEAST_P, Comparison
-from exact import (
+
+from outrider.protocol.messages import AcceptanceRule, DraftDistribution, SamplingParams
+from outrider.sampling.noise import Purpose, uniforms
+from tests.losslessness.chi_square import LEAST_P, Comparison
+from tests.losslessness.exact import (
     END,
     VOCAB,
     against_enumeration,
@@ -25,12 +28,9 @@ from exact import (
     on_an_unlikely_token,
     reversed_target,
 )
-from guesser import Guesser
-from small import NextProbs, Probs, Text
-from traffic import seed_of
-
-from outrider.protocol.messages import AcceptanceRule, DraftDistribution, SamplingParams
-from outrider.sampling.noise import Purpose, uniforms
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.small import NextProbs, Probs, Text
+from tests.losslessness.traffic import seed_of
 from verifier_svc.verification import acceptance, rows
 
 SETTINGS = {

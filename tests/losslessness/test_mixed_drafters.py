@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from chi_square import compare
-from guesser import Guesser
-from small import near, target_probs
-from traffic import Traffic
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import AcceptanceRule, DraftDistribution
+from tests.losslessness.chi_square import compare
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.small import near, target_probs
+from tests.losslessness.traffic import Traffic
 
 DRAWS = 10_000
 SEES = 0.06

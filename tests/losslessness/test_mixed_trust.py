@@ -11,15 +11,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from chi_square import compare
-from guesser import Guesser
-from small import Probs, near, target_probs
-from traffic import Traffic
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, StepBatch
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import AcceptanceRule, DraftDistribution
+from tests.losslessness.chi_square import compare
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.small import Probs, near, target_probs
+from tests.losslessness.traffic import Traffic
 
 DRAWS = 20_000
 SEES = 0.045

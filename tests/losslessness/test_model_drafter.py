@@ -10,10 +10,6 @@ from functools import cache
 
 import pytest
 import torch
-from chi_square import LEAST_P, Comparison, compare
-from guesser import Guesser
-from small import Probs, Text
-from traffic import Traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter_svc.families import forwards
@@ -24,6 +20,10 @@ from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner
 from outrider.protocol.draft_messages import Hello, StepBatch
 from outrider.protocol.messages import DraftDistribution
+from tests.losslessness.chi_square import LEAST_P, Comparison, compare
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.small import Probs, Text
+from tests.losslessness.traffic import Traffic
 from verifier_svc.engine.loop import Engine
 
 VOCAB = 5

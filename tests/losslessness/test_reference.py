@@ -8,15 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-import reference
 import torch
-from accepting import accept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import AcceptanceRule, SamplingParams, SpeculationOptions
 from outrider.sampling.context import Context
+from tests.accepting import accept
+from tests.losslessness import reference
 from verifier_svc.verification.draft import Draft
 
 VOCAB = 6

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from stack import prompt_texts
-from traffic import seed_of
 
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import NgramOptions
@@ -29,6 +27,8 @@ from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
 from outrider.smollm2 import gguf_file
 from outrider.tokenizer import load_tokenizer
+from tests.losslessness.traffic import seed_of
+from tests.stack import prompt_texts
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chi_square import compare
-from guesser import Guesser
-from small import VOCAB, fixed, near, target_probs
-from traffic import Traffic, seed_of
-from virtual_time import VirtualClock
 
 from outrider.process.clock import monotonic
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import AcceptanceRule, DraftDistribution
+from tests.losslessness.chi_square import compare
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.small import VOCAB, fixed, near, target_probs
+from tests.losslessness.traffic import Traffic, seed_of
+from tests.virtual_time import VirtualClock
 
 SPARSE = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})

@@ -8,17 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-import reference
 import torch
-from accepting import accept
-from chi_square import compare
-from guesser import Guesser
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import TreeGrafter, random_tree, shuffled
-from small import VOCAB, near, target_probs
-from traffic import Traffic, seed_of
-from tree_paths import path_to
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
@@ -29,6 +21,14 @@ from outrider.protocol.messages import (
     SpeculationOptions,
 )
 from outrider.sampling.context import Context
+from tests.accepting import accept
+from tests.losslessness import reference
+from tests.losslessness.chi_square import compare
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.small import VOCAB, near, target_probs
+from tests.losslessness.traffic import Traffic, seed_of
+from tests.random_trees import TreeGrafter, random_tree, shuffled
+from tests.tree_paths import path_to
 from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.draft import NOT_FINITE, Draft

@@ -11,18 +11,6 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import torch
-from guesser import Guesser
-from small import (
-    LENGTH,
-    PROMPTS,
-    VOCAB,
-    NextLogits,
-    NextProbs,
-    Probs,
-    SmallTarget,
-    Text,
-    target_probs,
-)
 
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
@@ -35,6 +23,18 @@ from outrider.protocol.messages import (
     SpeculationOptions,
     TokenChunk,
     TokenRequest,
+)
+from tests.losslessness.guesser import Guesser
+from tests.losslessness.small import (
+    LENGTH,
+    PROMPTS,
+    VOCAB,
+    NextLogits,
+    NextProbs,
+    Probs,
+    SmallTarget,
+    Text,
+    target_probs,
 )
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from .mutant import Mutant
-from .table import MUTANTS
+from tests.mutants.mutant import Mutant
+from tests.mutants.table import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 _LONGEST_S = 600

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant
+from tests.mutants.mutant import Mutant
 
 COMPILER = "outrider/grammar/compiler.py"
 LANES = "verifier_svc/verification/mask_lanes.py"

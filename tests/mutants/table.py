@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .budgets import BUDGETS
-from .mutant import Mutant
+from tests.mutants.budgets import BUDGETS
+from tests.mutants.mutant import Mutant
 
 ACCEPTANCE = "verifier_svc/verification/acceptance.py"
 COMMIT = "verifier_svc/engine/commit.py"

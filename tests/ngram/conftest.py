@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_servers import Certificates, Cluster, Deployment, Standalone
+
+from tests.redis_servers import Certificates, Cluster, Deployment, Standalone
 
 
 @pytest.fixture

@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from waiting import until
-
 from drafter_svc.pools.keys import PoolKeys
 from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
 from outrider.process.redis.server import RedisServer
+from tests.waiting import until
 
 FINGERPRINT = "0123456789abcdef0123"
 SECRET = b"a secret of some length"

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 
 import hiredis
 import pytest
-from pools import found, pool, written
 from redis.asyncio import RedisCluster
-from redis_servers import Standalone
 
 from drafter_svc.pools import redis_client
 from outrider.process.redis import replies as redis_replies
 from outrider.process.redis.server import RedisServer
+from tests.ngram.pools import found, pool, written
+from tests.redis_servers import Standalone
 
 
 class Liar:

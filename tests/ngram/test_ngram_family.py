@@ -3,10 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from family_rig import Rig, opened_sequence
-from pools import pool
-from redis_servers import Standalone
-from waiting import until
 
 from drafter_svc.families.ngram import NgramFamily, NgramSettings
 from drafter_svc.metrics import DrafterMetrics
@@ -16,6 +12,10 @@ from drafter_svc.pools.redis import RedisPool
 from outrider.protocol.draft_messages import Opened, Proposal, Window
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.tokenizer import load_tokenizer
+from tests.family_rig import Rig, opened_sequence
+from tests.ngram.pools import pool
+from tests.redis_servers import Standalone
+from tests.waiting import until
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:

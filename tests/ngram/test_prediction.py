@@ -1,11 +1,10 @@
 """Predicted outputs: followed token by token, found again behind an edit, and never shared."""
 
-from family_rig import Rig, opened_sequence
-
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
 from outrider.protocol.draft_messages import Opened, Window
+from tests.family_rig import Rig, opened_sequence
 
 FILE = [10, 11, 12, 13, 10, 11, 14, 15, 10, 11, 16, 17, 18]
 

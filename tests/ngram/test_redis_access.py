@@ -4,12 +4,12 @@ import logging
 from pathlib import Path
 
 import pytest
-from pools import found, pool, written
-from redis_servers import PASSWORD, Deployment, RedisProcess, Standalone, acl_line
-from waiting import until
 
 from drafter_svc.pools.redis_client import RedisClient
 from outrider.process.redis.server import RedisServer
+from tests.ngram.pools import found, pool, written
+from tests.redis_servers import PASSWORD, Deployment, RedisProcess, Standalone, acl_line
+from tests.waiting import until
 
 # Needed for a database other than 0, and for a slot that is moving. Other tests use these rights.
 _SELDOM = {"select", "asking"}

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import uvloop
-from pools import TENANT, pool, written
-from redis_servers import Standalone
-from waiting import until
 
 from drafter_svc.pools import redis as redis_pool
 from drafter_svc.pools.redis import Query, RedisPool
 from outrider.process.network.ports import free_port
 from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.spec import Link
+from tests.ngram.pools import TENANT, pool, written
+from tests.redis_servers import Standalone
+from tests.waiting import until
 
 _KEYS = 500
 _CALLERS = 40

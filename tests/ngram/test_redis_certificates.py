@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pools import found, pool, written
-from redis_servers import Certificates, Standalone
-from waiting import until
 
 from drafter_svc.config import EraseSettings, RedisSettings, settings_schema
 from outrider.process.redis.server import RedisServer
 from outrider.process.security.tls import Tls
+from tests.ngram.pools import found, pool, written
+from tests.redis_servers import Certificates, Standalone
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from pools import SECRET, found, pool, written
-from redis_servers import Deployment, Standalone
 
 from drafter_svc.erase import main
+from tests.ngram.pools import SECRET, found, pool, written
+from tests.redis_servers import Deployment, Standalone
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pools import TENANT, found, pool, written
-from redis_servers import Deployment, Standalone
-from waiting import until
 
 from drafter_svc.pools import redis_client
 from drafter_svc.pools.keys import is_index
 from drafter_svc.pools.redis import RedisPool
+from tests.ngram.pools import TENANT, found, pool, written
+from tests.redis_servers import Deployment, Standalone
+from tests.waiting import until
 
 
 async def test_replicas_find_each_others_n_grams_longest_first(

@@ -1,12 +1,12 @@
 """The pool in a cluster: while slots move, and while a node is lost."""
 
 import pytest
-from pools import TENANT, found, pool, written
 from redis.crc import key_slot
-from redis_servers import Cluster
-from waiting import until, wait_until
 
 from drafter_svc.pools.redis import Query
+from tests.ngram.pools import TENANT, found, pool, written
+from tests.redis_servers import Cluster
+from tests.waiting import until, wait_until
 
 
 async def test_a_batch_is_one_mget_for_each_slot_on_all_nodes(

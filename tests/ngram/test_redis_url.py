@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_servers import Certificates
 
 from outrider.errors import OutriderError
 from outrider.process.redis.server import RedisServer
+from tests.redis_servers import Certificates
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The suffix family: proposes likely continuations from earlier texts of the same tenant."""
 
 import pytest
-from family_rig import Rig, opened_sequence
 
 from drafter_svc.families import suffix
 from drafter_svc.families.suffix import Corpora, SuffixFamily, SuffixSettings
@@ -10,6 +9,7 @@ from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, Skip, Window
 from outrider.protocol.model_info import ModelInfo, Stage
+from tests.family_rig import Rig, opened_sequence
 
 pytest.importorskip(
     "arctic_inference", reason="the suffix family's package is missing: make suffix"

@@ -9,9 +9,9 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 
 import yaml
-from stack import ROOT
 
 from outrider.process.network.ports import free_port
+from tests.stack import ROOT
 
 SHIPPED = ROOT / "compose/observability"
 

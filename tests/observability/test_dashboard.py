@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_server import SHIPPED, prometheus
-from redis_servers import Standalone
-from stack import Stack, behind_gateway
 
 from outrider.process.network.ports import free_port
+from tests.observability.prometheus_server import SHIPPED, prometheus
+from tests.redis_servers import Standalone
+from tests.stack import Stack, behind_gateway
 
 pytestmark = pytest.mark.slow
 

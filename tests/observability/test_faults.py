@@ -7,11 +7,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_server import prometheus
-from stack import GatewayProcess, Stack, behind_gateway
-from waiting import wait_until
 
 from outrider.process.network.ports import free_port
+from tests.observability.prometheus_server import prometheus
+from tests.stack import GatewayProcess, Stack, behind_gateway
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from stack import TARGET, GatewayProcess, Stack, behind_gateway
-from trace_collector import Collector, attributes, collecting
-from waiting import until
 
 from outrider.process.network.ports import free_port
+from tests.stack import TARGET, GatewayProcess, Stack, behind_gateway
+from tests.trace_collector import Collector, attributes, collecting
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from waiting import wait_until
 
 from outrider_cli import serve
+from tests.waiting import wait_until
 
 TALKS = """
 import os, pathlib

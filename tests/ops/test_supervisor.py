@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from waiting import until, wait_until
 
 from outrider_cli.supervisor import Child, StartFailed, Supervisor
+from tests.waiting import until, wait_until
 
 LIVES = "import time; print('up', flush=True); time.sleep(60)"
 FAILS = "raise SystemExit('no such model')"

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sys_trees import BOARD, gb200
 
 from drafter_svc import placement
 from drafter_svc.__main__ import main
 from drafter_svc.placement import PlacementPlan, Topology
 from outrider.process.settings.cores import parse_cores
+from tests.sys_trees import BOARD, gb200
 
 PIN = re.compile(r"GPU(\d)\t.*\t([\d-]+)\t(\d)\t(\d+)$", re.MULTILINE)
 

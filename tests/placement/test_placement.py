@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sys_trees import gb200, tree
 
 from drafter_svc.placement import choose_address, plan
 from outrider.errors import OutriderError
 from outrider.process.settings.cores import format_cores, parse_cores
+from tests.sys_trees import gb200, tree
 
 GRACE_MIDR = "0x00000000410fd4f0"
 

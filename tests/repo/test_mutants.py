@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from mutants.mutant import Mutant
-from mutants.table import MUTANTS
+
+from tests.mutants.mutant import Mutant
+from tests.mutants.table import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,11 +13,10 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from compose.audit import audit, pins, verdict
+
 ROOT = Path(__file__).parents[2]
 PINNED = ROOT / "compose/pinned"
-sys.path.insert(0, str(ROOT / "compose"))
-
-from audit import audit, pins, verdict  # type: ignore[import-not-found]  # noqa: E402
 
 FILES = ("light", "heavy", "gpu", "build")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from certificates import Site
 from cryptography import x509
 
 from outrider.process.security.certs import NAMES
@@ -15,6 +14,7 @@ from outrider.process.security.roles import Peer, Role, peer_of_ssl
 from outrider.process.security.tls import Tls
 from outrider.process.settings.usage import invoke
 from outrider_cli.main import app
+from tests.certificates import Site
 
 
 def certs(directory: Path, *words: str) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from certificates import Site
 
 import drafter_svc.__main__
 import gateway.__main__
@@ -21,6 +20,7 @@ from outrider_cli import verifier
 from outrider_cli.serve import run
 from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.verifier import HeadVerifierSettings
+from tests.certificates import Site
 
 ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "models/target")

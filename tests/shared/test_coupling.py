@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accepting import accept
 from scipy import stats
 
 from outrider.protocol.messages import SamplingParams
 from outrider.sampling.context import Context
 from outrider.sampling.noise import coupled_draw, coupled_keys
 from outrider.sampling.sampler import coupled_exponentials, coupled_sample, coupled_top
+from tests.accepting import accept
 from verifier_svc.verification.draft import Draft
 
 FILE = json.loads((Path(__file__).parents[2] / "protos/coupled_noise.json").read_text())

@@ -7,9 +7,9 @@ import random
 from typing import Any
 
 import pytest
-from grammar_texts import compiler, schema, walk
 
 from outrider.errors import OutriderError
+from tests.shared.grammar_texts import compiler, schema, walk
 
 SELF = {"$ref": "#"}
 

@@ -10,11 +10,21 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from grammar_texts import ENDS, TOKENIZER, VOCAB, WAYS, Way, allowed, compiler, schema, walk
-from json_schemas import schemas
 
 from outrider.errors import OutriderError
 from outrider.grammar.kinds import Grammar, GrammarKind
+from tests.shared.grammar_texts import (
+    ENDS,
+    TOKENIZER,
+    VOCAB,
+    WAYS,
+    Way,
+    allowed,
+    compiler,
+    schema,
+    walk,
+)
+from tests.shared.json_schemas import schemas
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from grammar_texts import ENDS, TOKENIZER, VOCAB, allowed, compiler, in_tag, schema
-from json_schemas import schemas
-from test_grammar import BAD, OTHERS
 
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Compiled, TextMatcher
 from outrider.grammar.guard import Guard
 from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
+from tests.shared.grammar_texts import ENDS, TOKENIZER, VOCAB, allowed, compiler, in_tag, schema
+from tests.shared.json_schemas import schemas
+from tests.shared.test_grammar import BAD, OTHERS
 
 POSSIBLE = FreeThought("<think>", "</think>", "\n\n")
 OPEN = FreeThought("", "</think>")

@@ -14,7 +14,6 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from grammar_texts import ENDS, TARGET, TOKENIZER, VOCAB, WAYS, Way, compiler, schema
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Compiled
@@ -22,6 +21,7 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.grammar.worker import grammar_from, is_for_texts
 from outrider.process.workers.pool import OutOfTime, Worker, WorkerLost
+from tests.shared.grammar_texts import ENDS, TARGET, TOKENIZER, VOCAB, WAYS, Way, compiler, schema
 
 
 def test_the_cache_keeps_recent_grammars_within_its_bytes() -> None:

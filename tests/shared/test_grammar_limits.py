@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_texts import (
+
+from outrider.errors import OutriderError
+from outrider.grammar.backends import _LL_LIMITS, Compiled, MaskLimit
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.dialect import translate
+from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.repetition import check_ebnf, check_pattern
+from outrider.protocol.limits import MAX_GRAMMAR_CHARACTERS
+from tests.shared.grammar_texts import (
     ENDS,
     TARGET,
     TOKENIZER,
@@ -22,14 +30,6 @@ from grammar_texts import (
     schema,
     walk,
 )
-
-from outrider.errors import OutriderError
-from outrider.grammar.backends import _LL_LIMITS, Compiled, MaskLimit
-from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.dialect import translate
-from outrider.grammar.kinds import Grammar, GrammarKind
-from outrider.grammar.repetition import check_ebnf, check_pattern
-from outrider.protocol.limits import MAX_GRAMMAR_CHARACTERS
 
 
 def named(count: int, **counts: int) -> Grammar:

@@ -8,12 +8,12 @@ import re
 from typing import Any
 
 import pytest
-from grammar_texts import WAYS, Way, compiler, schema, takes, walk
 
 from outrider.errors import OutriderError
 from outrider.grammar.characters import any_case, complement, python_class
 from outrider.grammar.guard import Guard
 from outrider.grammar.kinds import Grammar, GrammarKind
+from tests.shared.grammar_texts import WAYS, Way, compiler, schema, takes, walk
 
 PATTERNED = [
     r"^x\ty$",

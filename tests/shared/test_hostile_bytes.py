@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError, Message
-from hostile_messages import changed, fuzzing, wire
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from outrider.errors import OutriderError
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import drafts, model, requests
 from outrider.v1 import drafts_pb2, verifier_pb2
+from tests.hostile_messages import changed, fuzzing, wire
 
 VOCABULARY = 1000
 MOST_TOKENS = 8

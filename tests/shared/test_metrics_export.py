@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from certificates import Site, trusting
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -24,6 +23,7 @@ from outrider.process.observability import metrics_export, telemetry
 from outrider.process.observability.metrics_export import pushing_metrics, serve_metrics
 from outrider.process.security.tls import Tls
 from outrider.process.settings.config import ScrapedSettings
+from tests.certificates import Site, trusting
 
 
 class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):

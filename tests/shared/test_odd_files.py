@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from grammar_texts import TARGET
 
 from drafter_svc.pools.keys import read_secret
 from gateway.access.key_file import read_keys
@@ -22,6 +21,7 @@ from outrider.process.security.tls import expires_at
 from outrider.process.settings.config import load
 from outrider.tokenizer import end_token_ids, load_tokenizer
 from outrider_cli.serve_settings import ServeSettings
+from tests.shared.grammar_texts import TARGET
 
 # A read that waits for a writer would wait for ever.
 pytestmark = pytest.mark.timeout(60)

@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
-from certificates import Site
 from cryptography import x509
 from prometheus_client import CollectorRegistry
 
 from outrider import __version__
 from outrider.process.network import rpc
 from outrider.process.observability.process_metrics import add_process_metrics
+from tests.certificates import Site
 
 EXPIRY = "outrider:certificate_expiry_timestamp_seconds"
 

@@ -14,8 +14,6 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from hastened import hastened
-from waiting import until
 
 from outrider.errors import OutriderError, Reason, Retry
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
@@ -23,6 +21,8 @@ from outrider.process.network import rpc, rpc_errors
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
+from tests.hastened import hastened
+from tests.waiting import until
 
 HOST = "127.0.0.1"
 ERROR = OutriderError(

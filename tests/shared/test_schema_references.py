@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from grammar_texts import compiler, schema, takes
-from secret_traps import SECRET, Traps, set_traps
 
 from outrider.errors import OutriderError
 from outrider.grammar.drafts import DRAFTS, Draft, check_form, validator
+from tests.shared.grammar_texts import compiler, schema, takes
+from tests.shared.secret_traps import SECRET, Traps, set_traps
 
 DRAFT_3 = "http://json-schema.org/draft-03/schema"
 

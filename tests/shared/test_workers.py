@@ -29,7 +29,7 @@ MEMORY = 256 * 2**20
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[WorkerSource]:
-    found = WorkerSource("worker_handlers:make", {"prefix": "> "}, memory_bytes=MEMORY)
+    found = WorkerSource("tests.shared.worker_handlers:make", {"prefix": "> "}, memory_bytes=MEMORY)
     yield found
     found.close()
 
@@ -144,7 +144,7 @@ def test_the_process_that_forks_is_replaced_too(source: WorkerSource, worker: Wo
 _PARENT = """
 import sys
 from outrider.process.workers.pool import Worker, WorkerSource
-worker = Worker(WorkerSource("worker_handlers:make", {"prefix": ""}))
+worker = Worker(WorkerSource("tests.shared.worker_handlers:make", {"prefix": ""}))
 print(worker.call(b"pid", 60.0).decode(), flush=True)
 worker.call(b"hang", 600.0)
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from family_rig import Rig
 
 from outrider.protocol.draft_messages import Opened, Proposal, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
@@ -13,6 +12,7 @@ from outrider_bench.simulator.costs import DraftingCost
 from outrider_bench.simulator.family import SimulatedFamily
 from outrider_bench.simulator.scenario import DrafterSpec
 from outrider_bench.simulator.world import DrawnText, World
+from tests.family_rig import Rig
 
 ACCEPTANCE = 0.5
 ALTERNATIVES = [0.5, 0.4]

@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from policies import speed
+
+from tests.simulator.policies import speed
 
 GOOD = {"name": "good", "acceptance": 0.8}
 SECONDS = 6.0

@@ -7,7 +7,8 @@ prompts share forwards, and any disturbance loses that advantage for good.
 from typing import Any
 
 import pytest
-from policies import speed
+
+from tests.simulator.policies import speed
 
 pytestmark = pytest.mark.slow
 

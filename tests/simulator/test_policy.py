@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from policies import BATCHES, speed
 
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Simulation
+from tests.simulator.policies import BATCHES, speed
 
 pytestmark = pytest.mark.slow
 

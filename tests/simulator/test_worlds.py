@@ -81,9 +81,8 @@ def test_a_world_is_a_pure_function_of_its_seed_in_any_process() -> None:
     here = digests()
     assert len(set(here)) == len(here)
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
-    code = "from test_worlds import digests; print(digests())"
-    paths = os.pathsep.join([str(ROOT), str(SEEDS.parent)])
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
+    code = "from tests.simulator.test_worlds import digests; print(digests())"
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )

@@ -1,16 +1,12 @@
-"""Fixtures: an authority for each test. Other tests' rigs are imported from their folders."""
+"""Fixtures: an authority for each test."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
-
-from certificates import Site
+from tests.certificates import Site
 
 
 @pytest.fixture

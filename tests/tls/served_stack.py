@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from certificates import trusting
-from redis_servers import Certificates, Standalone
-from stack import DRAFT, Process
 
 from outrider.process.network.ports import free_port
 from outrider.process.security.certs import NAMES
@@ -21,6 +18,9 @@ from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
 from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.stack_plan import plan_stack
+from tests.certificates import trusting
+from tests.redis_servers import Certificates, Standalone
+from tests.stack import DRAFT, Process
 
 HOST = "127.0.0.1"
 PORTS = (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import served_engine
-
 from outrider.process.security.tls import Tls
+from tests.verifier import served_engine
 from verifier_svc.engine.loop import Engine
 
 FINGERPRINT = "f"

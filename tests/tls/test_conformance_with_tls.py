@@ -6,12 +6,12 @@ import asyncio
 import sys
 
 import pytest
-from certificates import Site
-from sites import FINGERPRINT
-from test_verifier_port import outcome, stream_drafts
 
 from outrider.conformance.kit import Kit
 from outrider.conformance.rules import Outcome
+from tests.certificates import Site
+from tests.tls.sites import FINGERPRINT
+from tests.tls.test_verifier_port import outcome, stream_drafts
 
 
 @pytest.mark.slow

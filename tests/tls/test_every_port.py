@@ -17,8 +17,6 @@ import redis.asyncio
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from served_stack import PORTS, Served, served
-from stack import DRAFT
 from tokenizers import Tokenizer
 
 from outrider.process.network import rpc
@@ -28,6 +26,8 @@ from outrider.process.security.tls import Tls, explain
 from outrider.v1 import generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_cli.health import problem
+from tests.stack import DRAFT
+from tests.tls.served_stack import PORTS, Served, served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

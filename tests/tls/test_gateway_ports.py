@@ -8,10 +8,6 @@ from contextlib import asynccontextmanager
 import grpc
 import httpx
 import pytest
-from certificates import Site
-from gateway_rig import TARGET, echo, settings
-from scripted_verifier import Script, ready, serving
-from waiting import until
 
 from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
@@ -20,6 +16,10 @@ from outrider.errors import Reason
 from outrider.process.network import rpc, rpc_errors
 from outrider.process.security.tls import Tls
 from outrider.v1 import generation_pb2, generation_pb2_grpc
+from tests.certificates import Site
+from tests.gateway.gateway_rig import TARGET, echo, settings
+from tests.gateway.scripted_verifier import Script, ready, serving
+from tests.waiting import until
 
 BODY = {"prompt": "def main(", "max_tokens": 4}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import Site
 from cryptography.hazmat.primitives import serialization
 from pydantic import ValidationError
 
@@ -20,6 +19,7 @@ from outrider.process.settings.config import parse
 from outrider_cli.health import problem
 from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.stack_plan import plan_stack
+from tests.certificates import Site
 from verifier_svc.config import VerifierSettings
 
 

@@ -9,9 +9,6 @@ from typing import Any
 
 import grpc
 import pytest
-from certificates import Site
-from sites import FINGERPRINT, verifier
-from waiting import until
 
 from gateway.upstream.replica import Replica
 from gateway.upstream.routing import Router
@@ -26,6 +23,9 @@ from outrider.process.security.tls import Tls, explain
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.messages import DraftDistribution
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.certificates import Site
+from tests.tls.sites import FINGERPRINT, verifier
+from tests.waiting import until
 
 Call = Callable[[grpc.aio.Channel], Awaitable[Any]]
 

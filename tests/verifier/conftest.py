@@ -1,9 +1,5 @@
-"""Makes the fakes beside the tests importable, and limits each test process to one core."""
-
-import sys
-from pathlib import Path
+"""Limits each test process to one core."""
 
 import torch
 
 torch.set_num_threads(1)
-sys.path.insert(0, str(Path(__file__).parent))

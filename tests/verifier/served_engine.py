@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fake_model import VOCAB, exposition, make_engine
-
 from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.process.network import rpc
 from outrider.process.security.tls import Tls
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2_grpc
+from tests.verifier.fake_model import VOCAB, exposition, make_engine
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.loop import Engine
 from verifier_svc.streams.servicer import VerifierServicer

@@ -6,8 +6,8 @@ import logging
 import random
 
 import pytest
-from fake_model import ScriptedDrafter, exposition, make_engine
 
+from tests.verifier.fake_model import ScriptedDrafter, exposition, make_engine
 from verifier_svc.state.acceptance_watch import AcceptanceWatch
 
 

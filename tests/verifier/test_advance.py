@@ -3,11 +3,11 @@
 import threading
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, TableModel, make_engine
-from virtual_time import VirtualClock
 
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenRequest
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, TableModel, make_engine
+from tests.virtual_time import VirtualClock
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from fake_model import EOS, GREEDY, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
-from toy_grammars import NoRepeats
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Matcher
@@ -23,6 +21,17 @@ from outrider.protocol.messages import (
     SpeculationOptions,
     TokenLogprob,
     TokenRequest,
+)
+from tests.toy_grammars import NoRepeats
+from tests.verifier.fake_model import (
+    EOS,
+    GREEDY,
+    VOCAB,
+    Client,
+    ScriptedDrafter,
+    TableModel,
+    finish,
+    make_engine,
 )
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

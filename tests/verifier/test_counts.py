@@ -1,8 +1,14 @@
 """The statistics of a response, and the metrics of drafts."""
 
-from fake_model import GREEDY, VOCAB, Client, ScriptedDrafter, exposition, make_engine
-
 from outrider.protocol.messages import TokenRequest
+from tests.verifier.fake_model import (
+    GREEDY,
+    VOCAB,
+    Client,
+    ScriptedDrafter,
+    exposition,
+    make_engine,
+)
 
 
 def test_statistics_count_verified_tokens() -> None:

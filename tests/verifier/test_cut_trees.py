@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
-
 from outrider.grammar.backends import Mask
 from outrider.protocol.messages import TokenRequest
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 from verifier_svc.drafts.draft_message import main_path_outcome
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from fake_model import Client, make_engine
-from waiting import until
 
 from outrider.drafter.step_queue import MAX_FEATURE_BYTES
 from outrider.errors import OutriderError
@@ -30,6 +28,8 @@ from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire import model as wire_model
 from outrider.v1 import drafts_pb2, verifier_pb2
+from tests.verifier.fake_model import Client, make_engine
+from tests.waiting import until
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.state.drafter import MOST_ANSWERS
 from verifier_svc.streams import drafter_streams, unread_steps

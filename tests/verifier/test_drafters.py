@@ -4,13 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, exposition, make_engine
-from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.messages import SpeculationOptions, TokenRequest
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, exposition, make_engine
+from tests.virtual_time import VirtualClock
 from verifier_svc.drafts.roster import MOST_LOST
 
 

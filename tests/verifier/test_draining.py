@@ -6,11 +6,11 @@ import asyncio
 import threading
 
 import pytest
-from fake_model import Client, make_engine
 
 from outrider.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
+from tests.verifier.fake_model import Client, make_engine
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import servicer as servicer_module
 from verifier_svc.streams.servicer import VerifierServicer

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_model import EOS, GREEDY, VOCAB, Client, ScriptedDrafter, exposition, finish, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,16 @@ from outrider.errors import OutriderError, Reason
 from outrider.lm.pages import KVSequence
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenRequest, TokenSource
+from tests.verifier.fake_model import (
+    EOS,
+    GREEDY,
+    VOCAB,
+    Client,
+    ScriptedDrafter,
+    exposition,
+    finish,
+    make_engine,
+)
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 

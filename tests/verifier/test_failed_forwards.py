@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from fake_model import GREEDY, Client, make_engine
 
 from outrider.errors import Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from tests.verifier.fake_model import GREEDY, Client, make_engine
 
 
 def test_a_failed_forward_ends_its_batch_and_the_engine_goes_on() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_model import EOS, GREEDY, Client, finish, make_engine
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import TokenRequest
+from tests.verifier.fake_model import EOS, GREEDY, Client, finish, make_engine
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence

@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_model import GREEDY, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import TreeGrafter
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest
 from outrider.protocol.messages import TokenRequest
+from tests.random_trees import TreeGrafter
+from tests.verifier.fake_model import (
+    GREEDY,
+    VOCAB,
+    Client,
+    ScriptedDrafter,
+    TableModel,
+    finish,
+    make_engine,
+)
 from verifier_svc.drafts import features
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

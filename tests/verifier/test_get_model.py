@@ -4,13 +4,13 @@ import threading
 from typing import Any
 
 import pytest
-from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire.model import model_from_proto
 from outrider.v1 import verifier_pb2
+from tests.verifier.fake_model import Client, ScriptedDrafter, make_engine
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import servicer as servicer_module
 from verifier_svc.streams.servicer import VerifierServicer

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from fake_model import Client, ScriptedDrafter, finish, make_engine
-from toy_grammars import Heads, Twice
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
+from tests.toy_grammars import Heads, Twice
+from tests.verifier.fake_model import Client, ScriptedDrafter, finish, make_engine
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import DraftVerifier, Verified

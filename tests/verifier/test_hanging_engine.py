@@ -6,10 +6,10 @@ import asyncio
 import threading
 
 import pytest
-from fake_model import make_engine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.process.network import rpc
+from tests.verifier.fake_model import make_engine
 from verifier_svc.engine import engine_thread
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import servicer

@@ -14,19 +14,13 @@ from itertools import count
 import grpc
 import pytest
 import pytest_asyncio
-from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from hostile_messages import fuzzing, wire
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_calls import call_raw, check_clear, methods
-from raw_drafter import RawDrafter
-from served_engine import Verifier, verifier
-from waiting import until
 
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process.network import rpc
@@ -35,6 +29,12 @@ from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenR
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.protocol.wire.settings import proto_enum
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.hostile_messages import fuzzing, wire
+from tests.raw_calls import call_raw, check_clear, methods
+from tests.raw_drafter import RawDrafter
+from tests.verifier.fake_model import VOCAB, Client, ScriptedDrafter, make_engine
+from tests.verifier.served_engine import Verifier, verifier
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from fake_model import Client, ScriptedDrafter, make_engine
-from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.limits import MAX_BATCH_ENTRIES
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from tests.verifier.fake_model import Client, ScriptedDrafter, make_engine
+from tests.virtual_time import VirtualClock
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.state.drafter import MOST_ANSWERS, held_bytes
 from verifier_svc.streams import drafter_streams

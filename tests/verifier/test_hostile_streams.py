@@ -7,10 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_model import VOCAB
-from hastened import hastened
-from raw_drafter import RawDrafter
-from served_engine import verifier
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.network import rpc, rpc_errors
@@ -19,6 +15,10 @@ from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
+from tests.hastened import hastened
+from tests.raw_drafter import RawDrafter
+from tests.verifier.fake_model import VOCAB
+from tests.verifier.served_engine import verifier
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.streams import servicer
 

@@ -2,10 +2,9 @@
 
 from functools import partial
 
-from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
-
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SpeculationOptions, TokenRequest
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.intake import Inbox
 

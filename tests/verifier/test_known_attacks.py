@@ -9,11 +9,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from fake_model import VOCAB, Client, ScriptedDrafter, finish, make_engine
-from hostile_messages import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_grammars import Heads
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Proposal
@@ -21,6 +18,9 @@ from outrider.protocol.limits import MAX_TOP_LOGPROBS
 from outrider.protocol.messages import FinishReason, SamplingParams, TokenRequest
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2
+from tests.hostile_messages import fuzzing
+from tests.toy_grammars import Heads
+from tests.verifier.fake_model import VOCAB, Client, ScriptedDrafter, finish, make_engine
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence
 

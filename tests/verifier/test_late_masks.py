@@ -9,8 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_model import EOS, VOCAB, Client, ScriptedDrafter, finish, make_engine
-from toy_grammars import Alternating
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Mask, MaskLimit
@@ -18,6 +16,8 @@ from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.process.workers.tenant_threads import TenantThreads
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, FinishReason, SamplingParams, TokenRequest
+from tests.toy_grammars import Alternating
+from tests.verifier.fake_model import EOS, VOCAB, Client, ScriptedDrafter, finish, make_engine
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.mask_work import MaskWork

@@ -1,11 +1,11 @@
 """A drafter that guesses for next to nothing is asked even where its drafts are not awaited."""
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
 
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenRequest
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.policy.plan import Plan

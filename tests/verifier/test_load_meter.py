@@ -8,9 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_model import GREEDY, Client, finish, make_engine
-from served_engine import verifier
-from waiting import until
 
 from outrider.errors import OutriderError
 from outrider.process.network import rpc
@@ -20,6 +17,9 @@ from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierServiceStub
+from tests.verifier.fake_model import GREEDY, Client, finish, make_engine
+from tests.verifier.served_engine import verifier
+from tests.waiting import until
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.policy.forward_cost import ForwardCost

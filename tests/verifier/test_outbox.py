@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fake_device import DEVICE, FakeDevice
-from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 
 from outrider.lm.runner import SequenceSlice
 from outrider.protocol.messages import TokenChunk, TokenRequest
+from tests.fake_device import DEVICE, FakeDevice
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.batch import DraftVerifier, Verify

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from fake_model import GREEDY, Client, ScriptedDrafter
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.errors import Reason
@@ -18,6 +17,7 @@ from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery

@@ -6,8 +6,6 @@ import math
 from functools import partial
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, exposition, make_engine
-from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Proposal, Skip, StepBatch
@@ -18,6 +16,8 @@ from outrider.protocol.messages import (
     SpeculationPause,
     TokenRequest,
 )
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, exposition, make_engine
+from tests.virtual_time import VirtualClock
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 

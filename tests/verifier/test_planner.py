@@ -4,12 +4,12 @@ import platform
 from collections.abc import Mapping, Sequence
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
 
 from outrider.errors import OutriderError
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Placement
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
 from verifier_svc.drafts.assignments import run_ahead_window
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

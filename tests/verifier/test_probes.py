@@ -3,12 +3,12 @@
 from itertools import pairwise
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
-from virtual_time import VirtualClock
 
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenRequest
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine
+from tests.virtual_time import VirtualClock
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence

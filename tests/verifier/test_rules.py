@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from accepting import accept
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import (
@@ -17,6 +16,7 @@ from outrider.protocol.messages import (
     TokenRequest,
 )
 from outrider.sampling.context import Context
+from tests.accepting import accept
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rule_choice import acceptance_rule, choose_distribution

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_model import Client, ScriptedDrafter, make_engine, make_plan
-from virtual_time import VirtualClock
 
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, TokenRequest
+from tests.verifier.fake_model import Client, ScriptedDrafter, make_engine, make_plan
+from tests.virtual_time import VirtualClock
 
 SAMPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 HALVES = SparseDistribution(np.array([3, 4]), np.array([0.5, 0.5]))

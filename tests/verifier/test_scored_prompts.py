@@ -3,13 +3,21 @@
 from collections.abc import Sequence
 
 import pytest
-from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, finish, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.lm.runner import SequenceSlice
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from tests.verifier.fake_model import (
+    EOS,
+    VOCAB,
+    Client,
+    ScriptedDrafter,
+    TableModel,
+    finish,
+    make_engine,
+)
 from verifier_svc.engine.config import EngineConfig
 
 PROMPTS = st.lists(

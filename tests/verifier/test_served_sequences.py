@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
-from served_engine import verifier
-from waiting import until
 
 from outrider.process.network import rpc
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.verifier.served_engine import verifier
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from fake_device import DEVICE, FakeDevice
-from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 
 from outrider.protocol.draft_messages import SparseDistribution
 from outrider.protocol.messages import (
@@ -23,6 +21,8 @@ from outrider.protocol.messages import (
     SpeculationOptions,
     TokenRequest,
 )
+from tests.fake_device import DEVICE, FakeDevice
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import DraftVerifier, Verified

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pytest
-from fake_model import GREEDY, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.protocol.messages import TokenRequest
+from tests.verifier.fake_model import GREEDY, make_engine
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.step_shares import max_min

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fake_model import Client, ScriptedDrafter, make_engine
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider.process.observability import telemetry
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from tests.verifier.fake_model import Client, ScriptedDrafter, make_engine
 from verifier_svc.engine.loop import Engine
 
 REQUEST = TokenRequest([1, 2, 3], 5, SamplingParams(temperature=0.0), ignore_eos=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, make_engine
-from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.messages import TokenRequest
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine
+from tests.virtual_time import VirtualClock
 from verifier_svc.drafts.roster import PLACES
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

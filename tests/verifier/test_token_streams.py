@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import pytest
-from waiting import until
 
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
@@ -20,6 +19,7 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
 )
 from outrider.process.network import rpc, rpc_errors
 from outrider.v1 import common_pb2, verifier_pb2
+from tests.waiting import until
 from verifier_svc.streams import gateway_streams
 from verifier_svc.streams.gateway_streams import GatewayStream
 

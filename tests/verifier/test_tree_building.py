@@ -8,16 +8,16 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from fake_model import GREEDY, VOCAB, Client, ScriptedDrafter, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import random_tree
-from tree_paths import path_to
 
 from outrider.protocol.draft_messages import Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import DraftDistribution, SamplingParams, TokenRequest
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
+from tests.random_trees import random_tree
+from tests.tree_paths import path_to
+from tests.verifier.fake_model import GREEDY, VOCAB, Client, ScriptedDrafter, make_engine
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.policy.draft_policy import EVERY_DRAFT

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
-from virtual_time import VirtualClock
 
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import DraftDistribution, TokenRequest
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
+from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
+from tests.virtual_time import VirtualClock
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

@@ -7,22 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from fake_model import (
-    EOS,
-    GREEDY,
-    VOCAB,
-    Client,
-    ScriptedDrafter,
-    TableModel,
-    exposition,
-    finish,
-    make_engine,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import TreeGrafter, random_tree
-from toy_grammars import NoRepeats
-from tree_paths import path_to
 
 from outrider.protocol.draft_messages import Proposal
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
@@ -33,6 +19,20 @@ from outrider.protocol.messages import (
     TokenLogprob,
     TokenRequest,
     TokenSource,
+)
+from tests.random_trees import TreeGrafter, random_tree
+from tests.toy_grammars import NoRepeats
+from tests.tree_paths import path_to
+from tests.verifier.fake_model import (
+    EOS,
+    GREEDY,
+    VOCAB,
+    Client,
+    ScriptedDrafter,
+    TableModel,
+    exposition,
+    finish,
+    make_engine,
 )
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine

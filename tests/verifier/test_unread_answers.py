@@ -6,12 +6,19 @@ Its text stays the same.
 from __future__ import annotations
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, exposition, finish, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import Reason
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from tests.verifier.fake_model import (
+    GREEDY,
+    Client,
+    ScriptedDrafter,
+    exposition,
+    finish,
+    make_engine,
+)
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.sequence import Sequence

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accepting import accept
-from fake_vllm import SamplingParams as VllmParameters
-from fake_vllm import installed
 
 from outrider.lm.pages import KVSequence
 from outrider.protocol.messages import SamplingParams, SpeculationStats, TokenRequest
 from outrider.sampling.context import Context
+from tests.accepting import accept
+from tests.verifier.fake_vllm import SamplingParams as VllmParameters
+from tests.verifier.fake_vllm import installed
 from verifier_svc.state.sequence import Sequence as SequenceState
 from verifier_svc.verification.draft import Draft
 from verifier_svc.vllm.parameters import drawing_of, vllm_parameters

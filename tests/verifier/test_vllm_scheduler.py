@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import Request, SamplingParams, installed
-from test_vllm_hub import TestHub
 
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
 from outrider.protocol import messages
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenRequest, TokenSource
+from tests.verifier.fake_vllm import Request, SamplingParams, installed
+from tests.verifier.test_vllm_hub import TestHub
 from verifier_svc.vllm import parameters
 from verifier_svc.vllm.engine import VllmEngine
 

@@ -3,13 +3,20 @@
 from functools import partial
 
 import pytest
-from fake_model import GREEDY, Client, ScriptedDrafter, TableModel, make_engine, make_plan
-from virtual_time import VirtualClock
 
 from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Proposal, StepBatch, Window
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenChunk, TokenRequest
+from tests.verifier.fake_model import (
+    GREEDY,
+    Client,
+    ScriptedDrafter,
+    TableModel,
+    make_engine,
+    make_plan,
+)
+from tests.virtual_time import VirtualClock
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery

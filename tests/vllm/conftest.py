@@ -4,17 +4,12 @@ A verifier with vLLM starts for most of a minute, so all tests share one.
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
-from stack import TARGET, Stack, running
+from tests.stack import TARGET, Stack, running
 
 collect_ignore_glob = [] if find_spec("vllm") is not None else ["test_*.py"]
 

@@ -1,4 +1,6 @@
-"""Writes greedy texts with vLLM and a head: `drafted_by_vllm.py TARGET HEAD DRAFTS < prompts.json`.
+"""Writes greedy texts with vLLM and a head.
+
+    python -m tests.vllm.drafted_by_vllm TARGET HEAD DRAFTS < prompts.json
 
 A process of its own, since vLLM's imports warn and vLLM prints. Its answer is JSON: `texts`, and
 `rounds`, how many drafts vLLM verified for all of them.

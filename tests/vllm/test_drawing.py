@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from accepting import accept
-from cases import Case, seed_of
 
 from outrider.protocol.messages import SamplingParams
 from outrider.sampling.context import Context
 from outrider.sampling.penalties import TokenCounts
+from tests.accepting import accept
+from tests.vllm.cases import Case, seed_of
 from verifier_svc.verification.draft import Draft
 from verifier_svc.vllm.parameters import drawing_of, sequence_id_of, vllm_parameters
 

@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
-from stack import TARGET
-from test_greedy_equality import Reference
 
 from outrider.errors import OutriderError
 from outrider.protocol.messages import SamplingParams, TokenChunk, TokenRequest
 from outrider.protocol.model_info import Stage
+from tests.e2e.test_greedy_equality import Reference
+from tests.stack import TARGET
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import VerifierMetrics

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from stack import DRAFT, TARGET, Client, Process
-from test_greedy_equality import Reference
-from test_vllm_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
-from waiting import until
 
 from outrider.process.network.ports import free_port
 from outrider.protocol.messages import TokenRequest
+from tests.e2e.test_greedy_equality import Reference
+from tests.stack import DRAFT, TARGET, Client, Process
+from tests.vllm.test_vllm_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
+from tests.waiting import until
 from verifier_svc.vllm.runner import engine_arguments
 
 TOKENS = 40

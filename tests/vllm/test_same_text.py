@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODEL, Case, seed_of
 from tokenizers import Tokenizer
 
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.protocol.messages import TokenChunk
+from tests.vllm.cases import MODEL, Case, seed_of
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import VerifierMetrics
@@ -48,6 +48,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "frequency_penalty": 0.6, "presence_penalty": -0.3},
     ALL,
 ]
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(torch.nn.functional.__file__).read_text()
 
 
@@ -117,9 +118,9 @@ def write(
         "kinds": kinds,
         "settings": settings,
     }
-    script = Path(__file__).with_name("write_texts.py")
     done = subprocess.run(
-        [sys.executable, str(script), runner],
+        [sys.executable, "-m", "tests.vllm.write_texts", runner],
+        cwd=ROOT,
         input=json.dumps(asked),
         capture_output=True,
         text=True,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from smollm2_texts import Reference, answers, is_chat, smollm2, tokens_of
-from stack import ROOT, Client, Stack, running
 
 from outrider.gguf import pretrained
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from tests.smollm2_texts import Reference, answers, is_chat, smollm2, tokens_of
+from tests.stack import ROOT, Client, Stack, running
 
 pytestmark = pytest.mark.slow  # A model of 135 million parameters on both engines.
 
@@ -20,13 +19,14 @@ MODULE = "outrider_cli.verifier"
 HEAD = str(ROOT / "models/smollm2/eagle3")
 DRAFTS = 4
 TOKENS = 64
-SCRIPT = str(Path(__file__).with_name("drafted_by_vllm.py"))
+WITH_VLLM = "tests.vllm.drafted_by_vllm"
 
 
 def rounds_of_vllm(file: str, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
     """The greedy texts that vLLM writes with the head, and how many drafts it verified."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, pretrained(file), HEAD, str(DRAFTS)],
+        [sys.executable, "-m", WITH_VLLM, pretrained(file), HEAD, str(DRAFTS)],
+        cwd=ROOT,
         input=json.dumps({"prompts": prompts, "tokens": TOKENS}),
         capture_output=True,
         text=True,

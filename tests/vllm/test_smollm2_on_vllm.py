@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conftest import FLAGS, START_S
-from smollm2_texts import TOKENS, Reference, answers, smollm2, tokens_of
-from stack import ROOT, Client, Stack, running
 
 from outrider.protocol.messages import (
     SamplingParams,
     SpeculationOptions,
     TokenRequest,
 )
+from tests.smollm2_texts import TOKENS, Reference, answers, smollm2, tokens_of
+from tests.stack import ROOT, Client, Stack, running
+from tests.vllm.conftest import FLAGS, START_S
 
 pytestmark = pytest.mark.slow  # A model of 135 million parameters on both engines.
 

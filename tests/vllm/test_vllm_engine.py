@@ -12,11 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import FLAGS, START_S
-from raw_drafter import RawDrafter
-from stack import Client, Stack, running
-from test_greedy_equality import Reference
-from waiting import until
 
 from outrider.errors import Reason
 from outrider.grammar.kinds import Grammar, GrammarKind
@@ -31,6 +26,11 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import drafts_pb2
+from tests.e2e.test_greedy_equality import Reference
+from tests.raw_drafter import RawDrafter
+from tests.stack import Client, Stack, running
+from tests.vllm.conftest import FLAGS, START_S
+from tests.waiting import until
 
 TOKENS = 48
 GREEDY = SamplingParams(temperature=0.0)

@@ -1,4 +1,4 @@
-"""Writes the texts of cases with vLLM: `python write_texts.py v1|v2 < cases.json > texts.json`.
+"""Writes the texts of cases with vLLM: `python -m tests.vllm.write_texts v1 < cases.json`.
 
 A process of its own, since a process has one runner, and vLLM's imports warn.
 """
@@ -9,10 +9,7 @@ import json
 import os
 import sys
 import types
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).parents[2]
 
 
 def main() -> None:
@@ -30,7 +27,6 @@ def main() -> None:
     }
     if v2:
         _interpret_triton()
-    sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
     asked = json.load(sys.stdin)
     # vLLM and its libraries print.
     with os.fdopen(os.dup(1), "w") as answer:
@@ -49,16 +45,16 @@ def _interpret_triton() -> None:
 
 def _texts(asked: dict[str, Any], v2: bool) -> dict[str, Any]:
     import vllm
-    from cases import DRAFT_TOKENS, MODEL, Case, seed_of
-    from placed_drafts import OutriderScheduler
 
+    from tests.vllm.cases import DRAFT_TOKENS, MODEL, Case, seed_of
+    from tests.vllm.placed_drafts import OutriderScheduler
     from verifier_svc.vllm import runner
     from verifier_svc.vllm.parameters import vllm_parameters
 
     assert runner.uses_v2() == v2
     runner.install()
     arguments = runner.engine_arguments(DRAFT_TOKENS, v2=v2)
-    arguments["scheduler_cls"] = "placed_drafts.OutriderScheduler"
+    arguments["scheduler_cls"] = "tests.vllm.placed_drafts.OutriderScheduler"
     engine = vllm.LLM(
         MODEL,
         dtype="float32",

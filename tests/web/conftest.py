@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,9 +10,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_playwright
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
-
-from site_rig import EXAMPLE, Site, npm
+from tests.web.site_rig import EXAMPLE, Site, npm
 
 # Messages of the browser that tests cause: for a refused request, and for a killed gateway.
 _PROVOKED = (

@@ -6,9 +6,8 @@ import os
 import subprocess
 import sys
 
-from stack import ROOT, GatewayProcess, Stack
-
 from outrider.process.network.ports import free_port
+from tests.stack import ROOT, GatewayProcess, Stack
 
 EXAMPLE = ROOT / "clients/browser"
 

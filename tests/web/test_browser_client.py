@@ -14,7 +14,8 @@ import httpx
 import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
-from site_rig import Site, npm
+
+from tests.web.site_rig import Site, npm
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 from playwright.async_api import Browser, Locator, expect
-from serving import serving
+
+from tests.serving import serving
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

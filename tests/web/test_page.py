@@ -9,7 +9,8 @@ import re
 import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, Route, expect
-from site_rig import Site
+
+from tests.web.site_rig import Site
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

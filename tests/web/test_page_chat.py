@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
-from gateway_rig import Rig, rig_with_template
 from playwright.async_api import Browser, Page, expect
+
+from tests.gateway.gateway_rig import Rig, rig_with_template
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

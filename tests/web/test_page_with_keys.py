@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from keyed_rig import ALICE, OPERATOR, entry, keyed_rig
 from playwright.async_api import Browser, expect
 
 from gateway.text.prompts import Prompts
+from tests.gateway.keyed_rig import ALICE, OPERATOR, entry, keyed_rig
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

@@ -11,8 +11,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from site_rig import Site
-from stack import ROOT
+
+from tests.stack import ROOT
+from tests.web.site_rig import Site
 
 pytestmark = pytest.mark.slow
 

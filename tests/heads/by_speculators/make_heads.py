@@ -1,6 +1,6 @@
 """Builds random heads with speculators' own classes, and the scores that these give.
 
-    build/speculators/bin/python tests/heads/by_speculators/make_heads.py FOLDER
+    build/speculators/bin/python -m tests.heads.by_speculators.make_heads FOLDER
 
 writes a folder for each case: the head as its own `save_pretrained` writes it, and
 reference.safetensors with a text, its features, the target's matrices, and the scores of a few
@@ -27,8 +27,7 @@ from speculators.models.eagle3.rotary_partial import install_partial_neox_rotary
 from speculators.models.peagle.config import PEagleSpeculatorConfig
 from transformers import LlamaConfig, Qwen3Config
 
-sys.path.append(str(Path(__file__).parents[1]))
-from speculators_cases import (
+from tests.heads.speculators_cases import (
     BLOCK,
     CASES,
     DRAFT_VOCAB,
