@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_profile import COSTS, made_up_profile
 
 from outrider_bench.commands.predict import main
 from outrider_bench.experiment.cell_scenarios import check, scenario_of
@@ -16,6 +15,7 @@ from outrider_bench.experiment.spec import Cell, Experiment, load
 from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.scenario import Scenario
 from outrider_bench.simulator.simulation import Simulation
+from tests.experiment.made_up_profile import COSTS, made_up_profile
 
 DRAFTERS = {
     "words": {"family": "ngram", "link": "wire"},

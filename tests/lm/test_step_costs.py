@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from accepting import accept
-from fake_device import DEVICE, FakeDevice
-from recorded_graphs import Capture, tensors
-from tiny_models import CONFIGS, VOCAB_SIZE, build
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +19,10 @@ from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider.protocol.messages import AcceptanceRule, SamplingParams
 from outrider.sampling.context import Context
+from tests.accepting import accept
+from tests.fake_device import DEVICE, FakeDevice
+from tests.lm.recorded_graphs import Capture, tensors
+from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
 from verifier_svc.verification.draft import Draft
 
 BATCH, ROWS = 8, 5
