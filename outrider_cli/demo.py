@@ -25,8 +25,9 @@ from outrider.errors import OutriderError, Reason
 from outrider.gguf import pretrained
 from outrider_cli.client import ask, until_ready
 from outrider_cli.demo_report import Row, report
+from outrider_cli.drafter_spec import DrafterSpec
 from outrider_cli.prompts import DEMO_PROMPTS, SMOLLM2_QUESTIONS
-from outrider_cli.serve_settings import SMOLLM2_DRAFTERS, DrafterSpec, ServeSettings
+from outrider_cli.serve_settings import SMOLLM2_DRAFTERS, ServeSettings
 from outrider_cli.stack_plan import Stack, plan_stack
 from outrider_cli.start_log import start_status
 from outrider_cli.supervisor import StartFailed, Supervisor

@@ -82,9 +82,9 @@ def _gateway() -> click.Command:
 
 def _verifier() -> click.Command:
     from outrider.process.settings.config import command
-    from outrider_cli.verifier import HeadVerifierSettings, run
+    from outrider_cli.verifier import OwnDraftersSettings, run
 
-    return command(HeadVerifierSettings, "verifier", run)
+    return command(OwnDraftersSettings, "verifier", run)
 
 
 app.add_command(

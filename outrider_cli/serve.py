@@ -20,7 +20,8 @@ from outrider.errors import OutriderError, Reason
 from outrider.process.observability.output import Output
 from outrider.process.settings.check_config import check_config, check_file
 from outrider_cli.client import until_ready
-from outrider_cli.serve_settings import DrafterSpec, ServeSettings
+from outrider_cli.drafter_spec import DrafterSpec
+from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.stack_plan import Stack, plan_stack
 from outrider_cli.start_log import StartLog, start_status
 from outrider_cli.supervisor import StartFailed, Supervisor
@@ -47,15 +48,16 @@ def run(settings: ServeSettings) -> int:
 
 
 def _check_models(settings: ServeSettings) -> None:
-    """Raises OutriderError for the first model that no process would find, and for such a head."""
+    """Raises OutriderError for the first model or head that no process would find."""
     from outrider.tokenizer import model_file  # loads the hub's library
 
     for model in _models(settings):
         for name in ("config.json", "tokenizer.json"):
             if model_file(model, name) is None:
                 raise OutriderError(Reason.MODEL_NOT_FOUND, f"{model} has no {name}", "target")
-    if settings.head is not None:
-        check_file("head", Path(settings.head) / "config.json")
+    for spec in map(DrafterSpec.parse, settings.drafter):
+        if head := spec.options.get("head"):
+            check_file("drafter", Path(head) / "config.json")
 
 
 def _models(settings: ServeSettings) -> list[str]:
@@ -142,8 +144,8 @@ async def _announce(
     """Show how far the start is, then print the URLs; raises StartFailed."""
     loading = f"loading {' and '.join(_models(settings))} ..."
     with start_status(console, loading) as show:
-        drafters = len(settings.drafter) + (settings.head is not None)
-        await supervisor.settle(until_ready(stack.http_url, show, drafters, stack.ca))
+        ready = until_ready(stack.http_url, show, len(settings.drafter), stack.ca)
+        await supervisor.settle(ready)
     log.ready()
     console.print(
         f"""

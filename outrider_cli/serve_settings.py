@@ -3,86 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from drafter_svc.config import DrafterSettings, required_setting, settings_schema
-from drafter_svc.families.registry import BUILT_IN, known_families
+from drafter_svc.families.registry import BUILT_IN
 from outrider import smollm2
-from outrider.errors import OutriderError, Reason, invalid
+from outrider.errors import OutriderError
 from outrider.process.security.exposure import check_exposure, check_verifier_exposure
 from outrider.process.security.roles import Role
 from outrider.process.security.tls import Tls
 from outrider.process.settings.config import Dtype, ServiceSettings
+from outrider_cli.drafter_spec import DrafterSpec
 from verifier_svc.config import TargetSettings
 
 SMOLLM2_DRAFTERS = ("ngram", "grammar")
 """The drafters of the target smollm2, unless the command names others."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterSpec:
-    """`FAMILY[=VALUE][,key=value...]`, as in `model=PATH,cores=0,2,4-7`.
-
-    VALUE is the family's required setting. The keys are the drafter's own settings; their values
-    may have commas.
-    """
-
-    family: str
-    options: dict[str, str]
-
-    @classmethod
-    def parse(cls, text: str) -> DrafterSpec:
-        """Read a `--drafter`; raises OutriderError(INVALID_VALUE) that shows the right form."""
-        head, *pairs = text.split(",")
-        family, _, value = head.partition("=")
-        options: dict[str, str] = {}
-        for pair in pairs:
-            key, given, option = pair.partition("=")
-            if given or not options:
-                options[key.replace("-", "_")] = option
-            else:
-                last = next(reversed(options))
-                options[last] = options[last] and f"{options[last]},{pair}"
-        if not all(key and option for key, option in options.items()):
-            families = f"{', '.join(known_families())} or package.module:Class"
-            raise invalid("drafter", f"must be {families}, then key=value, not {text!r}")
-        return cls(family, _required(family, value) | options)
-
-    @property
-    def schema(self) -> type[DrafterSettings]:
-        """The settings of the drafter's process."""
-        return settings_schema(self.family)
-
-    @property
-    def runs_model(self) -> bool:
-        """Whether the drafter runs a model, and so needs cores."""
-        return "device" in self.schema.model_fields
-
-    @property
-    def shares_redis(self) -> bool:
-        """Whether the drafter can share its n-grams through a Redis."""
-        return "redis" in self.schema.model_fields
-
-
-def _required(family: str, value: str) -> dict[str, str]:
-    try:
-        required = required_setting(settings_schema(family))
-    except OutriderError as error:
-        raise OutriderError(Reason.INVALID_VALUE, error.message, "drafter") from error
-    if required is None:
-        if value:
-            hint = f"{family} takes no value; its settings follow as key=value after commas"
-            raise invalid("drafter", f"{family}={value}: {hint}")
-        return {}
-    if not value:
-        example = f"{family}={required.upper()}"
-        raise invalid("drafter", f"{family} needs its {required}, as in {example}")
-    return {required: value}
 
 
 class ServeSettings(TargetSettings, ServiceSettings):
@@ -115,15 +53,9 @@ class ServeSettings(TargetSettings, ServiceSettings):
         description=f"A family: {', '.join(BUILT_IN)}, another one by its name, or"
         " package.module:Class. The setting that it needs follows after =, its others after"
         " commas: model=PATH,cores=0-3. Repeat it for more drafters. For smollm2 the default is"
-        f" {' and '.join(SMOLLM2_DRAFTERS)}.",
+        f" {' and '.join(SMOLLM2_DRAFTERS)}. A head, and a draft model on the target's GPU, run in"
+        " the verifier's process, unless place=process follows.",
     )
-
-    head: str | None = Field(None, min_length=1)
-    """Directory of a head that drafts in the verifier's process, on the target's device."""
-
-    head_states: list[int] = Field(default=[])
-    """The target's hidden states that this head reads, if its file is wrong about them: k for the
-    input of layer k, from 0 on, and the number of layers for the last layer's output."""
 
     dtype: Dtype = "auto"
     """Type of the weights of target and draft models: auto is the checkpoint's."""

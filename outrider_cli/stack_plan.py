@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from drafter_svc.families.registry import find_family
@@ -16,7 +18,8 @@ from outrider.process.security.roles import Role
 from outrider.process.settings.config import ScrapedSettings, load
 from outrider.process.settings.cores import parse_cores
 from outrider.process.settings.usage import suggestion
-from outrider_cli.serve_settings import DrafterSpec, ServeSettings
+from outrider_cli.drafter_spec import DrafterSpec
+from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.supervisor import Child
 from verifier_svc.config import TargetSettings
 
@@ -46,11 +49,13 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     verifier_port = _port("verifier-port", settings.verifier_host, settings.verifier_port)
     verifier = f"{_dialled(settings.verifier_host)}:{verifier_port}"
     uds = socket_directory / "verifier.sock"
-    specs = [DrafterSpec.parse(text) for text in settings.drafter]
+    named = _named(settings)
+    own = {name: spec for name, spec in named.items() if _is_in_process(settings, spec)}
+    others = {name: spec for name, spec in named.items() if name not in own}
     listen = f"{settings.verifier_host}:{verifier_port}"
     children = [
-        _verifier(settings, specs, listen, uds),
-        *_drafters(settings, specs, verifier, uds),
+        _verifier(settings, own, others, listen, uds),
+        *_drafters(settings, others, verifier, uds),
         Child("gateway", "gateway", _gateway_arguments(settings, verifier, http_port, grpc_port)),
     ]
     for child in children:
@@ -76,19 +81,81 @@ def _service_arguments(settings: ServeSettings) -> list[str]:
     return flags({"log_level": settings.log_level, "log_format": settings.log_format})
 
 
-def _verifier(settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path) -> Child:
+def _named(settings: ServeSettings) -> dict[str, DrafterSpec]:
+    """The drafters by their ids; raises OutriderError(INVALID_VALUE) for two of one id."""
+    found: dict[str, DrafterSpec] = {}
+    counts: Counter[str] = Counter()
+    for spec in map(DrafterSpec.parse, settings.drafter):
+        family = find_family(spec.family).name
+        counts[family] += 1
+        name = spec.options.get("id") or f"{family}-{counts[family]}"
+        if name in found:
+            raise invalid("drafter", f"names two drafters {name!r}")
+        found[name] = spec
+    return found
+
+
+def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
+    """Whether a drafter runs in the verifier's process.
+
+    Two processes get one GPU in turns, and states that a head reads would be copied. On a CPU, a
+    draft model has a core and an interpreter of its own.
+    """
+    if spec.place is not None:
+        return spec.place == "in-process"
+    if not spec.runs_model or settings.engine != "native":
+        return False
+    if spec.options.keys() - spec.in_process_schema.model_fields.keys():
+        # It is pinned to cores, or has other settings that only a process has.
+        return False
+    device = spec.options.get("device", "auto")
+    if device != "auto" and _gpu(device) != _gpu(settings.device):
+        return False
+    return spec.reads_states or _gpu(settings.device) is not None
+
+
+def _gpu(device: str) -> int | None:
+    """The number of the GPU that the value of a `device` stands for; None for a CPU."""
+    kind, _, number = device.partition(":")
+    if kind == "cpu" or (kind == "auto" and not _has_gpu()):
+        return None
+    return int(number or 0)
+
+
+@cache
+def _has_gpu() -> bool:
+    """Whether torch finds a GPU. It is loaded, which takes seconds, only where a driver is."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _verifier(
+    settings: ServeSettings,
+    own: Mapping[str, DrafterSpec],
+    others: Mapping[str, DrafterSpec],
+    address: str,
+    uds: Path,
+) -> Child:
     options: dict[str, object] = {
         "target": settings.target,
         "dtype": settings.dtype,
-        "threads": settings.threads or _free_cores(specs),
+        "threads": settings.threads or _free_cores([*others.values()]),
         "listen": address,
         "uds": uds,
     }
     options |= {name: getattr(settings, name) for name in TargetSettings.model_fields}
     options |= settings.files(Role.VERIFIER.value)
-    if settings.head is None:
+    if not own:
         return Child("verifier", "verifier_svc", flags(options))
-    options |= {"head": settings.head, "head_states": settings.head_states}
+    specs = [spec.in_verifier(name) for name, spec in own.items()]
+    for spec in specs:
+        spec.check_in_process("drafter")
+    options["in_process"] = [*map(str, specs)]
     return Child("verifier", "outrider_cli.verifier", flags(options))
 
 
@@ -106,14 +173,10 @@ def _free_cores(specs: list[DrafterSpec]) -> int:
 
 
 def _drafters(
-    settings: ServeSettings, specs: list[DrafterSpec], verifier: str, uds: Path
+    settings: ServeSettings, specs: Mapping[str, DrafterSpec], verifier: str, uds: Path
 ) -> list[Child]:
     children: list[Child] = []
-    counts: Counter[str] = Counter()
-    for spec in specs:
-        family = find_family(spec.family).name
-        counts[family] += 1
-        name = spec.options.get("id") or f"{family}-{counts[family]}"
+    for name, spec in specs.items():
         options = {"family": spec.family, "verifier": verifier, "uds": str(uds), "id": name}
         options |= _common_options(settings, spec) | spec.options
         _check(spec, options)

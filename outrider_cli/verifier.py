@@ -1,55 +1,82 @@
-"""`outrider verifier`: a verifier, with a head in its own process where its settings name one."""
+"""`outrider verifier`: a verifier, with the drafters in its process that its settings name."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from outrider.errors import OutriderError
+from outrider.process.settings.check_config import check_file, check_model
 from outrider.process.settings.config import parse
+from outrider_cli.drafter_spec import DrafterSpec
 from verifier_svc import __main__ as verifier
+from verifier_svc.check import check
 from verifier_svc.config import VerifierSettings
 
 if TYPE_CHECKING:
     from verifier_svc.metrics import VerifierMetrics
 
 
-class HeadVerifierSettings(VerifierSettings):
+class OwnDraftersSettings(VerifierSettings):
     """Hold the target model, and accept the draft tokens that it agrees with.
 
     Each setting may also come from the environment (OUTRIDER_VERIFIER_TARGET) or a YAML file
     (--config).
     """
 
-    groups: ClassVar[Mapping[str, str]] = {"head": "Heads"}
+    groups: ClassVar[Mapping[str, str]] = {"in_process": "Drafts"}
 
-    head: str | None = Field(None, min_length=1)
-    """Directory of a head that drafts in the verifier's process, on the target's device."""
+    in_process: list[str] = Field(default=[])
+    """A drafter in the verifier's process, on the target's device: model=PATH, head=PATH, or
+    another family that runs a model. The family's other settings follow after commas, as in
+    head=PATH,head-states=2,16,29. Repeat it for more drafters."""
 
-    head_states: list[int] = Field(default=[])
-    """The hidden states that the head reads, numbered as for `feature_states`, if its file is wrong
-    about them. By default, where the file may mean several layers, the head reads those with which
-    it guesses a text best."""
+    @field_validator("in_process")
+    @classmethod
+    def _check_drafters(cls, texts: list[str]) -> list[str]:
+        for text in texts:
+            try:
+                DrafterSpec.parse(text, "in_process").check_in_process("in_process")
+            except OutriderError as error:
+                raise ValueError(error.message.removeprefix("in_process ")) from error
+        return texts
+
+    @property
+    def own_drafters(self) -> list[DrafterSpec]:
+        """The drafters in its process."""
+        return [DrafterSpec.parse(text) for text in self.in_process]
 
 
-async def _serve(settings: HeadVerifierSettings, metrics: VerifierMetrics) -> None:
-    """Load the head, if any, then serve as `verifier_svc.server.serve` does."""
+def check_own(settings: OwnDraftersSettings) -> None:
+    """As `verifier_svc.check.check`, for the drafters in the process too."""
+    check(settings)
+    for spec in settings.own_drafters:
+        if model := spec.options.get("model"):
+            check_model("in-process", model)
+        if head := spec.options.get("head"):
+            check_file("in-process", Path(head) / "config.json")
+
+
+async def _serve(settings: OwnDraftersSettings, metrics: VerifierMetrics) -> None:
+    """Load the drafters, if any, then serve as `verifier_svc.server.serve` does."""
     from verifier_svc.server import serve
 
-    own = None
-    if settings.head is not None:
-        from outrider_cli.own_head import load_head
+    own = []
+    if settings.in_process:
+        from outrider_cli.own_drafters import load_drafters
 
-        own = await load_head(settings.head, settings.head_states, settings, metrics)
+        own = await load_drafters(settings.own_drafters, settings, metrics)
     await serve(settings, metrics, own)
 
 
-def run(settings: HeadVerifierSettings) -> None:
+def run(settings: OwnDraftersSettings) -> None:
     """Run the verifier; exits with status 1 and one sentence if the target cannot be served."""
-    verifier.run(settings, _serve)
+    verifier.run(settings, _serve, check_own)
 
 
 if __name__ == "__main__":
-    run(parse(HeadVerifierSettings, "verifier", sys.argv[1:]))
+    run(parse(OwnDraftersSettings, "verifier", sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`python -m verifier_svc`: runs a verifier without a head in its process."""
+"""`python -m verifier_svc`: runs a verifier without drafters in its process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.errors import OutriderError
 from outrider.process.settings.config import need_models, parse
+from verifier_svc.check import check
 from verifier_svc.config import VerifierSettings
 
 if TYPE_CHECKING:
@@ -27,14 +28,17 @@ async def _serve(settings: VerifierSettings, metrics: VerifierMetrics) -> None:
 def run(
     settings: _Settings,
     serve: Callable[[_Settings, VerifierMetrics], Coroutine[Any, Any, None]] = _serve,
+    check: Callable[[_Settings], None] = check,
 ) -> None:
-    """Run the verifier; exits with status 1 and one sentence if the target cannot be served."""
+    """Run the verifier; exits with status 1 and one sentence if the target cannot be served.
+
+    `check` is what `--check-config` calls.
+    """
     # Loaded only here, so that `--help` answers at once.
     import uvloop
 
     from outrider.process.observability import telemetry
     from outrider.process.settings.check_config import check_config
-    from verifier_svc.check import check
     from verifier_svc.metrics import VerifierMetrics
 
     if settings.check_config:

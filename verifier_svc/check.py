@@ -28,6 +28,3 @@ def check(settings: VerifierSettings) -> None:
     check_model("target", settings.target)
     for head in settings.feature_projection:
         check_file("feature-projection", Path(head) / "config.json")
-    # Only `outrider verifier` has this setting.
-    if own_head := getattr(settings, "head", None):
-        check_file("head", Path(own_head) / "config.json")

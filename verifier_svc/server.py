@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -60,11 +60,12 @@ log = logging.getLogger(__name__)
 
 
 async def serve(
-    settings: VerifierSettings, metrics: VerifierMetrics, own_drafter: OwnDrafter | None = None
+    settings: VerifierSettings, metrics: VerifierMetrics, own_drafters: Sequence[OwnDrafter] = ()
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises OutriderError if the target cannot be served, or if the engine stopped with an error.
+    Raises OutriderError if the target cannot be served, if the engine stopped with an error, or if
+    the device failed under a drafter of this process.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,12 +81,13 @@ async def serve(
     telemetry.announce(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}")
     add_process_metrics(metrics.registry, lambda: server.is_serving, {"tls": settings.tls})
     serve_metrics(metrics.registry, settings, settings.tls)
-    loader = _loader(settings, servicer, metrics, own_drafter)
+    loader = _loader(settings, servicer, metrics, own_drafters)
     thread = EngineThread(loader.build)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     built: asyncio.Future[Any] = thread.built
     ended: asyncio.Future[Any] = thread.ended
-    drafting: asyncio.Task[None] | None = None
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    drafting: list[asyncio.Task[None]] = []
     try:
         await asyncio.wait([built, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not built.done():
@@ -94,38 +96,56 @@ async def serve(
         servicer.serve(thread, loader.info, loader.grammars)
         health = watch(report_health(thread, server), "reporting whether the engine hangs")
         info = loader.info
-        if own_drafter is not None:
-            drafter = own_drafter.run(OwnVerifier(thread, info))
-            drafting = watch(drafter, "the drafter in this process")
+        verifier = OwnVerifier(thread, info)
+        drafting += [_drafting(drafter, verifier, lost) for drafter in own_drafters]
         telemetry.announce(f"verifier ready: {info.model_id} in {info.dtype} on {info.device}")
-        await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([ended, stopped, lost], return_when=asyncio.FIRST_COMPLETED)
         health.cancel()
         await asyncio.wait([health])
         await server.set_serving(False)
-        if ended.done():
-            raise OutriderError(Reason.INTERNAL, "the engine stopped; the log above has the reason")
+        if ended.done() or lost.done():
+            what = f"the GPU failed {lost.result()}" if lost.done() else "the engine stopped"
+            raise OutriderError(Reason.INTERNAL, f"{what}; the log above has the reason")
         log.info("stopping: running requests have %g s", settings.drain_seconds)
         await servicer.drain(settings.drain_seconds)
         await thread.stop()
     finally:
         stopped.cancel()
-        if drafting is not None:
-            drafting.cancel()
+        for task in drafting:
+            task.cancel()
         await server.stop(0.5)
         telemetry.shutdown()
+
+
+def _drafting(
+    drafter: OwnDrafter, verifier: OwnVerifier, lost: asyncio.Future[str]
+) -> asyncio.Task[None]:
+    """Run a drafter of this process, which the verifier can do without.
+
+    `lost` says under which drafter the device failed. The target has that device too, and may
+    have no request by which it would find out.
+    """
+    name = f"the drafter {drafter.name} in this process"
+
+    def failed(error: BaseException) -> None:
+        if isinstance(error, torch.AcceleratorError) and not lost.done():
+            lost.set_result(f"under {name}")
+
+    return watch(drafter.run(verifier), name, failed)
 
 
 def _loader(
     settings: VerifierSettings,
     servicer: VerifierServicer,
     metrics: VerifierMetrics,
-    own_drafter: OwnDrafter | None,
+    own_drafters: Sequence[OwnDrafter],
 ) -> EngineLoader:
     """The loader of the engine that the settings name."""
     if settings.engine == "native":
-        return Loader(settings, servicer, metrics, own_drafter)
-    if own_drafter is not None:
-        raise invalid("head", "reads the native engine's states; vLLM has heads of its own")
+        return Loader(settings, servicer, metrics, own_drafters)
+    if own_drafters:
+        message = "is for the native engine: vLLM takes the device's memory for itself"
+        raise invalid("in_process", message)
     need_vllm()
     from verifier_svc.vllm.loader import VllmLoader
 
@@ -150,9 +170,9 @@ class Loader:
         settings: VerifierSettings,
         servicer: VerifierServicer,
         metrics: VerifierMetrics,
-        own_drafter: OwnDrafter | None = None,
+        own_drafters: Sequence[OwnDrafter] = (),
     ) -> None:
-        self._own_drafter = own_drafter
+        self._own_drafters = own_drafters
         self._settings = settings
         self._servicer = servicer
         self._metrics = metrics
@@ -242,7 +262,7 @@ class Loader:
         )
 
     def _watch(self, runner: ModelRunner) -> None:
-        """Have the graphs keep the states of the settings and of the process's own drafter.
+        """Have the graphs keep the states of the settings and of the process's own drafters.
 
         Raises OutriderError(INVALID_VALUE).
         """
@@ -255,8 +275,8 @@ class Loader:
         )
         runner.projections = found
         projected = [each.states for each in found.values()]
-        own = self._own_drafter.meet(runner) if self._own_drafter is not None else ()
-        states = {*settings.feature_states, *own}.union(*projected)
+        own = [drafter.meet(runner) for drafter in self._own_drafters]
+        states = {*settings.feature_states}.union(*projected, *own)
         if not runner.can_watch(states):
             message = f"must be -1 or in [0, {runner.layer_count}], not {sorted(states)}"
             raise invalid("feature_states", message)

@@ -25,6 +25,9 @@ class FamilySettings(BaseModel):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
+    reads_states: ClassVar[bool] = False
+    """Whether the family reads the target's hidden states. It then belongs beside the target."""
+
 
 class RedisSettings(FamilySettings):
     """Which Redis holds the n-grams that replicas share, and how their keys are made."""
@@ -135,6 +138,8 @@ class ModelSettings(FamilySettings):
 
 class HeadSettings(FamilySettings):
     """Settings of the family head."""
+
+    reads_states: ClassVar[bool] = True
 
     head: str = Field(min_length=1)
     """Directory of the head: an EAGLE-3, P-EAGLE, EAGLE, DFlash, DSpark, MTP or Medusa checkpoint

@@ -237,11 +237,13 @@ def _target_device(experiment: Experiment, drafter: Drafter, profile: Profile) -
 def _linked(
     experiment: Experiment, drafter: Drafter, link: Link | None, profile: Profile
 ) -> dict[str, Any]:
-    """The network between drafter and verifier.
+    """The network between drafter and verifier, which a drafter in its process has none of.
 
     The calibration load went over TCP. A Unix socket, or a link's process, differs from it by less
     than what can be measured.
     """
+    if drafter.in_process:
+        return {"in_process": True, "round_trip_ms": 0.0}
     serving = profile.serving_at(_served_as(drafter.family), experiment.workload.batch)
     found = Link.model_validate({}) if link is None else link
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from outrider.process.settings.config import Settings, load
 from outrider.process.settings.cores import parse_cores
 from outrider_bench.experiment.child import LOOPBACK, Launch
 from outrider_bench.experiment.spec import Drafter, Experiment, Setting, Target, drafters_of
+from outrider_cli.drafter_spec import DrafterSpec
 from outrider_cli.stack_plan import flags
-from outrider_cli.verifier import HeadVerifierSettings
+from outrider_cli.verifier import OwnDraftersSettings
 from verifier_svc.config import VerifierSettings
 
 DRAFT_MODEL = Path("models/draft")
@@ -52,16 +53,16 @@ class Dial:
 
 
 def verifier_launch(
-    target: Target, model: Path, endpoint: Endpoint, head: Path | None = None
+    target: Target, model: Path, endpoint: Endpoint, own: Sequence[DrafterSpec] = ()
 ) -> Launch:
-    """The command line of a verifier, with a `head` in its process if there is one.
+    """The command line of a verifier, with the drafters `own` in its process.
 
     Raises OutriderError(INVALID_VALUE) for a wrong setting.
     """
     threads = target.threads
     if threads is None and target.cores:
         threads = len(parse_cores(target.cores, "target.cores"))
-    options: dict[str, Setting | None] = {
+    options: dict[str, Setting | list[str] | None] = {
         "target": str(model),
         "model_name": endpoint.model,
         "dtype": target.dtype,
@@ -78,9 +79,9 @@ def verifier_launch(
     }
     module = "verifier_svc"
     schema: type[VerifierSettings] = VerifierSettings
-    if head is not None:
-        module, schema = "outrider_cli.verifier", HeadVerifierSettings
-        options["head"] = str(head)
+    if own:
+        module, schema = "outrider_cli.verifier", OwnDraftersSettings
+        options["in_process"] = [*map(str, own)]
     _check("target.settings", schema, options)
     return Launch(
         endpoint.name,
@@ -147,6 +148,21 @@ def _drafter_options(
     return options
 
 
+def own_drafter(field: str, name: str, drafter: Drafter) -> DrafterSpec:
+    """A drafter in the verifier's process; `field` names it in the file.
+
+    Raises OutriderError(INVALID_VALUE) for a wrong setting, or a family that has no place there.
+    """
+    schema = _schema(field, drafter.family)
+    options = {key: str(value) for key, value in drafter.settings.items()}
+    for required, bundled in (("model", DRAFT_MODEL), ("head", HEAD)):
+        if required in schema.model_fields:
+            options[required] = str(drafter.model or bundled)
+    spec = DrafterSpec(drafter.family, options).in_verifier(name)
+    spec.check_in_process(field)
+    return spec
+
+
 def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
     """The command line of a link; `forwards` has the target of each address that it listens on."""
     pairs = [f"--forward={listen}={target}" for listen, target in forwards.items()]
@@ -173,9 +189,16 @@ def _schema(field: str, family: str) -> type[DrafterSettings]:
         raise invalid(f"{field}.family", error.message) from error
 
 
-def _check(field: str, schema: type[Settings], options: Mapping[str, Setting | None]) -> None:
+def _check(
+    field: str, schema: type[Settings], options: Mapping[str, Setting | list[str] | None]
+) -> None:
+    given = {
+        name: value if isinstance(value, list) else str(value)
+        for name, value in options.items()
+        if value is not None
+    }
     try:
-        load(schema, {name: str(value) for name, value in options.items() if value is not None})
+        load(schema, given)
     except ValueError as error:
         raise invalid(field, "; ".join(str(error).splitlines())) from error
 

@@ -21,7 +21,7 @@ from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.records import PLAIN, Folder, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target
-from outrider_bench.experiment.stack import drafting, own_head, server
+from outrider_bench.experiment.stack import drafting, own_drafters, server
 from outrider_bench.experiment.traffic import Encoder
 
 _ROOT = Path(__file__).parents[2]
@@ -154,8 +154,8 @@ class Runner:
         model = _target_model(experiment.target)
         encoder = Encoder(model)
         self._tell(f"{repetition + 1}: starting the verifier", 0)
-        head = own_head(experiment, model)
-        async with server(experiment.target, model, head) as running:
+        own = own_drafters(experiment, model)
+        async with server(experiment.target, model, own) as running:
             for cells in there_and_back(stacks, repetition):
                 bench = Bench(running, None, encoder)
                 await self._plain(cells, repetition, bench)

@@ -66,8 +66,9 @@ class Drafter(_Part):
     """Processes."""
 
     transport: Literal["tcp", "unix", "in-process"] = "tcp"
-    """How it reaches the verifier; a Unix socket takes no link. in-process is a head in the
-    verifier's own process, as by `outrider serve --head`."""
+    """How it reaches the verifier; a Unix socket takes no link. in-process is a draft model or a
+    head in the verifier's own process, as by `outrider verifier --in-process`, on the target's
+    device."""
 
     link: Name | None = None
     """The link to the verifier; unset is the loopback interface as it is."""
@@ -104,14 +105,12 @@ class Drafter(_Part):
 
     @property
     def in_process(self) -> bool:
-        """Whether it is a head in the verifier's own process."""
+        """Whether it is in the verifier's own process."""
         return self.transport == "in-process"
 
     def _check_in_process(self) -> None:
-        if self.family != "head":
-            raise ValueError(f"transport in-process is for the family head, not {self.family}")
-        if self.link or self.host or self.cores or self.threads or self.settings:
-            problem = "takes no link, host, cores, threads or settings: the process is the verifier"
+        if self.link or self.host or self.cores or self.threads:
+            problem = "takes no link, host, cores or threads: the process is the verifier"
             raise ValueError(f"transport in-process {problem}")
         if self.count > 1:
             raise ValueError("transport in-process is one drafter")
@@ -191,8 +190,6 @@ class Experiment(_Part):
         for name, drafter in self.drafters.items():
             if drafter.link is not None:
                 _refuse_unknown(f"drafters.{name}.link", [drafter.link], self.links)
-        if len([name for name, each in drafters_of(self) if each.in_process]) > 1:
-            raise ValueError("use: a verifier's process has one head at most")
         for name in self.drafters:
             if name in _RESERVED:
                 raise ValueError(f"drafters.{name}: another process has this name")

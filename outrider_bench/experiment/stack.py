@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from outrider_bench.experiment.launches import (
     drafter_launch,
     gateway_launch,
     link_launch,
+    own_drafter,
     process_names,
     verifier_launch,
 )
@@ -34,6 +35,7 @@ from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.processes import Processes
 from outrider_bench.experiment.records import LinkTraffic
 from outrider_bench.experiment.spec import Drafter, Experiment, Link, Target, drafters_of
+from outrider_cli.drafter_spec import DrafterSpec
 
 _ASK_S = 5.0
 
@@ -73,10 +75,12 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
 
 
 @asynccontextmanager
-async def server(target: Target, model: Path, head: Path | None = None) -> AsyncIterator[Server]:
-    """A verifier without drafters, until the context ends; raises StackFailed if it fails.
+async def server(
+    target: Target, model: Path, own: Sequence[DrafterSpec] = ()
+) -> AsyncIterator[Server]:
+    """A verifier with the drafters `own` in its process, until the context ends.
 
-    With a `head`, it has this drafter in its process.
+    Raises StackFailed if it fails.
     """
     processes = Processes()
     with tempfile.TemporaryDirectory(prefix="outrider-experiment-") as sockets:
@@ -89,10 +93,10 @@ async def server(target: Target, model: Path, head: Path | None = None) -> Async
                 f"{LOOPBACK}:{free_port()}",
                 Path(sockets, "verifier-1.sock"),
             )
-            await processes.start(verifier_launch(target, model, endpoint, head))
+            await processes.start(verifier_launch(target, model, endpoint, own))
             await processes.start(gateway_launch(endpoint, model, free_port()))
             as_run = target.model_copy(update={"model": model})
-            running = Server(as_run, endpoint, processes, int(head is not None))
+            running = Server(as_run, endpoint, processes, len(own))
             await processes.until(
                 "the verifier", lambda: running.has_drafters(running.own_drafter_count)
             )
@@ -128,9 +132,7 @@ class Drafting:
     async def _start_drafter(self, name: str, process: str, dial: Dial) -> None:
         drafter = self.experiment.drafters[name]
         target = self.server.target
-        if drafter.family == "head":
-            head = _head_of(drafter, self.experiment.target, target.model)
-            drafter = drafter.model_copy(update={"model": head})
+        drafter = _grown(drafter, self.experiment.target, target.model)
         launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial)
         await self.processes.start(launch)
 
@@ -180,22 +182,26 @@ async def drafting(experiment: Experiment, server: Server) -> AsyncIterator[Draf
     await server.processes.until("the verifier", lambda: server.has_drafters(own_count))
 
 
-def own_head(experiment: Experiment, model: Path) -> Path | None:
-    """Directory of the head in the verifier's process; None if there is none.
+def own_drafters(experiment: Experiment, model: Path) -> list[DrafterSpec]:
+    """The drafters in the verifier's process.
 
-    `model` is the target's as it runs. For a grown one, the head is made.
+    `model` is the target's as it runs. For a grown one, the heads are made.
     """
-    own = [drafter for _, drafter in drafters_of(experiment) if drafter.in_process]
-    return _head_of(own[0], experiment.target, model) if own else None
+    return [
+        own_drafter(f"drafters.{name}", name, _grown(drafter, experiment.target, model))
+        for name, drafter in drafters_of(experiment)
+        if drafter.in_process
+    ]
 
 
-def _head_of(drafter: Drafter, target: Target, model: Path) -> Path:
-    head = drafter.model or HEAD
-    if not target.grown:
-        return head
+def _grown(drafter: Drafter, target: Target, model: Path) -> Drafter:
+    """The drafter for a target that runs as `model`: a head grows with its target."""
+    if drafter.family != "head" or not target.grown:
+        return drafter
     from outrider_bench.grown import grown_head
 
-    return grown_head(head, target.model, model)
+    head = grown_head(drafter.model or HEAD, target.model, model)
+    return drafter.model_copy(update={"model": head})
 
 
 async def start_link(
@@ -229,8 +235,13 @@ def check(experiment: Experiment) -> None:
     for path, name in _models(experiment):
         if not path.is_dir():
             raise invalid(name, f"must be a directory of a model, which {path} is not")
-    own = [drafter.model or HEAD for _, drafter in drafters_of(experiment) if drafter.in_process]
-    verifier_launch(experiment.target, experiment.target.model, endpoint, next(iter(own), None))
+    target = experiment.target
+    own = [
+        own_drafter(f"drafters.{name}", name, drafter)
+        for name, drafter in drafters_of(experiment)
+        if drafter.in_process
+    ]
+    verifier_launch(target, target.model, endpoint, own)
     for name, drafter in drafters_of(experiment):
         if drafter.host is not None:
             problem = "is another machine, which is only predicted; a link has its round trip"

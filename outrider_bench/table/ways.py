@@ -13,7 +13,7 @@ from typing import Any, Literal
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.load import Asked, play
 from outrider_bench.experiment.spec import Experiment
-from outrider_bench.experiment.stack import drafting, own_head, server
+from outrider_bench.experiment.stack import drafting, own_drafters, server
 from outrider_bench.experiment.traffic import Request
 from outrider_bench.settings import TableSettings
 from outrider_bench.table.rows import PLAIN, Answer
@@ -129,8 +129,8 @@ async def started(
     wanted, missing = stacks(settings)
     for stack in wanted:
         experiment = stack.experiment(target)
-        head = own_head(experiment, target)
-        serving = await running.enter_async_context(server(experiment.target, target, head))
+        own = own_drafters(experiment, target)
+        serving = await running.enter_async_context(server(experiment.target, target, own))
         await running.enter_async_context(drafting(experiment, serving))
         endpoint = serving.endpoint
         for name, who in stack.ways.items():

@@ -16,7 +16,7 @@ from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.registry import find_family, known_families
 from examples.repeat_drafter import RepeatFamily
 from outrider.errors import OutriderError
-from outrider_cli.serve_settings import DrafterSpec
+from outrider_cli.drafter_spec import DrafterSpec
 
 ROOT = Path(__file__).parents[2]
 REPEAT = "examples.repeat_drafter:RepeatFamily"

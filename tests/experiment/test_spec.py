@@ -18,7 +18,7 @@ from outrider_bench.experiment.launches import (
 from outrider_bench.experiment.records import ways_of
 from outrider_bench.experiment.run import groups
 from outrider_bench.experiment.spec import Experiment, Target, load
-from outrider_bench.experiment.stack import check
+from outrider_bench.experiment.stack import check, own_drafters
 
 FILES = sorted((Path(__file__).parents[2] / "bench/experiments").glob("*.yaml"))
 
@@ -65,20 +65,12 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
             "transport unix takes no link",
         ),
         (
-            {"drafters": {"near": {"transport": "in-process"}}, "use": ["near"]},
-            "transport in-process is for the family head, not ngram",
-        ),
-        (
             {"drafters": {"near": {**INSIDE, "threads": 1}}, "use": ["near"]},
-            "transport in-process takes no link, host, cores, threads or settings",
+            "transport in-process takes no link, host, cores or threads",
         ),
         (
             {"drafters": {"near": {**INSIDE, "count": 2}}, "use": ["near"]},
             "transport in-process is one drafter",
-        ),
-        (
-            {"drafters": {"near": INSIDE, "far": INSIDE}, "use": ["near", "far"]},
-            "use: a verifier's process has one head at most",
         ),
         (
             {"workload": {"kinds": ["poems"]}},
@@ -118,6 +110,14 @@ def test_a_wrong_file_is_refused_with_its_field(
         ),
         ({"drafters": {"far": {"family": "oracle"}}}, r"drafters\.far\.family.*oracle"),
         ({"drafters": {"far": {"host": "there"}}}, r"drafters\.far\.host.*only predicted"),
+        (
+            {"drafters": {"far": {"transport": "in-process"}}},
+            r"drafters\.far ngram computes nothing on a device",
+        ),
+        (
+            {"drafters": {"far": {**INSIDE, "settings": {"page_count": "few"}}}},
+            r"drafters\.far.*page-count",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_before_any_process_starts(
@@ -149,15 +149,27 @@ def test_a_head_in_the_verifiers_process_needs_a_verifier_of_its_own() -> None:
     assert process_names("near", experiment.drafters["near"]) == []
 
 
-def test_a_verifier_is_started_with_the_head_in_its_process() -> None:
+def test_a_verifier_is_started_with_the_drafters_in_its_process() -> None:
     endpoint = Endpoint("verifier-1", "", 1, 2, "127.0.0.1:3")
+    drafters = {
+        "inner": {**INSIDE, "model": "models/heads/mtp"},
+        "small": {"family": "model", "transport": "in-process", "settings": {"page_count": 9}},
+    }
+    own = own_drafters(
+        Experiment.model_validate(_experiment(drafters=drafters, use=["inner", "small"])),
+        Path("models/target"),
+    )
     launches = [
-        verifier_launch(Target(), Path("models/target"), endpoint, head)
-        for head in (None, Path("models/heads/mtp"))
+        verifier_launch(Target(), Path("models/target"), endpoint, each) for each in ([], own)
     ]
     assert [each.module for each in launches] == ["verifier_svc", "outrider_cli.verifier"]
-    assert "--head" not in launches[0].arguments
-    assert launches[1].arguments[-2:] == ("--head", "models/heads/mtp")
+    assert "--in-process" not in launches[0].arguments
+    assert launches[1].arguments[-4:] == (
+        "--in-process",
+        "head=models/heads/mtp,id=inner",
+        "--in-process",
+        "model=models/draft,page_count=9,id=small",
+    )
 
 
 def test_a_cell_without_drafters_is_measured_plain_alone() -> None:

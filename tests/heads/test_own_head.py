@@ -42,7 +42,8 @@ from outrider.protocol.messages import SamplingParams, SpeculationOptions, Token
 from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from outrider_cli.check_head import read_text
-from outrider_cli.own_head import load_head
+from outrider_cli.drafter_spec import DrafterSpec
+from outrider_cli.own_drafters import load_drafters
 from tests.heads.head_files import DIALECTS, write
 from tests.heads.head_files import TARGET as CONFIG
 from tests.heads.random_target import BANNED, load_for_target, target
@@ -332,20 +333,23 @@ def head_of_other_layers(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("set_by_user", "read"), [([], [1, 3, 5]), ([0, 2, 4], [0, 2, 4])])
+@pytest.mark.parametrize(
+    ("set_by_user", "read"), [("", [1, 3, 5]), (",head-states=0,2,4", [0, 2, 4])]
+)
 async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_set(
     bundled_runner: ModelRunner,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    set_by_user: list[int],
+    set_by_user: str,
     read: list[int],
 ) -> None:
     # The bundled target is so small that its layers are much alike.
     monkeypatch.setattr(reading_choice, "_RATIO", 1.1)
     head = head_of_other_layers(tmp_path / "head")
     settings = VerifierSettings(target=TARGET, device="cpu")
-    own = await load_head(head, set_by_user, settings, VerifierMetrics("target"))
+    spec = DrafterSpec.parse(f"head={head}{set_by_user}")
+    [own] = await load_drafters([spec], settings, VerifierMetrics("target"))
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as engine:
         assert engine.submit(own.meet, bundled_runner).result() == read
     assert ("it reads states [1, 3, 5]" in caplog.text) == (not set_by_user)
@@ -378,7 +382,8 @@ async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone(
     torch.set_num_threads(2)
     try:
         settings = VerifierSettings(target=TARGET, device="cpu")
-        own = await load_head(HEAD, [], settings, VerifierMetrics("target"))
+        spec = DrafterSpec.parse(f"head={HEAD}")
+        [own] = await load_drafters([spec], settings, VerifierMetrics("target"))
         with ThreadPoolExecutor(1) as engine:
             assert engine.submit(torch.get_num_threads).result() == 2
         assert own.meet(bundled_runner) == [1, 3, 5]

@@ -19,7 +19,7 @@ from outrider.process.settings.config import load, parse
 from outrider_cli import verifier
 from outrider_cli.serve import run
 from outrider_cli.serve_settings import ServeSettings
-from outrider_cli.verifier import HeadVerifierSettings
+from outrider_cli.verifier import OwnDraftersSettings
 from tests.certificates import Site
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def serve() -> None:
 
 COMMANDS: dict[str, Callable[[], None]] = {
     "gateway": lambda: gateway.__main__.run(parse(GatewaySettings, "gateway", sys.argv[1:])),
-    "verifier": lambda: verifier.run(parse(HeadVerifierSettings, "verifier", sys.argv[1:])),
+    "verifier": lambda: verifier.run(parse(OwnDraftersSettings, "verifier", sys.argv[1:])),
     "drafter": lambda: drafter_svc.__main__.main(sys.argv[1:]),
     "serve": serve,
 }
@@ -50,11 +50,12 @@ BAD: list[tuple[str, list[str], str]] = [
     ("gateway", ["--tokenizer", "no-such-model"], "no directory no-such-model"),
     ("verifier", ["--target", "no-such-model"], "no directory no-such-model"),
     ("verifier", ["--feature-projection", "none"], "feature-projection none/config.json cannot"),
-    ("verifier", ["--head", "none"], "head none/config.json cannot be read"),
+    ("verifier", ["--in-process", "head=none"], "in-process none/config.json cannot be read"),
+    ("verifier", ["--in-process", "model=no-such-model"], "no directory no-such-model"),
     ("verifier", ["--engine", "vllm"], "the engine vllm needs vLLM, which is not installed"),
     ("drafter", ["--cores", "4000"], "cores must be among"),
     ("drafter", ["--model", "no-such-model"], "no directory no-such-model"),
-    ("serve", ["--head", "none"], "head none/config.json cannot be read"),
+    ("serve", ["--drafter", "head=none"], "drafter none/config.json cannot be read"),
     ("serve", ["--drafter", "model=no-such-model"], "no directory no-such-model"),
 ]
 

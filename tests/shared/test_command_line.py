@@ -17,7 +17,7 @@ from outrider.process.settings.usage import invoke
 from outrider_cli import serve as serving
 from outrider_cli.main import app
 from outrider_cli.serve_settings import ServeSettings
-from outrider_cli.verifier import HeadVerifierSettings
+from outrider_cli.verifier import OwnDraftersSettings
 
 ROOT = Path(__file__).parents[2]
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
@@ -177,7 +177,7 @@ def test_a_shell_completes_commands_and_values(
         ("serve", "Model", "--target TEXT"),
         ("gateway", "Addresses", "--http-host TEXT"),
         ("verifier", "Batches and memory", "--page-count INTEGER"),
-        ("verifier", "Heads", "--head TEXT"),
+        ("verifier", "Drafts", "--in-process TEXT"),
         ("drafter --family model", "Options", "--model TEXT"),
         ("drafter", "Mutual TLS between processes", "--tls-ca PATH"),
     ],
@@ -204,7 +204,7 @@ def test_help_marks_required_flags_and_shows_defaults(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     "schema",
-    [ServeSettings, GatewaySettings, HeadVerifierSettings, *map(settings_schema, known_families())],
+    [ServeSettings, GatewaySettings, OwnDraftersSettings, *map(settings_schema, known_families())],
     ids=lambda schema: schema.__name__,
 )
 def test_every_group_begins_with_a_setting_of_its_class(schema: type[Settings]) -> None:

@@ -11,7 +11,9 @@ from gateway.config import GatewaySettings
 from outrider.errors import OutriderError
 from outrider.process.observability import telemetry
 from outrider.process.settings.config import Settings, parse
-from outrider_cli.serve_settings import DrafterSpec, ServeSettings
+from outrider_cli import stack_plan
+from outrider_cli.drafter_spec import DrafterSpec
+from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.stack_plan import plan_stack
 from verifier_svc.config import VerifierSettings
 
@@ -101,7 +103,14 @@ def test_unknown_or_wrong_settings_of_a_file_are_refused_by_name(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3", "model=x,place=there"),
+        *("ngram,place=in-process", "model=x,place=in-process,cores=1"),
+        *("model=x,place=in-process,page-count=few", "model=x,device=cpu,place=in-process"),
+    ],
+)
 def test_an_invalid_drafter_is_refused(text: str) -> None:
     with pytest.raises(OutriderError) as caught:
         DrafterSpec.parse(text)
@@ -127,11 +136,51 @@ def test_the_verifier_leaves_draft_models_their_cores(
     assert children["verifier"]["--threads"] == "10"
 
 
-def test_a_head_is_the_verifiers(tmp_path: Path) -> None:
-    children = planned(tmp_path, "--head", "h", "--drafter", "ngram")
-    assert list(children) == ["verifier", "ngram-1", "gateway"]
-    assert children["verifier"]["--head"] == "h"
-    assert "--head" not in planned(tmp_path, "--drafter", "ngram")["verifier"]
+@pytest.mark.parametrize(
+    ("drafter", "gpu", "device", "in_process"),
+    [
+        ("head=h", False, "auto", "head=h,id=head-1"),
+        ("head=h,head-states=1,3", True, "auto", "head=h,head_states=1,3,id=head-1"),
+        ("head=h,place=process", True, "auto", None),
+        ("head=h,cores=0", False, "auto", None),
+        ("model=m", False, "auto", None),
+        ("model=m", True, "auto", "model=m,id=model-1"),
+        ("model=m", True, "cpu", None),
+        ("model=m,place=in-process", False, "cpu", "model=m,id=model-1"),
+        ("model=m,place=process", True, "auto", None),
+        ("model=m,cores=0", True, "auto", None),
+        ("model=m,device=cpu", True, "auto", None),
+        ("model=m,device=cuda:0", True, "cuda", "model=m,id=model-1"),
+        ("model=m,device=cuda:1", True, "auto", None),
+        ("model=m,id=small", True, "cuda:1", "model=m,id=small"),
+        ("ngram", True, "auto", None),
+    ],
+)
+def test_a_drafter_on_the_targets_gpu_and_a_head_run_in_the_verifiers_process(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    gpu: bool,
+    device: str,
+    in_process: str | None,
+) -> None:
+    monkeypatch.setattr(stack_plan, "_has_gpu", lambda: gpu)
+    children = planned(tmp_path, "--drafter", drafter, "--device", device)
+    assert children["verifier"].get("--in-process") == in_process
+    # Beside the verifier and the gateway.
+    assert len(children) == 2 + (in_process is None)
+
+
+def test_drafters_have_names_of_their_own_wherever_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_plan, "_has_gpu", lambda: True)
+    drafters = ["model=m", "model=m,place=process", "ngram"]
+    children = planned(tmp_path, *(word for drafter in drafters for word in ("--drafter", drafter)))
+    assert list(children) == ["verifier", "model-2", "ngram-1", "gateway"]
+    assert children["verifier"]["--in-process"] == "model=m,id=model-1"
+    with pytest.raises(OutriderError, match="names two drafters 'model-1'"):
+        planned(tmp_path, "--drafter", "model=m", "--drafter", "model=m,id=model-1")
 
 
 def test_a_drafter_of_grammars_reads_the_target(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ async def test_both_engines_accept_the_same_drafts_of_the_trained_head() -> None
         for prompt in prompts
     ]
     # In the verifier's process, so that no draft is late on a busy machine.
-    flags = ("--max-sequences", "8", "--head", HEAD)
+    flags = ("--max-sequences", "8", "--in-process", f"head={HEAD}")
     with running(Stack(*flags, target=reference.file, module=MODULE)) as stack:
         async with Client(stack.address) as client:
             found = await answers(client, asked)

@@ -55,11 +55,13 @@ class OwnVerifier:
 class OwnDrafter:
     """A drafter that runs in this process, on the event loop and threads of its own.
 
-    `run` drafts for this verifier until it is cancelled. If it ends before, the verifier goes on
-    without it. `meet` is called on the engine's thread with the loaded target, before CUDA graphs
-    are captured, and returns the hidden states that the drafter reads. It may run forwards.
+    `name` is its id. `run` drafts for this verifier until it is cancelled. If it ends before, the
+    verifier goes on without it. `meet` is called on the engine's thread with the loaded target,
+    before CUDA graphs are captured, and returns the hidden states that the drafter reads. It may
+    run forwards.
     """
 
+    name: str
     run: Callable[[OwnVerifier], Coroutine[Any, Any, None]]
     meet: Callable[[ModelRunner], Sequence[int]]
 

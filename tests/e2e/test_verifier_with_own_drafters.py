@@ -1,4 +1,4 @@
-"""A verifier with a head in its process: a drafter like every other, to clients and operators."""
+"""A verifier with drafters in its process: like all others, to clients and operators."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from tests.stack import ROOT, TARGET, Client, Process, Stack, prompts, running
 
 MODULE = "outrider_cli.verifier"
 HEAD = str(ROOT / "models/heads/eagle3")
+DRAFT = str(ROOT / "models/draft")
 METRICS_PORT = free_port()
 PROMPTS = prompts(every=5)
 PLAIN = SpeculationOptions(enabled=False)
 OPTIONS = {
     "the head": SpeculationOptions(drafter_family="head", always_draft=True),
-    "the head and a drafter over gRPC": SpeculationOptions(always_draft=True),
+    "the draft model": SpeculationOptions(drafter_family="model", always_draft=True),
+    "both and a drafter over gRPC": SpeculationOptions(always_draft=True),
     "as it pays": SpeculationOptions(),
 }
 SETTINGS = {"greedy": SamplingParams(0.0), "seeded": SamplingParams(0.9, seed=7)}
@@ -27,7 +29,8 @@ SETTINGS = {"greedy": SamplingParams(0.0), "seeded": SamplingParams(0.9, seed=7)
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    stack = Stack("--head", HEAD, "--metrics-port", str(METRICS_PORT), module=MODULE)
+    own = ["--in-process", f"head={HEAD}", "--in-process", f"model={DRAFT}"]
+    stack = Stack(*own, "--metrics-port", str(METRICS_PORT), module=MODULE)
     stack.add_drafter("ngram-1", "ngram")
     with running(stack):
         yield stack
@@ -44,25 +47,29 @@ async def test_texts_equal_plain_ones(stack: Stack, setting: str) -> None:
             assert texts == [texts[0]] * len(texts)
 
 
-async def test_operators_see_it_as_a_drafter(stack: Stack) -> None:
-    options = OPTIONS["the head"]
+@pytest.mark.parametrize("family", ["head", "model"])
+async def test_operators_see_each_as_a_drafter(stack: Stack, family: str) -> None:
+    options = SpeculationOptions(drafter_family=family, always_draft=True)
     async with Client(stack.address) as client:
         await client.answers(PROMPTS[:1], SETTINGS["greedy"], options)
-        [head] = [each for each in (await client.model()).drafters if each.family == "head"]
-    assert head.connected
-    assert head.acceptance_rate is not None
-    assert head.acceptance_rate > 0
-    assert head.token_s is not None
+        [own] = [each for each in (await client.model()).drafters if each.family == family]
+    assert own.connected
+    assert own.acceptance_rate is not None
+    assert own.acceptance_rate > 0
+    assert own.token_s is not None
     async with httpx.AsyncClient(timeout=60) as scraper:
         page = (await scraper.get(f"http://127.0.0.1:{METRICS_PORT}/metrics")).text
     for name in ("spec_decode_num_accepted_tokens_total", "drafter_proposed_tokens_total"):
         rows = re.findall(rf"^outrider:{name}\{{(.*)\}} ([\d.e+]+)$", page, re.MULTILINE)
-        counts = [float(n) for labels, n in rows if f'drafter="{head.drafter_id}"' in labels]
+        counts = [float(n) for labels, n in rows if f'drafter="{own.drafter_id}"' in labels]
         assert sum(counts) > 0
+    # Two drafters share the page, on which a name may begin once.
+    names = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)
+    assert len(names) == len(set(names))
 
 
 def test_a_bad_head_is_refused_at_the_start() -> None:
-    with Process(MODULE, "--target", TARGET, "--head", TARGET) as process:
+    with Process(MODULE, "--target", TARGET, "--in-process", f"head={TARGET}") as process:
         assert process.popen.wait(120) == 1
         last = process.output().splitlines()[-1]
         assert last.startswith(f"verifier: {TARGET}/config.json is no usable draft head")

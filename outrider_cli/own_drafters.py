@@ -1,0 +1,157 @@
+"""Drafters in the verifier's process.
+
+The verifier and the families know nothing of each other; this joins them. A drafter is the same as
+in a process of its own, but its messages do not pass through gRPC, and features are tensors on the
+target's device. On a GPU, two processes would get the device in turns.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from prometheus_client import Metric
+from prometheus_client.registry import Collector
+
+from drafter_svc.families.base import Loaded
+from drafter_svc.families.head import HeadFamily
+from drafter_svc.families.registry import find_family
+from drafter_svc.metrics import DrafterMetrics
+from drafter_svc.observer import CountingObserver
+from drafter_svc.placement import PlacementPlan
+from outrider.drafter.strategy import Strategy
+from outrider.drafter.stream import DraftStream
+from outrider.errors import invalid
+from outrider.protocol.draft_messages import Hello
+from outrider.protocol.model_info import ModelInfo, Stage
+from outrider_cli.drafter_spec import DrafterSpec
+from verifier_svc.config import VerifierSettings
+from verifier_svc.metrics import VerifierMetrics
+from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.lm.runner import ModelRunner
+
+# More would meet at barriers on the cores that the target's threads compute on.
+_PLACE = PlacementPlan("local", (), None, threads=1)
+# What a drafter takes over from its verifier.
+_SHARED = ("target", "device", "dtype", "trust_remote_code")
+
+
+async def load_drafters(
+    specs: Sequence[DrafterSpec], settings: VerifierSettings, metrics: VerifierMetrics
+) -> list[OwnDrafter]:
+    """Load drafters one after the other, before the target takes the rest of a GPU's memory.
+
+    What else a head's file may mean is tried when the target is loaded. The drafters' metrics are
+    added to the verifier's. Raises OutriderError(INVALID_VALUE) for a drafter that does not fit the
+    target, or two drafters of one name.
+    """
+    found: dict[str, OwnDrafter] = {}
+    counts = []
+    for number, spec in enumerate(specs, 1):
+        name = spec.options.get("id") or _name(spec.family, number)
+        if name in found:
+            raise invalid("in_process", f"names two drafters {name!r}")
+        counts.append(DrafterMetrics(name, find_family(spec.family).name))
+        with _kept_thread_count():
+            found[name] = await _load(spec, settings, counts[-1])
+    metrics.registry.register(_Together(counts))
+    return [*found.values()]
+
+
+def _name(family: str, number: int) -> str:
+    """The name of the process's drafter of this number, which says where it is."""
+    name = f"{find_family(family).name}-{platform.node()}-{os.getpid()}"
+    return name if number == 1 else f"{name}-{number}"
+
+
+class _Together(Collector):
+    """The metrics of several drafters: each name once, with the samples of all."""
+
+    def __init__(self, drafters: Sequence[DrafterMetrics]) -> None:
+        self._drafters = drafters
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics now. Exporters call it, on threads of their own."""
+        found: dict[str, Metric] = {}
+        for drafter in self._drafters:
+            for metric in drafter.registry.collect():
+                if (first := found.setdefault(metric.name, metric)) is not metric:
+                    first.samples += metric.samples
+        return found.values()
+
+
+@contextmanager
+def _kept_thread_count() -> Iterator[None]:
+    """Restore torch's number of threads.
+
+    A drafter's thread sets the number for itself, and for all threads that have not computed yet.
+    The engine's is one of them.
+    """
+    import torch
+
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+async def _load(
+    spec: DrafterSpec, settings: VerifierSettings, counts: DrafterMetrics
+) -> OwnDrafter:
+    from outrider.lm.devices import find_device
+
+    shared = {name: getattr(settings, name) for name in _SHARED}
+    own = spec.settings_in_process(shared)
+    if share := getattr(own, "gpu_memory_share", None):
+        share = _beside_others(share, find_device(settings.device))
+        own = own.model_copy(update={"gpu_memory_share": share})
+    loaded = await find_family(spec.family).load(own, _PLACE, counts)
+
+    def hello(strategy: Strategy, info: ModelInfo) -> Hello:
+        return Hello(
+            counts.drafter_id,
+            strategy.name,
+            loaded.tokenizer_fingerprint or info.tokenizer_fingerprint,
+            strategy.max_draft_tokens,
+            strategy.distributions,
+            _PLACE.describe(strategy.device, strategy.gpu_uuid),
+            feature_request=strategy.feature_request,
+            requires_grammar=strategy.requires_grammar,
+        )
+
+    async def draft(verifier: OwnVerifier) -> None:
+        await DraftStream(verifier, loaded.make, hello, CountingObserver(counts)).run()
+
+    return OwnDrafter(counts.drafter_id, draft, partial(_meet, loaded, settings))
+
+
+def _beside_others(share: float, device: torch.device) -> float:
+    """A drafter's share of a GPU's memory, beside what this process has taken of it before."""
+    import torch
+
+    if device.type != "cuda":
+        return share
+    return min(1.0, share + torch.cuda.memory_reserved(device) / torch.cuda.mem_get_info(device)[1])
+
+
+def _meet(loaded: Loaded, settings: VerifierSettings, runner: ModelRunner) -> Sequence[int]:
+    """Return the states that a drafter reads; choose a head's reading by the loaded target."""
+    family = loaded.make(ModelInfo(settings.served_names[0], Stage.LOADING, ""))
+    if family.feature_request is None:
+        return ()
+    if isinstance(family, HeadFamily):
+        from outrider.heads.reading_choice import states_of
+        from outrider_cli.check_head import read_text
+
+        spec = family.worker.spec
+        if len(spec.readings) > 1 and runner.can_watch(states_of(spec)):
+            family.worker.choose_reading(*read_text(runner, settings.target, spec))
+        return family.worker.feature_request.states
+    return family.feature_request.states
