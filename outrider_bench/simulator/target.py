@@ -96,7 +96,10 @@ class SimulatedVerifier:
     def _verify_all(
         self, logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]
     ) -> list[Verified | OutriderError]:
-        self._events.spend(self._costs.host_step_s + len(batch) * self._costs.host_sequence_s)
+        costs = self._costs
+        drafted = sum([len(scheduled.draft.token_ids) > 0 for scheduled in batch])
+        host_s = costs.host_step_s + len(batch) * costs.host_sequence_s
+        self._events.spend(host_s + drafted * costs.drafted_sequence_s)
         return [self._verify(scheduled) if scheduled.samples else Verified() for scheduled in batch]
 
     def _verify(self, scheduled: ScheduledSequence) -> Verified:

@@ -128,6 +128,23 @@ def test_plain_decoding_takes_the_time_of_the_cost_table() -> None:
     assert outcome.sample.seconds == pytest.approx(128 * step_s, rel=0.02)
 
 
+def test_only_steps_with_drafts_pay_what_drafts_cost_the_host() -> None:
+    table = load("assumed-gpu")
+    slow = table.model_copy(update={"drafted_sequence_s": 0.001})
+    drafters = [{"name": "d", "acceptance": 0.8}]
+    seconds = {
+        (drafting, costs.drafted_sequence_s): simulate(
+            scenario(costs=costs, drafters=drafters, waves=1, seconds=60.0),
+            4,
+            drafting=drafting,
+        ).sample.seconds
+        for costs in (table, slow)
+        for drafting in (False, True)
+    }
+    assert seconds[False, 0.0] == seconds[False, 0.001]
+    assert seconds[True, 0.001] > 1.05 * seconds[True, 0.0]
+
+
 def test_a_verifiers_rate_ends_with_its_own_last_answer(tmp_path: Path) -> None:
     recording = tmp_path / "requests.jsonl"
     lines = [f'{{"prompt_tokens": 8, "output_tokens": {tokens}}}\n' for tokens in (40, 120)]
@@ -210,7 +227,7 @@ def test_drafting_that_interferes_makes_forwards_longer() -> None:
         ({"drafters": [{"name": "d", "acceptance": 1.5}]}, "less than or equal to 1"),
         (
             {"costs": "nothing"},
-            "costs\n.*must be assumed-gpu, epyc-2-cores, gb200 or a file, not 'nothing'",
+            "costs\n.*must be assumed-gpu, epyc-2-cores, gb200, h200 or a file, not 'nothing'",
         ),
         (
             {"schedule": [{"at": 1, "who": "x", "what": "join"}]},
