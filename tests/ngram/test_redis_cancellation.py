@@ -144,8 +144,9 @@ def test_no_cancelled_lookup_hands_its_reply_to_another_caller(
             assert tally.wrong == 0
             assert made.counters.late > cancellations / 100
             assert made.counters.malformed == 0
-            # On a busy machine a reply may come later than the socket's timeout.
+            # On a busy machine some replies come later than the socket's timeout. Connections that
+            # cancellations break would give most lookups no reply.
             assert [error for error in errors if not isinstance(error, TimeoutError)] == []
-            assert made.counters.failed == len(errors) <= cancellations / 1000
+            assert made.counters.failed == len(errors) <= made.counters.lookups / 10
 
     uvloop.run(run())
