@@ -64,6 +64,13 @@ class Far(torch.Tensor):
         """The numbers, after a copy to the host as torch makes it for a GPU."""
         return self.cpu().tolist()
 
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """What lies there. A list is copied to the device first, and the copy blocks."""
+        return super().__getitem__(_on_device(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_on_device(index), value)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -71,6 +78,10 @@ class Far(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise AssertionError(f"{func} runs on the fake device, which is not active")
+
+
+def _on_device(index: Any) -> Any:
+    return torch.as_tensor(index).to(DEVICE) if isinstance(index, list) else index
 
 
 class FakeDevice(TorchDispatchMode):

@@ -6,7 +6,9 @@ as well.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate, takewhile
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from outrider.sampling.context import Context
 from outrider.sampling.logits import adjust
 from outrider.sampling.noise import Purpose, coupled_keys, uniforms
 from outrider.sampling.sampler import coupled_sample, coupled_top, inverse_cdf, target_probs
-from outrider.sampling.tensors import on
+from outrider.sampling.tensors import fetch, on
 
 # Alternative tokens that are remembered for each guessed token, without and with trees.
 _ALTERNATIVES = 3
@@ -143,12 +145,12 @@ class Forwards:
         return True
 
     def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
-        """Guess the next `count` tokens of all drafts by one call of the decoder.
+        """Guess the next `count` tokens of all drafts by one call, with one wait for a GPU.
 
         False, with nothing guessed, if that is not possible: if a draft needs more than its
         likeliest tokens, lacks more than one token in its KV cache, or has no room for `count`.
         """
-        if self._runner.decoder is None or len(drafts) > self._max_batch_tokens:
+        if not self._runner.continues or len(drafts) > self._max_batch_tokens:
             return False
         if not all(_is_plain(draft) and draft.unread_count == 1 for draft in drafts):
             return False
@@ -169,13 +171,15 @@ class Forwards:
         return True
 
     def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[Guess]] | None:
-        """The next guesses of each draft, at most `count`; None if the decoder cannot find them.
+        """The next guesses of each draft, at most `count`; None if one call cannot find them.
 
         All drafts have the same `vocab_size` and lack one token in their KV cache. A draft has
         fewer guesses where the model goes on with a token that the target lacks.
         """
         slices = [
-            SequenceSlice(draft.unread(1), draft.kv.num_computed_tokens, draft.kv.pages, 1)
+            SequenceSlice(
+                draft.unread(1), draft.kv.num_computed_tokens, draft.kv.pages, 1, kv=draft.kv
+            )
             for draft in drafts
         ]
         limit = drafts[0].vocab_size
@@ -189,14 +193,12 @@ class Forwards:
         found = self._runner.continue_with_logits(slices, count, own_limit)
         if found is None:
             return None
-        rows, logits = found
-        top, shares = _best(self._of_target(logits.flatten(0, 1))[:, :limit], trees=trees)
-        best = top.indices.tolist()
-        own = [token for row in rows for token in row]
+        tokens_KB, logits_KBV = found
+        logits_RV = self._of_target(logits_KBV.flatten(0, 1))[:, :limit]
+        best, shares, own = _fetch(*_best(logits_RV, trees=trees), tokens_KB.flatten())
         tokens = own if self._columns is None else [ids[0] for ids in best]
         guesses = [
-            Guess(token, best[i], shares=shares[i] if trees else None)
-            for i, token in enumerate(tokens)
+            Guess(token, best[i], shares=shares[i] or None) for i, token in enumerate(tokens)
         ]
         number = len(drafts)
         if self._columns is None:
@@ -267,14 +269,14 @@ class Forwards:
         the tokens' positions.
         """
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
-        top, shares = _best(logits_RV, trees=_want_trees(drafts))
+        best_RK, shares_RK = _best(logits_RV, trees=_want_trees(drafts))
         # Grammar and bans together may forbid every token, and a model may overflow.
-        possible = top.values[:, 0].isfinite().tolist()
-        best: list[list[int]] = top.indices.tolist()
+        is_finite_R = logits_RV.gather(-1, best_RK[:, :1])[:, 0].isfinite()
+        best, shares, possible = _fetch(best_RK, shares_RK, is_finite_R)
         guesses: list[Guess | None] = [None] * len(drafts)
         for i, ids in enumerate(best):
             if possible[i]:
-                guesses[i] = Guess(ids[0], ids, shares=shares[i] if shares else None)
+                guesses[i] = Guess(ids[0], ids, shares=shares[i] or None)
         samplers = {
             DraftDistribution.SPARSE: self._sample,
             DraftDistribution.COUPLED: self._sample_coupled,
@@ -285,7 +287,7 @@ class Forwards:
                 continue
             drawn = sample(
                 [drafts[i] for i in rows],
-                logits_RV[rows],
+                logits_RV.index_select(0, on(logits_RV.device, rows)),
                 [best[i] for i in rows],
                 [places[i] for i in rows],
             )
@@ -311,7 +313,7 @@ class Forwards:
         keys_R = on(probs_RV.device, keys)
         if _want_trees(drafts):
             ids_RK, shares_RK = coupled_top(probs_RV, keys_R, 1 + _TREE_ALTERNATIVES)
-            best, shares = ids_RK.tolist(), shares_RK.tolist()
+            best, shares = _fetch(ids_RK, shares_RK)
             return [Guess(ids[0], ids, shares=of) for ids, of in zip(best, shares, strict=True)]
         tokens = coupled_sample(probs_RV, keys_R).tolist()
         return [Guess(token, ids) for token, ids in zip(tokens, likeliest, strict=True)]
@@ -337,13 +339,13 @@ class Forwards:
         draws = [draft.draw_count for draft in drafts]
         numbers = uniforms(seeds, places, Purpose.DRAFT, draws)
         picks = inverse_cdf(top_RE, on(top_RE.device, numbers))
-        tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
-        ids = ids_RE.cpu().numpy()
-        draft_probs = top_RE.cpu().numpy().astype(np.float64)
+        tokens_R = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1)
+        tokens, ids, top = fetch([tokens_R, ids_RE, top_RE])
+        draft_probs = top.astype(np.float64)
         kept = draft_probs > 0
         return [
             Guess(
-                tokens[i],
+                int(tokens[i]),
                 likeliest[i],
                 SparseDistribution(ids[i][kept[i]], draft_probs[i][kept[i]]),
             )
@@ -376,15 +378,21 @@ def _want_trees(drafts: list[CachedDraft]) -> bool:
     return any(draft.sequence.wants_tree for draft in drafts)
 
 
-def _best(
-    logits_RV: torch.Tensor, *, trees: bool
-) -> tuple[torch.return_types.topk, list[list[float]]]:
-    """The likeliest tokens of each row, the best first; with `trees`, their probabilities too."""
+def _best(logits_RV: torch.Tensor, *, trees: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of each row, the best first; with `trees`, their probabilities too.
+
+    Without `trees` there are no probabilities, [R, 0].
+    """
     count = 1 + (_TREE_ALTERNATIVES if trees else _ALTERNATIVES)
     top = logits_RV.topk(min(count, logits_RV.shape[-1]))
     if not trees:
-        return top, []
-    return top, (top.values - logits_RV.logsumexp(-1, keepdim=True)).exp().tolist()
+        return top.indices, top.values[:, :0]
+    return top.indices, (top.values - logits_RV.logsumexp(-1, keepdim=True)).exp()
+
+
+def _fetch(*tensors: torch.Tensor) -> Iterator[Any]:
+    """The numbers of tensors as lists, after one wait for the device."""
+    return (array.tolist() for array in fetch(tensors))
 
 
 def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.Tensor:

@@ -380,37 +380,48 @@ class ModelRunner:
         shape = CacheShape(self.page_size, pages_each, spare_page)
         return Graphs(self._call, shape, self.vocab_size, self.device, self._states)
 
+    @property
+    def continues(self) -> bool:
+        """Whether `continue_greedily` can decode several tokens in one call."""
+        return self.decoder is not None or self.graph_count > 0
+
     def continue_greedily(
         self, slices: Sequence[SequenceSlice], count: int, limit: int
     ) -> list[list[int]] | None:
-        """Decode `count` tokens greedily for slices of one token each, by one call of C.
+        """Decode `count` tokens greedily for slices of one token each, by one call.
 
-        Return `count` rows of one token per slice, as `CpuDecoder.continue_greedily` does; None if
-        there is no `CpuDecoder`, or a slice is longer or a tree. For a small model, one call
-        instead of many saves more time than its forwards take.
+        The call is one of C, or CUDA graphs one after the other with one wait at their end. Return
+        `count` rows of one token per slice, each the likeliest below `limit`; None if there is
+        neither, or a slice is longer or a tree. For a small model, one call instead of many saves
+        more time than its forwards take.
         """
         found = self._continue(slices, count, limit, keep_logits=False)
-        return None if found is None else found[0]
+        return None if found is None else found[0].tolist()
 
     def continue_with_logits(
         self, slices: Sequence[SequenceSlice], count: int, limit: int
-    ) -> tuple[list[list[int]], torch.Tensor] | None:
-        """As `continue_greedily`, with the logits [count, B, V] that the tokens come from."""
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `continue_greedily`, without a wait for the device.
+
+        Return the tokens [count, B] and the logits [count, B, V] that they come from.
+        """
         return self._continue(slices, count, limit, keep_logits=True)
 
+    @torch.inference_mode()
     def _continue(
         self, slices: Sequence[SequenceSlice], count: int, limit: int, *, keep_logits: bool
-    ) -> tuple[list[list[int]], torch.Tensor] | None:
-        if self.decoder is None:
-            return None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if any(
             len(part.token_ids) != 1 or part.logit_count != 1 or part.parents for part in slices
         ):
             return None
-        tokens, logits = self.decoder.continue_greedily(
-            self._layout(slices), count, limit, keep_logits=keep_logits
-        )
-        return tokens.tolist(), logits
+        if self.decoder is not None:
+            return self.decoder.continue_greedily(
+                self._layout(slices), count, limit, keep_logits=keep_logits
+            )
+        if self._graphs is None:
+            return None
+        return self._graphs.continue_greedily(slices, count, limit, keep_logits=keep_logits)
 
     def _layout(self, slices: Sequence[SequenceSlice]) -> BatchLayout:
         return BatchLayout(slices, self.page_size, self.device)

@@ -120,7 +120,7 @@ def _draft_cost(
     draft = ModelRunner.load(str(path), dtype=dtype, device=device, threads=threads)
     token_s = _in_rounds(sequences, lambda count: _draft_s(draft, count))
     run_s: dict[int, float] = {}
-    if draft.decoder is not None:
+    if draft.continues:
         run_s = _in_rounds(sequences, lambda count: _run_s(draft, count))
     run_token_s = {count: seconds / _RUN for count, seconds in run_s.items()}
     _, prompt_token_s = _prompts(draft, token_s[1])

@@ -146,7 +146,7 @@ class _Runner:
     page_count = _PAGES
     page_size = _PAGE_SIZE
     context_length = _CONTEXT
-    decoder = "in C"
+    continues = True
     parallel_token_id = None
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from drafter_svc.families.cached_draft import CachedDraft, Guess
+from drafter_svc.families.forwards import Forwards
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, SparseDistribution
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.sampling.noise import Purpose, uniforms
 from tests.drafter.draft_model_rig import Make, guesses_of, opened
+from tests.fake_device import FakeDevice
 from tests.family_rig import Rig
 
 
@@ -128,3 +133,31 @@ async def test_drafters_and_sequences_without_a_seed_draw_differently(
             )
         drawn += [tuple(tokens) for tokens in (await guesses_of(rig)).values()]
     assert len(drawn) == len(set(drawn)) == 16
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("distribution", DraftDistribution)
+def test_a_gpu_is_waited_for_once_a_choice_and_once_a_draw(
+    distribution: DraftDistribution, trees: bool
+) -> None:
+    sampling = SamplingParams(1.0, seed=3)
+    # A choice needs no model and no pages.
+    forwards = Forwards(cast(Any, None), cast(Any, None), 64, 8, None)
+
+    def choose(logits_RV: torch.Tensor) -> list[Guess | None]:
+        drafts = []
+        for i in range(3):
+            opening = opened([1, 2], i, sampling=sampling, distribution=distribution)
+            sequence = DraftSequence(opening)
+            sequence.tree_tokens = 8 if trees else 0
+            drafts.append(CachedDraft(sequence, i, 50))
+        return forwards._choose(drafts, logits_RV, [2, 2, 2])
+
+    logits_RV = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    with FakeDevice() as device:
+        found = choose(device.put(logits_RV.clone()))
+    assert device.waits == 1 + (distribution is not DraftDistribution.ONE_HOT)
+    for guess, wanted in zip(found, choose(logits_RV), strict=True):
+        assert guess is not None
+        assert wanted is not None
+        assert (guess.token, guess.best) == (wanted.token, wanted.best)

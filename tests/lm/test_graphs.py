@@ -298,6 +298,45 @@ def test_a_tree_may_have_slots_beyond_the_context(capture: Capture) -> None:
     assert capture.replays == 2
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_several_tokens_in_one_call_are_those_of_single_forwards(
+    name: str, capture: Capture
+) -> None:
+    """They cross borders of pages, go on where a sequence was rewound, and write no other page."""
+    size, limit = 4, VOCAB_SIZE - 3
+    runner, reference = pair(name, page_size=size, page_count=60)
+    draw = random.Random(4)
+    pages = draw.sample(range(60), 60)
+    sequences = [KVSequence(pages[20 * i : 20 * i + 20]) for i in range(3)]
+    texts = [text(i, 9 + 3 * i) for i in range(3)]
+    for ids, kv in zip(texts, sequences, strict=True):
+        for at in range(0, len(ids) - 1, 12):
+            runner.forward([SequenceSlice(ids[:-1][at : at + 12], at, kv.pages, 0, kv=kv)])
+    for count, batch in ((5, [0, 1, 2]), (1, [2]), (7, [2, 0]), (3, [1, 2, 0])):
+        slices = [
+            SequenceSlice(texts[i][-1:], len(texts[i]) - 1, sequences[i].pages, 1, kv=sequences[i])
+            for i in batch
+        ]
+        poison(runner, [SequenceSlice([0], 0, kv.pages, 1) for kv in sequences])
+        capture.replays = 0
+        found = runner.continue_with_logits(slices, count, limit)
+        assert found is not None
+        assert capture.replays == count
+        tokens, logits = found
+        for place, i in enumerate(batch):
+            ids = [*texts[i], *tokens[:, place].tolist()]
+            wanted = expected(reference, [ids[:-1]], [count])
+            torch.testing.assert_close(logits[:, place], wanted, atol=1e-4, rtol=0)
+            assert ids[-count:] == wanted[:, :limit].argmax(-1).tolist()
+            # The last two guesses are wrong, and another token follows.
+            kept = ids[: len(texts[i]) + max(0, count - 2)]
+            texts[i] = [*kept, draw.randrange(VOCAB_SIZE)]
+    assert runner.continue_greedily(slices, 2, limit) is not None
+    assert runner.continue_greedily([SequenceSlice([1, 2], 0, [0], 1)], 2, limit) is None
+    six_sequences = [SequenceSlice([1], 0, [page], 1) for page in range(6)]
+    assert runner.continue_greedily(six_sequences, 2, limit) is None
+
+
 def test_capture_goes_on_with_smaller_buckets_after_memory_ran_out(
     capture: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:

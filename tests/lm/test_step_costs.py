@@ -148,6 +148,30 @@ def test_a_step_copies_its_inputs_up_once_and_waits_once(
     assert (device.copies, device.waits) == (int(setting != "greedy"), 1)
 
 
+def test_a_round_of_a_draft_model_copies_up_once_and_waits_once(capture: Capture) -> None:
+    runner = ModelRunner(build(CONFIGS["llama"]), page_size=16, page_count=64)
+    runner.capture(Bounds(BATCH, ROWS, BATCH * ROWS))
+    pool = PagePool(64, 16)
+    kept = [KVSequence() for _ in range(BATCH)]
+
+    def draft(length: int, count: int) -> None:
+        for kv in kept:
+            assert pool.reserve(kv, length + count)
+        slices = [SequenceSlice([3], length, kv.pages, 1, kv=kv) for kv in kept]
+        assert runner.continue_greedily(slices, count, VOCAB_SIZE) is not None
+
+    draft(17, 4)
+    capture.replays = 0
+    round_of_4 = counted(lambda: draft(19, 4))
+    assert capture.replays == 4
+    round_of_5 = counted(lambda: draft(19, 5))
+    # The inputs' copy, the first argmax and the stack; then the next inputs and an argmax a token.
+    assert round_of_4 == {"copies up": 1, "waits": 1, "launches": 3 + 3 * 8}
+    assert round_of_5 == {"copies up": 1, "waits": 1, "launches": 3 + 4 * 8}
+    # The further pages of the round go up together.
+    assert counted(lambda: draft(30, 4)) == {"copies up": 2, "waits": 1, "launches": 4 + 3 * 8}
+
+
 FACTORIES: dict[str, Callable[[], torch.Tensor]] = {
     "tensor": lambda: torch.tensor([1, 2], device=DEVICE),
     "as_tensor": lambda: torch.as_tensor([1, 2], device=DEVICE),

@@ -210,6 +210,35 @@ class Graphs:
             return self._logits_RV[: sum(part.logit_count for part in slices)]
         return self._logits_RV.index_select(0, rows_R)
 
+    def continue_greedily(
+        self, slices: Sequence[SequenceSlice], count: int, limit: int, *, keep_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Decode `count` tokens for slices of one token each, without a wait for the device.
+
+        Each is the likeliest token below `limit`, and the input of the next forward. Return the
+        tokens, int64 [count, B], and with `keep_logits` their logits [count, B, V], else an empty
+        tensor; None if the batch has no graph.
+        """
+        bucket = bucket_of([1] * len(slices), self._bounds)
+        found = self._graphs.get(bucket) if bucket is not None else None
+        if found is None or bucket is None:
+            return None
+        inputs, replay = found
+        inputs.write(slices, ahead=count - 1)
+        tokens_B = torch.empty(0)
+        tokens: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        for step in range(count):
+            if step:
+                inputs.advance(tokens_B)
+            replay()
+            tokens_B = self._logits_RV[: bucket.rows, :limit].argmax(-1)
+            tokens.append(tokens_B)
+            if keep_logits:
+                kept.append(self._logits_RV[: len(slices)].clone())
+        logits = torch.stack(kept) if kept else torch.empty(0)
+        return torch.stack(tokens)[:, : len(slices)], logits
+
 
 def _free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU; 0 for a CPU."""

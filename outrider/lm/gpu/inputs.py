@@ -77,10 +77,11 @@ class BlockTable:
         if self._copied is not None:
             self._copied.record()
 
-    def rows(self, slices: Sequence[SequenceSlice]) -> list[int]:
+    def rows(self, slices: Sequence[SequenceSlice], ahead: int = 0) -> list[int]:
         """Return each slice's row, after sending the pages that the rows lack.
 
-        A slice without a `kv` gets the row of a new sequence. At most `most` slices.
+        The pages of `ahead` tokens after each slice are sent too. A slice without a `kv` gets the
+        row of a new sequence. At most `most` slices.
         """
         sequences = [part.kv or KVSequence(part.pages) for part in slices]
         rows = self._rows_of(sequences)
@@ -88,7 +89,7 @@ class BlockTable:
         at: list[int] = []
         pages: list[int] = []
         for part, sequence, row in zip(slices, sequences, rows, strict=True):
-            end = -(-part.end // self.shape.page_size)
+            end = -(-(part.end + ahead) // self.shape.page_size)
             begin = sequence.sent_page_count
             if begin < end:
                 at += range(row * width + begin, row * width + end)
@@ -139,13 +140,16 @@ class Inputs:
         self.bucket = bucket
         self._table = table
         rows = bucket.rows
-        by_token = ("token_ids", "positions", "slots", "slot_mapping", "logits_indices")
-        # First the 64-bit words, because their addresses must be multiples of 8.
+        by_token = ("token_ids", "slot_mapping", "logits_indices")
+        # First the 64-bit words, because their addresses must be multiples of 8. `advance` counts
+        # up what lies between `positions` and `table_rows`.
         sizes = {
             "ancestors": 2 * rows,
             **dict.fromkeys(by_token, rows),
+            **dict.fromkeys(("positions", "slots"), rows),
+            **dict.fromkeys(("seq_lens", "tree_starts"), bucket.batch),
+            "table_rows": bucket.batch,
             "cu_seqlens_q": bucket.batch + 1,
-            **dict.fromkeys(("seq_lens", "tree_starts", "table_rows"), bucket.batch),
         }
         self._host, self._device = table.host_and_device(sum(sizes.values()))
         self._numbers = dict(
@@ -155,6 +159,8 @@ class Inputs:
         self._arrays = dict(zip(sizes, torch.split(self._device, [*sizes.values()]), strict=True))
         self.token_ids = self._arrays["token_ids"]
         self.positions = self._arrays["positions"]
+        first = self.positions.storage_offset()
+        self._counting = self._device[first : self._arrays["table_rows"].storage_offset()]
 
     def layout(self) -> StaticLayout:
         """Return the layout for the layers.
@@ -172,8 +178,23 @@ class Inputs:
         )  # fmt: skip
         return StaticLayout(arrays["slot_mapping"].long(), kernel)
 
-    def write(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """Write a batch and the padding after it.
+    def advance(self, tokens_B: torch.Tensor) -> None:
+        """Let each sequence of a bucket of one token each go on with a token, without the host.
+
+        Its pages must have been sent, see `write`. Padding goes on in the spare page.
+        """
+        arrays, shape = self._arrays, self._table.shape
+        self._counting += 1
+        places_B = torch.add(
+            arrays["slots"] // shape.page_size, arrays["table_rows"], alpha=shape.pages_each
+        )
+        pages_B = self._table.pages_RP.view(-1).index_select(0, places_B)
+        places_B = torch.remainder(arrays["slots"], shape.page_size)
+        torch.add(places_B, pages_B, alpha=shape.page_size, out=arrays["slot_mapping"])
+        self.token_ids.copy_(tokens_B)
+
+    def write(self, slices: Sequence[SequenceSlice], ahead: int = 0) -> torch.Tensor | None:
+        """Write a batch and the padding after it, and the pages of `ahead` further tokens.
 
         Returns the rows of `logits_indices(slices)` on the device, int32 [R]; None if they are the
         first R rows.
@@ -199,7 +220,8 @@ class Inputs:
         numbers["cu_seqlens_q"][:] = [0, *accumulate(lengths)]
         numbers["seq_lens"][:] = [part.end for part in slices] + [1] * unused
         numbers["tree_starts"][:] = [part.tree_start for part in slices] + [1] * unused
-        numbers["table_rows"][:] = self._table.rows(slices) + [self._table.padding_row] * unused
+        padding_rows = [self._table.padding_row] * unused
+        numbers["table_rows"][:] = self._table.rows(slices, ahead) + padding_rows
         if any(part.parents for part in slices):
             words = ancestors_by_token(slices)
             self._words[: len(words)] = words
