@@ -30,6 +30,7 @@ from outrider.heads.reading_choice import choose_reading, described
 from outrider.heads.spec import Decoder, HeadSpec
 from outrider.lm.cpu.weights import fastest_dtype
 from outrider.lm.devices import find_device
+from outrider.lm.streams import SharedRows, use_own_stream
 from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest, FeatureRows
 from outrider.protocol.messages import DraftDistribution
 from outrider.sampling.context import Context
@@ -59,7 +60,12 @@ class News:
 
     tokens: list[int]
     first_position: int
-    features: torch.Tensor
+    features: Sequence[SharedRows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the features."""
+        return sum(rows.nbytes for rows in self.features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ class HeadDraft:
     """Whether the features are after the head's projection."""
     told: int = 0
     """Committed tokens that the head's thread was told of."""
-    kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    kept: list[tuple[int, SharedRows]] = field(default_factory=list)
     """Features that the head's thread was not told of, by the position of the first."""
     read: HeadSequence | None = None
     reading: Future[None] | None = None
@@ -100,7 +106,8 @@ class HeadDraft:
     def keep(self, first_position: int, rows: FeatureRows) -> int:
         """Keep features; return the position after the last of them."""
         if isinstance(rows, bytes):
-            rows = torch.frombuffer(bytearray(rows), dtype=self.dtype).reshape(-1, self.width)
+            read = torch.frombuffer(bytearray(rows), dtype=self.dtype).reshape(-1, self.width)
+            rows = SharedRows.of(read)
         self.kept.append((first_position, rows))
         return first_position + len(rows)
 
@@ -112,7 +119,8 @@ class HeadDraft:
         tokens = self.sequence.tokens
         most = len(tokens) - 1
         kept, self.kept = self.kept, []
-        first, parts = 0, [torch.empty(0, self.width, dtype=self.dtype)]
+        first: int = 0
+        parts: list[SharedRows] = []
         end = -1
         for position, rows in kept:
             fits = max(0, most - position)
@@ -126,7 +134,7 @@ class HeadDraft:
             end = position + min(fits, len(rows))
         if self.failed:
             self.failed, self.told = False, 0
-        news = News(tokens[self.told :], first, torch.cat(parts))
+        news = News(tokens[self.told :], first, parts)
         self.told = len(tokens)
         return news
 
@@ -175,6 +183,7 @@ class HeadWorker:
         if threads is not None:
             torch.set_num_threads(threads)
         place = find_device(device)
+        use_own_stream(place)
         config = read_target_config(target, trust_remote_code)
         found = read(head, config, layers or None)
         options = found.spec.readings
@@ -244,8 +253,8 @@ class HeadWorker:
         is far behind gets no features: the head then drafts from those after the gap.
         """
         if self._given_bytes - self._read_bytes > MAX_FEATURE_BYTES:
-            news = News(news.tokens, 0, news.features[:0])
-        self._given_bytes += news.features.nbytes
+            news = News(news.tokens, 0, [])
+        self._given_bytes += news.nbytes
         draft.reading = self._thread.submit(self._read, draft, news)
 
     def close(self, draft: HeadDraft) -> None:
@@ -266,7 +275,7 @@ class HeadWorker:
     # --- on the head's thread ---
 
     def _read(self, draft: HeadDraft, news: News) -> None:
-        self._read_bytes += news.features.nbytes
+        self._read_bytes += news.nbytes
         self._extend([(draft, news)])
 
     def _draft(
@@ -305,8 +314,9 @@ class HeadWorker:
                 draft.grammar = draft.grammar or GrammarState.of(draft.sequence, self._grammars)
                 draft.read = self._model.open(new.tokens, draft.sequence.opened.tenant)
                 new = News([], new.first_position, new.features)
+            features = _joined(new.features, draft)
             extension = Extension(
-                draft.read, new.tokens, new.features, new.first_position, draft.projected
+                draft.read, new.tokens, features, new.first_position, draft.projected
             )
             batch.append((draft, extension))
         try:
@@ -337,6 +347,13 @@ class HeadWorker:
         if draft.read is not None:
             self._model.close(draft.read)
             draft.read = None
+
+
+def _joined(parts: Sequence[SharedRows], draft: HeadDraft) -> torch.Tensor:
+    """The features as one tensor of the head's stream."""
+    if not parts:
+        return torch.empty(0, draft.width, dtype=draft.dtype)
+    return torch.cat([part.read() for part in parts])
 
 
 def _ranker(drafts: list[HeadDraft]) -> Rank | None:

@@ -291,15 +291,19 @@ class ModelFamily(Family):
 
 def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
     """Load the model and capture its CUDA graphs; called on the model's thread."""
+    from outrider.lm.devices import find_device
     from outrider.lm.runner import Bounds, ModelRunner
+    from outrider.lm.streams import use_own_stream
 
+    device = find_device("cpu" if place.kind != "local" else settings.device)
+    use_own_stream(device)
     # A sequence past its prompt lacks at most 2 tokens: the verifier's committed token and
     # the last guess.
     bounds = Bounds(_GRAPHED_SEQUENCES, 2, _MAX_BATCH_TOKENS)
     runner = ModelRunner.load(
         settings.model,
         dtype=settings.dtype,
-        device="cpu" if place.kind != "local" else settings.device,
+        device=str(device),
         page_count=settings.page_count,
         bounds=bounds,
         memory_share=settings.gpu_memory_share,

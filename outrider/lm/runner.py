@@ -22,6 +22,7 @@ from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.hidden_states import FeatureProjection, HiddenStates
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.same_bits import reason_against
+from outrider.lm.streams import SharedRows
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
@@ -287,6 +288,12 @@ class ModelRunner:
         numbers = torch.cat([state.index_select(0, index) for state in kept], dim=1)
         numbers = numbers.to(getattr(torch, dtype))
         return self.projections[projection](numbers) if projection else numbers
+
+    def share_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> SharedRows:
+        """Return what `pick_states` returns, for a thread with another stream."""
+        return SharedRows.of(self.pick_states(states, rows, dtype, projection))
 
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""

@@ -17,9 +17,9 @@ from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider.protocol.model_info import Placement
 
 if TYPE_CHECKING:
-    import torch
+    from outrider.lm.streams import SharedRows
 
-FeatureRows: TypeAlias = "bytes | torch.Tensor"
+FeatureRows: TypeAlias = "bytes | SharedRows"
 """Features of consecutive tokens, see `Features`."""
 FINAL_STATE = -1
 """In place of a boundary: the state after the final norm, which the logits are made of."""

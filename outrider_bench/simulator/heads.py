@@ -15,6 +15,7 @@ from drafter_svc.families.head import HeadFamily
 from drafter_svc.families.head_worker import HeadDraft, HeadWorker, News, Offer
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.hidden_states import FeatureProjection
+from outrider.lm.streams import SharedRows
 from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest
 from outrider_bench.simulator.costs import DraftingCost
 from outrider_bench.simulator.events import Events, Until
@@ -51,12 +52,12 @@ class SimulatedStates:
         size = len(states) * self.hidden_size * FeatureDtype[dtype.upper()].size
         return bytes(len(rows) * size)
 
-    def pick_states(
+    def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
-    ) -> torch.Tensor:
+    ) -> SharedRows:
         """As FeatureSource."""
-        numbers = getattr(torch, dtype)
-        return torch.zeros(1, dtype=numbers).expand(len(rows), len(states) * self.hidden_size)
+        zero = torch.zeros(1, dtype=getattr(torch, dtype))
+        return SharedRows.of(zero.expand(len(rows), len(states) * self.hidden_size))
 
 
 class SimulatedHead:
@@ -124,7 +125,7 @@ class SimulatedHead:
 
     def _take(self, draft: HeadDraft, news: News) -> int:
         """Note what came of a sequence; return the number of features."""
-        rows = len(news.features)
+        rows = sum(map(len, news.features))
         if rows:
             self._ends[draft] = news.first_position + rows
         return rows

@@ -34,6 +34,7 @@ from outrider.heads import reading_choice
 from outrider.heads.reading import read
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
+from outrider.lm.streams import SharedRows
 from outrider.process.network import rpc
 from outrider.process.observability.telemetry import NO_SPAN
 from outrider.protocol.draft_messages import DraftBatch, FeatureRows, Hello
@@ -257,7 +258,7 @@ async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
             assert own[0] == streamed[0]
             assert own[1] == pytest.approx(streamed[1], rel=1e-4)
     # The stream's are bytes.
-    assert site.kinds == {bytes, torch.Tensor}
+    assert site.kinds == {bytes, SharedRows}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -268,7 +269,7 @@ async def test_a_head_in_process_changes_no_text(site: Site, setting: str) -> No
         drafter = site.thread.engine.drafting.roster.connected["head-1"]
         assert await site.text(ALWAYS, sampling) == plain
         assert drafter.accepted_count > 0
-    assert site.kinds == {torch.Tensor}
+    assert site.kinds == {SharedRows}
 
 
 class Faulty(HeadFamily):

@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
+from outrider.lm.streams import SharedRows
 from outrider.process.clock import Clock, monotonic
 from outrider.protocol.draft_messages import (
     FINAL_STATE,
@@ -110,6 +111,12 @@ class TableModel:
         """The same as a tensor with a row for each token."""
         data = bytearray(self.copy_states(states, rows, dtype, projection))
         return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(len(rows), -1)
+
+    def share_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> SharedRows:
+        """The same for a drafter in the process."""
+        return SharedRows.of(self.pick_states(states, rows, dtype, projection))
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots, as `LanguageModel.move_tokens`."""

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import OutriderError, Reason
+from outrider.lm.streams import SharedRows
 from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest
 from outrider.protocol.messages import TokenRequest
 from tests.random_trees import TreeGrafter
@@ -199,8 +200,8 @@ def test_features_that_wait_keep_no_other_sequences_rows_alive(
         engine.step()
         for assignment in sequence.assignments.values():
             for entry in assignment.held_features:
-                assert isinstance(entry.rows, torch.Tensor)
-                assert entry.rows.untyped_storage().nbytes() == entry.rows.nbytes
+                assert isinstance(entry.rows, SharedRows)
+                assert entry.rows.read().untyped_storage().nbytes() == entry.rows.nbytes
             most = max(most, len(assignment.held_features))
     assert most > 8
 

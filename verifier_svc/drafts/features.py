@@ -12,6 +12,7 @@ from typing import Protocol
 
 from outrider.errors import OutriderError, invalid
 from outrider.lm.hidden_states import FeatureProjection
+from outrider.lm.streams import SharedRows
 from outrider.protocol.draft_messages import FeatureRequest, FeatureRows, Features
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
@@ -46,9 +47,9 @@ class FeatureSource(Protocol):
         With the name of a projection, its result for each row.
         """
 
-    def pick_states(
+    def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
-    ) -> FeatureRows:
+    ) -> SharedRows:
         """The same as a tensor on the target's device, with an entry for each row."""
 
 
@@ -136,7 +137,7 @@ class FeatureSender:
         assert self._source is not None
         rows = [row for part in parts for row in part.rows]
         name = request.projection if projects else ""
-        take = self._source.pick_states if is_local else self._source.copy_states
+        take = self._source.share_states if is_local else self._source.copy_states
         data = take(request.states, rows, request.dtype.name.lower(), name)
         # A token has `size` bytes, or is an entry of a tensor.
         size = len(data) // len(rows)
@@ -161,9 +162,9 @@ def keep_features(assignment: Assignment) -> None:
     held = assignment.held_features
     for place in reversed(range(len(held))):
         rows = held[place].rows
-        if isinstance(rows, bytes) or rows.untyped_storage().nbytes() == rows.nbytes:
+        if isinstance(rows, bytes) or (alone := rows.alone()) is rows:
             return  # as all before it
-        held[place] = replace(held[place], rows=rows.clone())
+        held[place] = replace(held[place], rows=alone)
 
 
 def _part(

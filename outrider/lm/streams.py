@@ -1,0 +1,81 @@
+"""CUDA streams of the threads of a process, and the order of what passes between them.
+
+A thread computes on one stream, by default the legacy default stream, which all threads share. On
+it, a drafter's kernels would wait for a forward of the target in the same process. So each drafter
+has a stream of its own. Nothing but an event orders kernels of two streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+# Below 0 is before streams of the usual priority. A draft is short, and a step may wait for it.
+_HIGH_PRIORITY = -1
+
+
+def use_own_stream(device: torch.device) -> None:
+    """Have this thread compute on `device` and a stream of high priority; on a CPU do nothing."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # torch has no types for it.
+        torch.cuda.set_stream(cast(Any, torch.cuda.Stream)(device, priority=_HIGH_PRIORITY))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedRows:
+    """Rows of a tensor that one thread computed, for a thread with another stream.
+
+    `ready` is an event of the maker's stream after the last kernel that writes the rows; None on a
+    CPU, where every operator is done when it returns.
+    """
+
+    _tensor: torch.Tensor
+    _ready: Any
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SharedRows:
+        """The rows of a tensor that this thread's stream computes. Called by their maker."""
+        stream = _stream_of(tensor)
+        return cls(tensor, None if stream is None else stream.record_event())
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+    def __getitem__(self, rows: slice) -> SharedRows:
+        """Some of the rows, in the same memory."""
+        return SharedRows(self._tensor[rows], self._ready)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self._tensor.nbytes
+
+    def alone(self) -> SharedRows:
+        """The same rows in memory of their own, if they are parts of a larger tensor.
+
+        Called by their maker.
+        """
+        if self._tensor.untyped_storage().nbytes() == self.nbytes:
+            return self
+        return SharedRows.of(self._tensor.clone())
+
+    def read(self) -> torch.Tensor:
+        """The tensor, for operators of this thread's stream, which wait for the maker's."""
+        stream = _stream_of(self._tensor)
+        if stream is not None:
+            stream.wait_event(self._ready)
+            # Else the maker's stream could get the memory again before this one has read it.
+            _keep(self._tensor, stream)
+        return self._tensor
+
+
+def _stream_of(tensor: torch.Tensor) -> Any:
+    """This thread's stream on the tensor's device; None on a CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.device.type == "cuda" else None
+
+
+def _keep(tensor: torch.Tensor, stream: Any) -> None:
+    tensor.record_stream(stream)

@@ -1,0 +1,128 @@
+"""Streams that compute late: each in its own order, among each other in random order.
+
+Within `LateStreams`, operators on tensors that it made are queued, and their results are NaN until
+their turn comes. So code that leaves out an event reads NaN, or numbers that came later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outrider.lm import streams
+
+_aten = torch.ops.aten
+_COMPUTE = {_aten.clone.default, _aten.cat.default, _aten._to_copy.default}
+
+
+class _Event:
+    done = False
+
+    def set(self) -> bool:
+        self.done = True
+        return True
+
+
+class LateStream:
+    """One stream, with as much of torch's interface as is used."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], bool]] = deque()
+        """Each returns whether it is done, or has to wait."""
+
+    def record_event(self) -> _Event:
+        """An event after what is queued."""
+        event = _Event()
+        self.queue.append(event.set)
+        return event
+
+    def wait_event(self, event: _Event) -> None:
+        """Have what is queued from now on wait for the event."""
+        self.queue.append(lambda: event.done)
+
+
+class LateStreams(TorchDispatchMode):
+    """Several streams, of which one is the current one."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._random = Random(seed)
+        self._all: dict[str, LateStream] = {}
+        self._current = ""
+        # By the address of the memory: the stream that made it, and those that still read it.
+        self._makers: dict[int, tuple[torch.Tensor, str]] = {}
+        self._readers: dict[int, set[str]] = {}
+        monkeypatch.setattr(streams, "_stream_of", lambda tensor: self._all[self._current])
+        monkeypatch.setattr(streams, "_keep", self._keep)
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """Make a stream the current one."""
+        before, self._current = self._current, name
+        self._all.setdefault(name, LateStream())
+        with self:
+            yield
+        self._current = before
+
+    def made(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A tensor that the current stream fills with these numbers, later."""
+        return self._late(lambda: numbers, numbers)
+
+    def _late(self, compute: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        out = torch.full_like(like, torch.nan)
+        self._makers[out.untyped_storage().data_ptr()] = out, self._current
+
+        def run() -> bool:
+            out.copy_(compute())
+            return True
+
+        self._all[self._current].queue.append(run)
+        return out
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Queue an operator that computes on late tensors; run all others, such as views."""
+        found = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        late = any(each.untyped_storage().data_ptr() in self._makers for each in tensors)
+        if not late or func not in _COMPUTE:
+            return found
+        return self._late(lambda: func(*args, **(kwargs or {})), found)
+
+    def _keep(self, tensor: torch.Tensor, stream: LateStream) -> None:
+        readers = self._readers.setdefault(tensor.untyped_storage().data_ptr(), set())
+        readers.add(next(name for name, each in self._all.items() if each is stream))
+
+    def free(self, maker: str, reader: str) -> None:
+        """Have the maker's stream overwrite its memory, as an allocator that got it back would.
+
+        It does not have what the reader's stream still keeps.
+        """
+        for address, (tensor, name) in self._makers.items():
+            if name == maker and reader not in self._readers.get(address, ()):
+                self._all[maker].queue.append(lambda tensor=tensor: [tensor.fill_(-1)] != [])
+
+    def run(self, most: int = 10**9) -> None:
+        """Run what is queued: at most so many steps, each of a stream that need not wait."""
+        for _ in range(most):
+            able = [each.queue for each in self._all.values() if each.queue]
+            self._random.shuffle(able)
+            if not any(self._runs(queue) for queue in able):
+                assert not able or most < 10**9, "the streams wait for each other"
+                return
+
+    @staticmethod
+    def _runs(queue: deque[Callable[[], bool]]) -> bool:
+        if not queue[0]():
+            return False
+        queue.popleft()
+        return True
