@@ -3,14 +3,23 @@
 # python3 is 3.12 and has torch, transformers, triton, pytest and hypothesis. Without a GPU, each
 # step runs in small on the CPU.
 #
+#   bench/gpu.sh first     tests, steps, a head and a draft model in the verifier's process: 9 minutes
+#   bench/gpu.sh second    n-grams at 32 sequences, a draft model beside the verifier: 5 minutes
+#
+# Both run parts of the steps below, and end with what their figures decide.
+#
 #   bench/gpu.sh test      the tests of GPU code; arguments go to pytest
 #   bench/gpu.sh steps     forwards of an 8 B target and a 1 B draft model with random weights
 #   bench/gpu.sh grow      an 8 B target, a 1 B draft model and a head for stack, which else does it
-#   bench/gpu.sh stack     the real stack: plain, n-grams, a draft model, a head; needs wheels
+#   bench/gpu.sh stack     the real stack: plain, a head, a draft model, n-grams; needs wheels.
+#                          USE='[head], [inside]' and BATCH='1, 8' choose cells, MPS=1 lets
+#                          processes share the card, and PART names the files of results
 #   bench/gpu.sh tenants   small requests beside a tenant that floods, real stack; needs wheels
 #   bench/gpu.sh tables    a table of the figures of steps; runs after steps as well
+#   bench/gpu.sh decisions what the figures of stack decide, beside their predictions
 #   bench/gpu.sh wheels    with a network: download the packages that stack needs to bench/wheels
-#   bench/gpu.sh pack      print the size of what goes to the GPU's machine; fails above 63 MiB
+#   bench/gpu.sh pack      print the size of what goes to the GPU's machine; fails above 63 MiB.
+#                          models/smollm2 stays behind: move it away first
 #
 # The figures of steps are lines of JSON in $OUT/lines.jsonl (bench/out/gpu by default), each on the
 # disk before the next is measured; tables.md and figures.csv are made of them.
@@ -79,6 +88,22 @@ sys.exit(import_module(f"outrider_bench.commands.{sys.argv[1]}").main(sys.argv[2
 }
 
 case "$step" in
+first)
+  nvidia-smi || true
+  "$0" grow > "$OUT/grow.txt" 2>&1 &
+  timeout 80 "$0" test -k "split_into_parts or graphs or join or one_wait" || true
+  python3 -m outrider_bench.gpu steps "$OUT" --short --seconds 100
+  wait
+  PART=first USE='[head], [inside]' BATCH='1, 8' MOST_SECONDS=200 "$0" stack
+  python3 -m outrider_bench.gpu decisions "$OUT"
+  exit
+  ;;
+second)
+  PART=second USE='[ngram], [inside]' BATCH='32' MOST_SECONDS=120 "$0" stack
+  PART=shared MPS=1 USE='[beside]' BATCH='1, 8' MOST_SECONDS=130 "$0" stack
+  python3 -m outrider_bench.gpu decisions "$OUT"
+  exit
+  ;;
 test | steps | stack | tenants) install_wheels ;;&
 test)
   echo "test: estimated 4 minutes on a GPU"
@@ -96,8 +121,22 @@ stack)
   echo "$step: estimated 9 minutes on a GPU, one of them to grow the models"
   build_kernels
   grow
-  file=$OUT/$step.yaml
+  name=$step${PART:+-$PART}
+  file=$OUT/$name.yaml
   cp "bench/experiments/gpu-$step.yaml" "$file"
+  [ -z "${USE:-}" ] || sed -i "s/^  use: .*/  use: [$USE]/" "$file"
+  [ -z "${BATCH:-}" ] || sed -i "s/^  workload.batch: .*/  workload.batch: [$BATCH]/" "$file"
+  stop_sharing() { :; }
+  if [ -n "${MPS:-}" ]; then
+    export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
+    mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
+    if nvidia-cuda-mps-control -d; then
+      # The daemon outlives whoever starts it.
+      stop_sharing() { echo quit | nvidia-cuda-mps-control; }
+    else
+      echo "$step: there is no MPS, so the processes get the card in turns"
+    fi
+  fi
   if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     sed -i 's/batch: .*/batch: [1]/; s/repetitions: .*/repetitions: 1/' "$file"
   fi
@@ -106,13 +145,14 @@ stack)
   keep() { tar -czf "$OUT/runs.part" -C "$runs" . && mv "$OUT/runs.part" "$OUT/runs.tgz"; }
   # A killed step keeps all but its last ten seconds.
   (while sleep 10; do keep; done) > /dev/null 2>&1 &
-  trap 'kill $!; keep' EXIT
+  keeper=$!
+  trap 'kill "$keeper"; keep; stop_sharing' EXIT
   export -f experiment
   timeout --signal=INT "${MOST_SECONDS:-480}" bash -c 'experiment "$@"' - \
     run "$file" --out "$runs" "$@" || echo "$step: ended with status $?"
   run=$(find "$runs" -name run.json -printf '%T@ %h\n' | sort -n | tail -n 1 | cut -d ' ' -f 2)
-  experiment report "$run" | tee "$OUT/$step.txt"
-  cp "$run/report/figures.csv" "$OUT/$step.csv"
+  experiment report "$run" | tee "$OUT/$name.txt"
+  cp "$run/report/figures.csv" "$OUT/$name.csv"
   ;;
 grow)
   build_kernels
@@ -128,8 +168,8 @@ tenants)
   python3 bench/traffic/play.py --port 8123 bench/traffic/{alone,burst,prompts,unread,choices}.jsonl \
     bench/traffic/alone.jsonl | tee "$OUT/tenants.txt" || tail -n 50 "$log"
   ;;
-tables)
-  python3 -m outrider_bench.gpu tables "$OUT"
+tables | decisions)
+  python3 -m outrider_bench.gpu "$step" "$OUT"
   ;;
 wheels)
   lines=$(python3 - $there <<'PY'
@@ -157,7 +197,7 @@ PY
   ;;
 pack)
   {
-    git ls-files -z --cached --others --exclude-standard
+    git ls-files -z --cached --others --exclude-standard ':!models/smollm2'
     find bench -path 'bench/wheels/*.whl' -print0
   } | xargs -0 du --apparent-size --block-size=1 | awk -F '[\t/]' '
     { of = $2 == "bench" && $3 == "wheels" ? "bench/wheels" : $2; size[of] += $1; all += $1 }
@@ -168,7 +208,7 @@ pack)
     }' | sort -n | tail -n 12
   ;;
 *)
-  sed -n '2,16p' "$0"
+  sed -n '2,25p' "$0"
   exit 2
   ;;
 esac

@@ -25,24 +25,31 @@ _KEYS = ("step", "what", "batch", "context", "tokens")
 def main() -> None:
     """Run a step, or write and print the tables."""
     parser = argparse.ArgumentParser(prog="outrider_bench.gpu", description=__doc__)
-    parser.add_argument("step", choices=["steps", "tables"])
+    parser.add_argument("step", choices=["steps", "tables", "decisions"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no figure after these")
+    parser.add_argument("--short", action="store_true", help="fewer shapes, for a minute")
     chosen = parser.parse_args()
     if chosen.step == "tables":
         _tables(chosen.directory)
+    elif chosen.step == "decisions":
+        from outrider_bench.gpu.decisions import decisions
+
+        print(decisions(chosen.directory))
     else:
         print("steps: estimated 7 minutes on a GPU", flush=True)
-        _measure(chosen.directory / "lines.jsonl", chosen.seconds)
+        _measure(chosen.directory / "lines.jsonl", chosen.seconds, short=chosen.short)
 
 
 @torch.inference_mode()
-def _measure(path: Path, seconds: float) -> None:
+def _measure(path: Path, seconds: float, *, short: bool) -> None:
     from outrider_bench.gpu import steps
     from outrider_bench.gpu.lines import Device, Lines
 
     lines = Lines(path, "steps", seconds)
     device = Device()
+    if short:
+        device.sizes = device.sizes.short()
     name = torch.cuda.get_device_name() if device.is_gpu else "CPU"
     lines.say("device", name=name, torch=torch.__version__, gb_per_s=device.limit / 1e9)
     try:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,6 +56,10 @@ class Sizes:
     read_numbers: int
     """Float32 numbers that are copied and summed to find the device's limit."""
     repeats: int
+
+    def short(self) -> Sizes:
+        """The sizes for a minute: one context, no prompts, and draft tokens up to five."""
+        return replace(self, contexts=self.contexts[:1], tokens=self.tokens[:2], beside_prompt=[])
 
 
 class Device:

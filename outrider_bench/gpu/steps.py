@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import product
 from random import Random
 from typing import Any
@@ -38,11 +37,11 @@ def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
 class _Model:
     """A model with random weights that were drawn on the device, in service."""
 
-    def __init__(self, device: Device, name: str, tokens_each: int, *, fused: bool = True) -> None:
+    def __init__(self, device: Device, name: str, tokens_each: int) -> None:
         # An earlier model's cache fills the card.
         gc.collect()
         torch.cuda.empty_cache()
-        self.name = name if fused else f"{name}, not fused"
+        self.name = name
         self._device = device
         config: Any = LlamaConfig(**device.sizes.models[name])
         before = torch.get_default_dtype()
@@ -58,7 +57,7 @@ class _Model:
         self._token_bytes = 2 * numbers * device.dtype.itemsize
         sizes = device.sizes
         self._bounds = Bounds(max(sizes.batches), tokens_each, sizes.forward_tokens)
-        self.runner = ModelRunner(model, bounds=self._bounds, fused_layers=fused)
+        self.runner = ModelRunner(model, bounds=self._bounds)
 
     def holds(self, batch: int, context: int, tokens: int) -> bool:
         """Whether such a batch fits the cache and one forward."""
@@ -84,15 +83,9 @@ class _Model:
 
 
 def steps(lines: Lines, device: Device) -> None:
-    """Measure steps of target and draft model as they are served, and without fused layers."""
+    """Measure steps of target and draft model as they are served."""
     sizes = device.sizes
     most = max(sizes.tokens)
-    if device.is_gpu and find_spec("liger_kernel") is not None:
-        # First, because fused layers leave their rotary embedding to later models.
-        for name in sizes.models:
-            _steps(lines, _Model(device, name, most, fused=False), sizes.contexts[:1], [1], [])
-    else:
-        lines.say("not fused", left_out="all are, without a GPU or liger-kernel")
     for name in sizes.models:
         tokens = sizes.tokens if name == "target" else [1]
         _steps(lines, _Model(device, name, most), sizes.contexts, tokens, sizes.beside_prompt)

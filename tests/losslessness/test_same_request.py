@@ -38,7 +38,7 @@ from verifier_svc.verification.batch import DraftVerifier
 
 CHATS = int(os.environ.get("OUTRIDER_TEST_CHATS", "8"))
 NEW_TOKENS = 32
-PAGES = 600
+PAGES = 75 * CHATS
 CONTENT = 600
 Texts = list[list[int]]
 

@@ -56,15 +56,37 @@ def test_the_stack_step_measures_drafters_beside_plain_decoding(tmp_path: Path) 
     rows = list(csv.DictReader((tmp_path / "stack.csv").read_text().splitlines()))
     drafted = {row["sweep.use"]: row for row in rows if row["way"] == "drafted"}
     assert {name: float(row["times_plain"]) > 0 for name, row in drafted.items()} == dict.fromkeys(
-        ("ngram", "card", "host", "head"), True
+        ("head", "inside", "ngram", "beside", "host"), True
     )
     assert (tmp_path / "runs.tgz").stat().st_size > 0
+    decided = run("decisions", tmp_path)
+    for name in ("head", "inside", "beside"):
+        found = float(drafted[name]["times_plain"])
+        assert f"| {found:.2f} |" in next(line for line in decided.splitlines() if name in line)
+    assert "| ngram | 32 | 1.06 | – | – | – | not measured |" in decided
 
 
 def test_the_test_step_runs_pytest_without_its_plug_ins(tmp_path: Path) -> None:
     printed = run("test", tmp_path, "-p", "no:asyncio", "-k", "row_of_nans")
     assert "1 passed" in printed
     assert (tmp_path / "tests.txt").read_text() in printed
+
+
+@pytest.mark.parametrize(("times_plain", "so"), [("2.1", "as planned"), ("1.2", "below 2: ")])
+def test_a_figure_of_the_stack_decides_by_its_bar(
+    times_plain: str, so: str, tmp_path: Path
+) -> None:
+    columns = "way,sweep.use,sweep.workload.batch,tokens_per_s,times_plain,step_ms,step_wait_ms\n"
+    first, second = ("plain,head,1,170,,5.9,0.1\n", f"drafted,head,1,340,{times_plain},9,3\n")
+    (tmp_path / "stack-first.csv").write_text(columns + first + second)
+    (tmp_path / "stack-second.csv").write_text(columns + "drafted,ngram,32,1,,9,3\n")
+    lines = run("decisions", tmp_path).splitlines()
+    [head] = [line for line in lines if line.startswith("| head | 1 |")]
+    assert head.startswith(
+        f"| head | 1 | 2.13 | {float(times_plain):.2f} | 9.00 ms | 3.00 ms | {so}"
+    )
+    assert "| ngram | 32 | 1.06 | – | – | – | not measured |" in lines
+    assert "| plain, beside head | 1 | – | 170 tokens/s | 5.90 ms | 0.10 ms | – |" in lines
 
 
 def test_a_line_is_on_the_disk_before_the_next_figure(tmp_path: Path) -> None:
