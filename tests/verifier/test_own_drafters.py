@@ -1,0 +1,121 @@
+"""A drafter in the verifier's process that fails, hangs or loses its GPU, on a served target."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter_svc.families.forwards import Forwards
+from outrider.errors import OutriderError
+from outrider.process.network.ports import free_port
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.tokenizer import load_tokenizer
+from outrider_cli.drafter_spec import DrafterSpec
+from outrider_cli.own_drafters import load_drafters
+from tests.stack import Client
+from tests.waiting import until
+from verifier_svc.config import VerifierSettings
+from verifier_svc.metrics import VerifierMetrics
+from verifier_svc.server import serve
+from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
+
+ROOT = Path(__file__).parents[2]
+TARGET, DRAFT = str(ROOT / "models/target"), str(ROOT / "models/draft")
+PLAIN = SpeculationOptions(enabled=False)
+ALWAYS = SpeculationOptions(drafter_family="model", always_draft=True)
+
+
+@asynccontextmanager
+async def served(
+    own: list[OwnDrafter] | None = None,
+) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+    """A verifier of the bundled target on this event loop: its address and its task."""
+    address = f"127.0.0.1:{free_port()}"
+    settings = VerifierSettings(
+        target=TARGET, device="cpu", dtype="float32", threads=1, page_count=64, listen=address
+    )
+    metrics = VerifierMetrics("target")
+    if own is None:
+        own = await load_drafters([DrafterSpec.parse(f"model={DRAFT}")], settings, metrics)
+    serving = asyncio.create_task(serve(settings, metrics, own))
+    try:
+        async with Client(address) as client:
+            await until(lambda: serving.done() or is_ready(client))
+        yield address, serving
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        # A verifier freezes what it loaded, and with it what this process has.
+        gc.unfreeze()
+
+
+async def is_ready(client: Client) -> bool:
+    """Whether the verifier takes requests."""
+    return bool((await client.model()).tokenizer_fingerprint)
+
+
+async def text(address: str, options: SpeculationOptions) -> list[int]:
+    """The greedy text behind a prompt of code."""
+    prompt = load_tokenizer(TARGET).encode("def main() -> None:\n    for i in range(").ids
+    async with Client(address) as client:
+        request = TokenRequest(prompt, 24, SamplingParams(0.0), speculation=options)
+        return [token for chunk in await client.generate(request) for token in chunk.token_ids]
+
+
+async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier() -> None:
+    """No request would show an idle engine that its GPU is lost, and `/readyz` would stay."""
+    faulty, lost = asyncio.Event(), asyncio.Event()
+
+    async def fail(verifier: OwnVerifier) -> None:
+        faulty.set()
+        raise ArithmeticError("planted")
+
+    async def lose(verifier: OwnVerifier) -> None:
+        await lost.wait()
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    own = [OwnDrafter(run.__name__, run, lambda runner: ()) for run in (fail, lose)]
+    async with served(own) as (address, serving):
+        await faulty.wait()
+        assert len(await text(address, SpeculationOptions())) == 24
+        assert not serving.done()
+        lost.set()
+        with pytest.raises(OutriderError, match="the GPU failed under the drafter lose"):
+            await asyncio.wait_for(serving, 20)
+
+
+async def test_a_draft_model_that_fails_or_hangs_costs_its_drafts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grow, goes_on = Forwards.grow, threading.Event()
+    faults = {"fails": False, "hangs": False}
+
+    def faulty(*arguments: Any) -> None:
+        if faults["hangs"]:
+            goes_on.wait()
+        if faults["fails"]:
+            raise ArithmeticError("planted")
+        grow(*arguments)
+
+    monkeypatch.setattr(Forwards, "grow", faulty)
+    async with served() as (address, serving), Client(address) as client:
+        await client.connected("model")
+        plain = await text(address, PLAIN)
+        assert await text(address, ALWAYS) == plain
+        [drafter] = (await client.model()).drafters
+        assert drafter.acceptance_rate
+        for fault in faults:
+            faults[fault] = True
+            assert await text(address, ALWAYS) == plain
+            faults[fault] = False
+            goes_on.set()
+        assert await text(address, ALWAYS) == plain
+        assert not serving.done()
