@@ -16,7 +16,7 @@ from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.devices import find_device
 from outrider.lm.gpu import memory
-from outrider.lm.gpu.fused_layers import join_projections, use_kernels
+from outrider.lm.gpu.fused_layers import join_projections, own_functions, use_kernels
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.hidden_states import FeatureProjection, HiddenStates
@@ -72,7 +72,8 @@ class ModelRunner:
         texts = support.make_texts(
             self._name, self.vocab_size, self.context_length, self._layers, self.page_size
         )
-        own = support.own_logits(self._model, self._name, self.vocab_size, texts)
+        with own_functions():
+            own = support.own_logits(self._model, self._name, self.vocab_size, texts)
         self._states = _hidden_states(self._model)
         self._kept: Mapping[int, torch.Tensor] = {}
         self.projections: Mapping[str, FeatureProjection] = {}

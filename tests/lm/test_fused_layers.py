@@ -23,6 +23,7 @@ from outrider.lm import attention
 from outrider.lm.fused_linear import FusedLinearPart
 from outrider.lm.gpu import fused_layers, triton_attention
 from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.lm.trial import OwnLogits
 from tests.lm.reference_kernel import paged_attention
 from tests.lm.tiny_models import CONFIGS, build
 
@@ -156,6 +157,28 @@ def test_a_later_model_of_the_type_has_its_own_classes(liger: None) -> None:
     kinds = {type(module) for module in build(CONFIGS["llama"]).modules()}
     assert {modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP} <= kinds
     assert modeling_llama.LlamaMLP.__module__ == modeling_llama.__name__
+
+
+def test_a_later_model_of_the_type_is_compared_with_its_own_rotary_embedding(
+    without_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = logits_of(runner(CONFIGS["llama"], fused=False))
+    references: list[torch.Tensor] = []
+
+    def put_in(model: Any, **options: bool) -> None:
+        modeling_llama.apply_rotary_pos_emb = lambda query, key, *_: (query, key)
+
+    def agree(self: ModelRunner, texts: object, own: OwnLogits) -> None:
+        references.append(own.logits)
+
+    monkeypatch.setattr("liger_kernel.transformers._apply_liger_kernel_to_instance", put_in)
+    monkeypatch.setattr(ModelRunner, "_compare", agree)
+    for _ in range(2):
+        made = runner(CONFIGS["llama"], fused=True)
+    assert modeling_llama.apply_rotary_pos_emb is not ROTARY
+    torch.testing.assert_close(references[-1], references[0], atol=0, rtol=0)
+    # What was put in computes something else.
+    assert not torch.allclose(logits_of(made), plain)
 
 
 @pytest.mark.parametrize("name", NAMES)

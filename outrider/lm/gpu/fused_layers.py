@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ _MISSING = "the package liger-kernel is missing (in Outrider's sources, pip inst
 _ABSENT = object()
 
 _Attributes = dict[str, Any]
+# What Liger-Kernel replaced for all models of a type: attributes of a module, the function's name,
+# the model's own function, and the kernel's.
+_shared: list[tuple[_Attributes, str, Any, Any]] = []
 
 
 def use_kernels(model: Any, name: str, device: torch.device) -> Callable[[], None] | None:
@@ -60,7 +64,35 @@ def use_kernels(model: Any, name: str, device: torch.device) -> Callable[[], Non
     changes = _changes(before)
     # It also replaces classes. Later models, and their own logits, are to be of the real ones.
     _restore([change for change in changes if isinstance(change[2], type)])
-    return lambda: _restore(changes)
+    modules = [vars(each) for each in code]
+    shared = [
+        (attributes, function, own, attributes[function])
+        for attributes, function, own in changes
+        if not isinstance(own, type) and any(attributes is each for each in modules)
+    ]
+    _shared.extend(shared)
+
+    def undo() -> None:
+        for each in shared:
+            _shared.remove(each)
+        _restore(changes)
+
+    return undo
+
+
+@contextmanager
+def own_functions() -> Iterator[None]:
+    """Have all models compute without the kernels that were put in for a whole type.
+
+    A model's own logits are computed so, with which its kernels are compared. No other thread may
+    compute meanwhile.
+    """
+    kernels = [each for each in _shared if each[0].get(each[1]) is each[3]]
+    _restore([(attributes, name, own) for attributes, name, own, _ in kernels])
+    try:
+        yield
+    finally:
+        _restore([(attributes, name, kernel) for attributes, name, _, kernel in kernels])
 
 
 def _changes(before: list[tuple[_Attributes, _Attributes]]) -> list[tuple[_Attributes, str, Any]]:
