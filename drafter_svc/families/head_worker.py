@@ -205,6 +205,7 @@ class HeadWorker:
             dtype=numbers,
             device=place,
         )
+        model.capture(_TREE_WIDTH)
         # Its verifier has checked them.
         vocab_size = found.spec.vocab_size
         ends = end_token_ids(target, vocab_size)
@@ -221,6 +222,7 @@ class HeadWorker:
         """
         choice = self._thread.submit(choose_reading, self._model, text, states, answers).result()
         self._model.read_as(choice.spec)
+        self._thread.submit(self._model.capture, _TREE_WIDTH).result()
 
     @property
     def spec(self) -> HeadSpec:
@@ -302,6 +304,7 @@ class HeadWorker:
             found = self._model.propose(reads, count, _TREE_WIDTH if trees else 1, _ranker(drafts))
         except NoPages:
             return offers
+        found = found.on_host()
         for row, place in enumerate(places):
             offers[place] = _offer(found, row, wanted[place])
         return offers
@@ -388,11 +391,15 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
         rows = [row for row, (i, _) in enumerate(places) if i in coupled]
         if rows:
             drawn = [places[row] for row in rows]
-            probs = target_probs(scores_RV[rows], [openings[i].sampling for i, _ in drawn])
+            rows_R = on(scores_RV.device, rows)
+            probs = target_probs(
+                scores_RV.index_select(0, rows_R), [openings[i].sampling for i, _ in drawn]
+            )
             seeds = [drafts[i].seed for i, _ in drawn]
             keys = coupled_keys(seeds, [len(texts[i]) + len(run) for i, run in drawn])
-            tokens[rows], best = coupled_top(probs, on(probs.device, keys), width)
-            shares[rows] = best.to(shares.dtype)
+            drawn_RK, best_RK = coupled_top(probs, on(probs.device, keys), width)
+            tokens.index_copy_(0, rows_R, drawn_RK)
+            shares.index_copy_(0, rows_R, best_RK.to(shares.dtype))
         # A row whose every token is forbidden has no shares.
         return tokens, shares.nan_to_num(0.0)
 

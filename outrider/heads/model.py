@@ -26,6 +26,7 @@ from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.fused_linear import SIBLINGS, linear_of
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.pages import KVSequence, PagePool
+from outrider.sampling.tensors import fetch
 
 Place = tuple[int, Sequence[int]]
 """Where a token is guessed: after these guesses of the sequence with this number in the batch."""
@@ -110,6 +111,12 @@ class HeadProposal:
     confidences: torch.Tensor
     deeper: Sequence[Sequence[Branch]] = ()
     """For each sequence, runs beside the chain that go on after a token of `best`; or nothing."""
+
+    def on_host(self) -> HeadProposal:
+        """The same numbers on the host, after one wait for the device."""
+        parts = [self.tokens, self.best, self.shares, self.confidences]
+        tokens, best, shares, confidences = map(torch.from_numpy, fetch(parts))
+        return HeadProposal(tokens, best, shares.float(), confidences.float(), self.deeper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +266,13 @@ class HeadModel(torch.nn.Module):
         """Count the rows that `guess` reads for a tree of `count` levels; 0 if it grows none."""
         return 0
 
+    def capture(self, width: int) -> None:
+        """Capture CUDA graphs for rounds of at most `width` tokens a place, where a kind has any.
+
+        Call it once the reading of the file is chosen, on the thread that runs the head. Raises
+        torch.AcceleratorError if the device failed.
+        """
+
     @abstractmethod
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
         """Read rows [T, projected_width] of the slices; return each slice's last state [S, ·].
@@ -393,7 +407,8 @@ class Picker:
         self.width = min(width, model.spec.draft_vocab_size)
         self._ids = model.target_ids
         self._vocab_size = model.spec.vocab_size
-        self._rank = rank
+        self.rank = rank
+        self._chosen: list[list[int]] = []
         self._tokens: list[torch.Tensor] = []
         self._best: list[torch.Tensor] = []
         self._shares: list[torch.Tensor] = []
@@ -407,9 +422,11 @@ class Picker:
         Without `confidences_B` the confidence is the share of the chosen token.
         """
         places: list[Place] = []
-        if self._rank is not None:
-            chains = [tokens.tolist() for tokens in self._tokens]
-            places = [(i, [chain[i] for chain in chains]) for i in range(len(scores_BV))]
+        if self.rank is not None:
+            # Only what was chosen since the last place has to come to the host.
+            new = [tokens.tolist() for tokens in self._tokens[len(self._chosen) :]]
+            self._chosen += new
+            places = [(i, [chosen[i] for chosen in self._chosen]) for i in range(len(scores_BV))]
         best, shares = self.ranked(places, scores_BV)
         self.take(best, shares, confidences_B)
         return best[:, 0]
@@ -430,8 +447,8 @@ class Picker:
         self, places: Sequence[Place], scores_RV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The first target ids of each place by the scores of the draft vocabulary, and shares."""
-        if self._rank is not None:
-            return self._rank(places, self._spread(scores_RV), self.width)
+        if self.rank is not None:
+            return self.rank(places, self._spread(scores_RV), self.width)
         top = scores_RV.softmax(-1).topk(self.width)
         return top.indices if self._ids is None else self._ids[top.indices], top.values
 

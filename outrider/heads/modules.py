@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads.spec import Decoder
 from outrider.lm.attention import NAME, LayerCache, LayerShape, attach
-from outrider.lm.layout import BatchLayout, SequenceSlice
+from outrider.lm.gpu.inputs import CacheShape
+from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.softmax import Softmax
 
 # Positions whose turns are computed at first; more are when a text reaches them.
@@ -24,15 +25,18 @@ _FIRST_TURNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRows:
-    """T packed rows of a forward: where they are in the cache, and how their queries turn.
+class Turns:
+    """How queries and keys of T packed rows turn: `cos` and `sin` are [T, 1, head size]."""
 
-    `cos` and `sin` are [T, 1, head size].
-    """
-
-    layout: BatchLayout
     cos: torch.Tensor
     sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows(Turns):
+    """T packed rows of a forward: where they are in the cache, and how their queries turn."""
+
+    layout: BatchLayout
 
 
 class HeadCache:
@@ -52,6 +56,9 @@ class HeadCache:
         device: torch.device,
     ) -> None:
         """Make room for `page_count` pages; no sequence has more than `longest` rows."""
+        longest_pages = -(-longest // page_size)
+        # Graphs write their padding to one more page, the last.
+        self.shape = CacheShape(page_size, longest_pages, page_count)
         self.page_size = page_size
         self._device = device
         self._dtype = dtype
@@ -59,7 +66,7 @@ class HeadCache:
         for _ in range(decoder.layer_count):
             layer = LayerCache()
             layer.shape = LayerShape(decoder.kv_head_count, decoder.head_size, decoder.head_size)
-            layer.allocate(page_count, page_size, longest, dtype, device)
+            layer.allocate(page_count + 1, page_size, longest, dtype, device)
             self.layers.append(layer)
         self._longest = longest
         self.turn_by(decoder)
@@ -74,6 +81,7 @@ class HeadCache:
             # A head may have been trained on shorter texts than its target's.
             max_position_embeddings=self._longest,
         )
+        self._rope = dict(decoder.rope)
         self._rotary = LlamaRotaryEmbedding(config).to(self._device)
         self._cos, self._sin = self._turns(_FIRST_TURNS)
 
@@ -85,7 +93,26 @@ class HeadCache:
         end = max(part.end for part in slices)
         if end > len(self._cos):
             self._cos, self._sin = self._turns(max(end, 2 * len(self._cos)))
-        return HeadRows(layout, self._cos[layout.positions], self._sin[layout.positions])
+        return HeadRows(self._cos[layout.positions], self._sin[layout.positions], layout)
+
+    def static_rows(self, layout: StaticLayout) -> Turns:
+        """Prepare a forward at fixed addresses, of any positions; every layer attends by it.
+
+        All turns are kept from now on: 64 MiB for 131,072 positions of 128 channels in bfloat16.
+        """
+        for layer in self.layers:
+            layer.layout = layout
+        if len(self._cos) < self._longest:
+            self._cos, self._sin = self._turns(self._longest)
+        at = layout.positions
+        return Turns(self._cos.index_select(0, at), self._sin.index_select(0, at))
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether forwards can be graphs: by the GPU kernel, and with turns known in advance."""
+        rope = self._rope.get("rope_type", "default")
+        turns_are_fixed = rope not in ("dynamic", "longrope")
+        return turns_are_fixed and all(one.supports_kernel(self._device) for one in self.layers)
 
     def _turns(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [count, 1, head size] of the positions from 0 on.
@@ -140,7 +167,7 @@ class Attention(Module):
     def _by_head(self, x_TC: torch.Tensor) -> torch.Tensor:
         return x_TC.view(len(x_TC), -1, self._size)
 
-    def forward(self, x_TC: torch.Tensor, rows: HeadRows, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x_TC: torch.Tensor, rows: Turns, cache: LayerCache) -> torch.Tensor:
         """Store the rows' keys and values; let each row see all rows up to its own."""
         # The queries first: on a CPU the three projections are one product, and v_proj ends it.
         query = self.queries(x_TC, rows.cos, rows.sin)
@@ -161,7 +188,7 @@ class Attention(Module):
         batch, queries, _ = seen_BQK.shape
         query = self.queries(x_TC, rows.cos, rows.sin)
         own = self.keys_and_values(x_TC, rows.cos, rows.sin)
-        pages_BP = rows.layout.block_table(rows.layout.slices)
+        pages_BP = rows.layout.kernel.block_table
         key, value = (
             torch.cat(
                 (
@@ -224,7 +251,7 @@ class Layer(Module):
         self.input_layernorm: Module = RMSNorm(hidden, eps=eps) if norm else torch.nn.Identity()
         self.post_attention_layernorm = RMSNorm(hidden, eps=eps)
 
-    def forward(self, x: torch.Tensor, rows: HeadRows, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: Turns, cache: LayerCache) -> torch.Tensor:
         """Return the residual stream after the layer."""
         return self.finish(x + self.self_attn(self.input_layernorm(x), rows, cache))
 
@@ -244,7 +271,7 @@ class TargetsLayer(Module):
         config._experts_implementation = "eager"
         self.block = Glm4MoeDecoderLayer(config, 0)
 
-    def forward(self, x: torch.Tensor, rows: HeadRows, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: Turns, cache: LayerCache) -> torch.Tensor:
         """Return the residual stream after the layer."""
         attach(self.block, cache)
         turns = rows.cos.transpose(0, 1), rows.sin.transpose(0, 1)

@@ -5,17 +5,20 @@ Uses lists rather than arrays: a typical batch has a few tokens, and this runs b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.lm.cpu.attention import PagedBatch
 from outrider.lm.pages import KVSequence
 from outrider.lm.softmax import Softmax
 from outrider.protocol.token_tree import ancestor_words, depths
+from outrider.sampling.tensors import Staging
 
 # Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
 # slices (prefill, large trees) get a call each.
@@ -231,20 +234,37 @@ class BatchLayout:
     def __init__(
         self, slices: Sequence[SequenceSlice], page_size: int, device: torch.device
     ) -> None:
-        """Pack the slices; the tensors go to `device`."""
+        """Pack the slices; the tensors go to `device`, a GPU gets all in one copy."""
         self.slices = slices
         self.page_size = page_size
         self._device = device
         self._row_ends = list(accumulate(len(part.token_ids) for part in slices))
         self.first_rows = [0, *self._row_ends[:-1]]
-        self.token_ids = self.tensor([token for part in slices for token in part.token_ids])
-        self.positions = self.tensor([position for part in slices for position in part.positions])
-        self.logits_indices = self.tensor(logits_indices(slices))
+        numbers: dict[str, npt.NDArray[np.generic]] = {
+            "token_ids": np.array([token for part in slices for token in part.token_ids], np.int64),
+            "positions": np.array([at for part in slices for at in part.positions], np.int64),
+            "logits_indices": np.array(logits_indices(slices), np.int64),
+        }
+        # On a CPU most forwards need none of these.
+        if device.type != "cpu":
+            numbers |= self._kernel_numbers()
+        self._sent = self._send(numbers)
+        self.token_ids = self._sent["token_ids"]
+        self.positions = self._sent["positions"]
+        self.logits_indices = self._sent["logits_indices"]
+
+    def _send(self, numbers: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
+        """Bring arrays to the device."""
+        staging = Staging(self._device)
+        staged = {name: staging.add(array) for name, array in numbers.items()}
+        staging.send()
+        return {name: array.tensor for name, array in staged.items()}
 
     @cached_property
     def slot_mapping(self) -> torch.Tensor:
         """Slot in the flattened cache for each token, [T]."""
-        return self.tensor(slot_mapping(self.slices, self.page_size))
+        sent = self._sent.get("slot_mapping")
+        return self.tensor(slot_mapping(self.slices, self.page_size)) if sent is None else sent
 
     @cached_property
     def cpu_batch(self) -> PagedBatch:
@@ -276,32 +296,47 @@ class BatchLayout:
 
     def block_table(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Return the page numbers [B, P] of the slices' keys, padded with page 0."""
+        return self.tensor(self._pages(slices))
+
+    def _pages(self, slices: Sequence[SequenceSlice]) -> list[list[int]]:
         rows = [part.pages[: -(-part.end // self.page_size)] for part in slices]
         widest = max(map(len, rows))
-        return self.tensor([row + [0] * (widest - len(row)) for row in rows])
+        return [row + [0] * (widest - len(row)) for row in rows]
+
+    def _kernel_numbers(self) -> dict[str, npt.NDArray[np.generic]]:
+        """The arrays of `kernel`, and the slot mapping."""
+        slices = self.slices
+        numbers: dict[str, npt.NDArray[np.generic]] = {
+            "slot_mapping": np.array(slot_mapping(slices, self.page_size), np.int64),
+            "cu_seqlens_q": np.array([0, *self._row_ends], np.int32),
+            "seq_lens": np.array([part.end for part in slices], np.int32),
+            "block_table": np.array(self._pages(slices), np.int32),
+            "kernel_positions": np.array([at for p in slices for at in p.positions], np.int32),
+        }
+        if any(part.parents for part in slices):
+            numbers |= {
+                "slots": np.array([slot for part in slices for slot in part.slots], np.int32),
+                "tree_starts": np.array([part.tree_start for part in slices], np.int32),
+                "ancestors": np.array(ancestors_by_token(slices), np.uint64).view(np.int64),
+            }
+        return numbers
 
     @cached_property
     def kernel(self) -> KernelArguments:
         """Arguments of the GPU kernel."""
-        seq_lens = self.tensor([part.end for part in self.slices]).int()
-        positions = self.positions.int()
-        slots, tree_starts = positions, seq_lens
-        ancestors = _no_ancestors(self._device)
-        has_trees = any(part.parents for part in self.slices)
-        if has_trees:
-            slots = self.tensor([slot for part in self.slices for slot in part.slots]).int()
-            tree_starts = self.tensor([part.tree_start for part in self.slices]).int()
-            words = torch.tensor(ancestors_by_token(self.slices), dtype=torch.uint64)
-            ancestors = words.view(torch.int64).to(self._device, non_blocking=True)
+        sent = self._sent
+        if "seq_lens" not in sent:
+            sent = self._send(self._kernel_numbers())
+        positions, seq_lens = sent["kernel_positions"], sent["seq_lens"]
         return KernelArguments(
-            cu_seqlens_q=self.tensor([0, *self._row_ends]).int(),
+            cu_seqlens_q=sent["cu_seqlens_q"],
             seq_lens=seq_lens,
-            block_table=self.block_table(self.slices).int(),
-            slots=slots,
+            block_table=sent["block_table"],
+            slots=sent.get("slots", positions),
             positions=positions,
-            tree_starts=tree_starts,
-            ancestors=ancestors,
-            has_trees=has_trees,
+            tree_starts=sent.get("tree_starts", seq_lens),
+            ancestors=sent["ancestors"] if "ancestors" in sent else _no_ancestors(self._device),
+            has_trees="ancestors" in sent,
         )
 
     def tensor(self, numbers: Sequence[object]) -> torch.Tensor:

@@ -43,11 +43,9 @@ def _attend(
         repeats = query.shape[1] // k.shape[1]
         k = k.repeat_interleave(repeats, 1)
         v = v.repeat_interleave(repeats, 1)
-        seen = _seen(
+        seen, at = _seen(
             slots[begin:end], positions[begin:end], count, tree_start, ancestors[begin:end]
         )
-        at = torch.arange(count, device=query.device)
-        at[tree_start:] = positions[begin:end][slots[begin:end] >= tree_start]
         own = positions[begin:end, None]
         if chunked:
             seen &= own // window == at // window
@@ -72,17 +70,25 @@ def _seen(
     count: int,
     tree_start: int,
     ancestors: torch.Tensor,
-) -> torch.Tensor:
-    """Return which keys the rows [Q] of a slice see without a window, [Q, `count`]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which keys the rows [Q] of a slice see without a window, and where they are.
+
+    Both are [Q, `count`]. A tree's rows may be of an earlier batch; those that a row sees are in
+    its word, one in each position.
+    """
+    at = torch.arange(count).repeat(len(slots), 1)
     seen = torch.arange(count) <= slots[:, None].cpu()
     seen[:, tree_start:] = False
     for row, slot in enumerate(slots.tolist()):
         if slot >= tree_start:
             word = int(ancestors[row]) % 2**64
             chain = [bit for bit in range(64) if word >> bit & 1]
-            assert len(chain) == int(positions[row]) - tree_start + 1
-            seen[row, [tree_start + bit for bit in chain]] = True
-    return seen.to(slots.device)
+            if len(chain) != int(positions[row]) - tree_start + 1:
+                continue  # padding, whose word is none; a row of a text would see too little
+            keys = [tree_start + bit for bit in chain]
+            seen[row, keys] = True
+            at[row, keys] = torch.arange(tree_start, tree_start + len(chain))
+    return seen.to(slots.device), at.to(slots.device)
 
 
 def paged_attention(

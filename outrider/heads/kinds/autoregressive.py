@@ -10,16 +10,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from outrider.heads.kinds.dynamic_tree import WIDTH, Tree
 from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
-from outrider.heads.modules import HeadRows
-from outrider.heads.spec import Decoder, Head
+from outrider.heads.modules import Turns
+from outrider.heads.round_graphs import RoundGraphs
+from outrider.heads.spec import Decoder, Head, HeadSpec
 from outrider.lm.attention import LayerCache
 from outrider.lm.layout import SequenceSlice
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
+from outrider.sampling.tensors import fetch, on
 
 
 class AutoregressiveModel(HeadModel):
@@ -30,6 +33,8 @@ class AutoregressiveModel(HeadModel):
         if head.spec.decoder is None:
             raise ValueError(f"a head of the kind {head.spec.kind} has decoder layers")
         self.decoder: Decoder = head.spec.decoder
+        self.graphs: RoundGraphs | None = None
+        """Rounds without a rank, once they are captured."""
 
     @property
     def caches(self) -> list[LayerCache]:
@@ -37,7 +42,7 @@ class AutoregressiveModel(HeadModel):
         return [] if self.cache is None else self.cache.layers
 
     @abstractmethod
-    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: HeadRows) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Turns) -> torch.Tensor:
         """Run pairs of target ids [T] and projected features; return states [T, ·]."""
 
     @abstractmethod
@@ -47,6 +52,17 @@ class AutoregressiveModel(HeadModel):
     @abstractmethod
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
         """Float32 scores [B, draft vocabulary] of what follows."""
+
+    def read_as(self, spec: HeadSpec) -> None:
+        """As HeadModel.read_as; graphs of another reading are dropped."""
+        super().read_as(spec)
+        self.graphs = None
+
+    @torch.inference_mode()
+    def capture(self, width: int) -> None:
+        """As HeadModel.capture."""
+        if self.cache is not None and self.cache.can_capture:
+            self.graphs = RoundGraphs(self, width)
 
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
         """As HeadModel.read_rows."""
@@ -61,14 +77,19 @@ class AutoregressiveModel(HeadModel):
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """As HeadModel.guess."""
+        if self.graphs is not None and pick.rank is None:
+            found = self.graphs.propose(sequences, count, pick.width)
+            if found is not None:
+                return found
         if pick.width > 1 and self.tree_rows(count):
             return self._grow(sequences, count, pick)
         states = torch.stack([s.state for s in sequences if s.state is not None])
         tokens = pick(self.state_scores(states))
         for step in range(count - 1):
+            # The tokens stay on the device: the layout tells places alone.
             slices = [
-                SequenceSlice([token], s.kv.num_computed_tokens + step, s.kv.pages, 1)
-                for s, token in zip(sequences, tokens.tolist(), strict=True)
+                SequenceSlice([0], s.kv.num_computed_tokens + step, s.kv.pages, 1)
+                for s in sequences
             ]
             states = self.run(tokens, self.recycle(states), self.rows(slices))
             tokens = pick(self.state_scores(states))
@@ -80,7 +101,7 @@ class AutoregressiveModel(HeadModel):
         states = torch.stack([tree.states[0] for tree in trees])
         best, shares = pick.ranked([(i, []) for i in range(len(trees))], self.state_scores(states))
         pick.take(best, shares)
-        for tree, *ranked in zip(trees, best.tolist(), shares.tolist(), strict=True):
+        for tree, *ranked in zip(trees, *_lists(best, shares), strict=True):
             tree.add(0, *ranked)
         for _ in range(count - 1):
             new = [tree.follow() for tree in trees]
@@ -95,9 +116,15 @@ class AutoregressiveModel(HeadModel):
             places = [(i, node.path) for i, nodes in enumerate(new) for node in nodes]
             best, shares = pick.ranked(places, self.state_scores(states))
             firsts = [0, *accumulate(len(nodes) for nodes in new[:-1])]
-            pick.take(best[firsts], shares[firsts])
-            lists = zip(places, states, best.tolist(), shares.tolist(), strict=True)
+            firsts_B = on(best.device, firsts)
+            pick.take(best.index_select(0, firsts_B), shares.index_select(0, firsts_B))
+            lists = zip(places, states, *_lists(best, shares), strict=True)
             for (i, _), state, tokens, values in lists:
                 trees[i].states.append(state)
                 trees[i].add(len(trees[i].states) - 1, tokens, values)
         return pick.proposal([tree.branches for tree in trees])
+
+
+def _lists(best: torch.Tensor, shares: torch.Tensor) -> list[Any]:
+    """Both as lists, after one wait for the device."""
+    return [array.tolist() for array in fetch([best, shares])]

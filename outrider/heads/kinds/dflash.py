@@ -17,6 +17,7 @@ from outrider.heads.modules import Attention, HeadRows, Layer
 from outrider.heads.spec import Decoder, Head
 from outrider.lm.fused_linear import ATTENTION, SIBLINGS
 from outrider.lm.layout import SequenceSlice
+from outrider.sampling.tensors import on
 
 
 class DFlash(HeadModel):
@@ -73,7 +74,7 @@ class DFlash(HeadModel):
         x = self.embed(rows.layout.token_ids)
         if self.spec.mask_token_id is None:
             x.view(len(slices), size, -1)[:, 1:] = self.mask_embedding
-        lengths_B = torch.tensor([part.start for part in slices], device=self.device)
+        lengths_B = on(self.device, [part.start for part in slices])
         page_size = rows.layout.page_size
         width = -(-max(part.end for part in slices) // page_size) * page_size
         for i, layer in enumerate(self.layers):

@@ -10,6 +10,7 @@ from torch.nn import Embedding, Linear, Module
 from outrider.heads.kinds.dflash import DFlash
 from outrider.heads.model import HeadProposal, HeadSequence, Picker
 from outrider.heads.spec import Head
+from outrider.sampling.tensors import on
 
 
 class MarkovHead(Module):
@@ -79,7 +80,7 @@ class DSpark(DFlash):
         rows_BQC = self.block(sequences)
         states_BQC = rows_BQC[:, self.first_row :][:, :count]
         scores_BQV = self.scores(states_BQC)
-        tokens = torch.tensor([s.tokens[-1] for s in sequences], device=self.device)
+        tokens = on(self.device, [s.tokens[-1] for s in sequences])
         memory = states_BQC.new_zeros(len(sequences), self.spec.markov_rank)
         if self.markov_head is not None and self.markov_head.form == "rnn" and self.first_row:
             # The memory begins at the anchor's row, which guesses nothing.

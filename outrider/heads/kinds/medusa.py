@@ -7,6 +7,7 @@ predicts the token after it, without having seen it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch.nn import Linear, ModuleList
@@ -15,6 +16,7 @@ from torch.nn.functional import silu
 from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
 from outrider.heads.spec import Head
 from outrider.lm.layout import SequenceSlice
+from outrider.sampling.tensors import on
 
 
 class Medusa(HeadModel):
@@ -34,8 +36,8 @@ class Medusa(HeadModel):
 
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
         """As HeadModel.read_rows: the last feature of each slice."""
-        ends = torch.tensor([len(part.token_ids) for part in slices]).cumsum(0) - 1
-        return features[ends.to(features.device)]
+        ends = accumulate(len(part.token_ids) for part in slices)
+        return features.index_select(0, on(features.device, [end - 1 for end in ends]))
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """As HeadModel.guess, at most one guess for each head."""

@@ -24,6 +24,9 @@ class PEagle(Eagle3):
         super().__init__(head)
         self.mask_hidden = Parameter(torch.empty(1, 1, head.spec.feature_width))
 
+    def capture(self, width: int) -> None:
+        """As HeadModel.capture: its round is one forward already."""
+
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """As HeadModel.guess."""
         states = torch.stack([s.state for s in sequences if s.state is not None]).unsqueeze(1)

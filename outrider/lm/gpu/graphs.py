@@ -24,6 +24,8 @@ from outrider.lm.layout import SequenceSlice, StaticLayout
 log = logging.getLogger(__name__)
 
 Replay = Callable[[], object]
+CaptureGraph = Callable[[Callable[[], object]], Replay]
+"""Captures what a function launches; raises RuntimeError if it waits for the device."""
 
 # Sizes of decoding batches: sequences, and mean tokens a sequence. Padding adds at most half to 16
 # sequences or more, and to a mean of 2 or more.
@@ -113,7 +115,7 @@ class Graphs:
         self._device = device
         self._states = states
         self._kept: dict[int, torch.Tensor] = {}
-        self._capture = _CudaCapture()
+        self._capture = new_capture()
         self._bounds = Bounds(0, 0, 0)
         self._logits_RV = torch.empty(0)
         self._graphs: dict[Bucket, tuple[Inputs, Replay]] = {}
@@ -230,7 +232,8 @@ class Graphs:
         kept: list[torch.Tensor] = []
         for step in range(count):
             if step:
-                inputs.advance(tokens_B)
+                inputs.advance()
+                inputs.token_ids.copy_(tokens_B)
             replay()
             tokens_B = self._logits_RV[: bucket.rows, :limit].argmax(-1)
             tokens.append(tokens_B)
@@ -262,6 +265,11 @@ def _means(batch: int, bounds: Bounds) -> list[int]:
 def _at_least(least: int, sizes: Sequence[int]) -> int:
     """Return the first of the ascending sizes that is no less than `least`."""
     return sizes[bisect_left(sizes, least)]
+
+
+def new_capture() -> CaptureGraph:
+    """Return what captures graphs of which only one runs at a time."""
+    return _CudaCapture()
 
 
 class _CudaCapture:

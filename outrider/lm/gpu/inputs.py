@@ -141,14 +141,13 @@ class Inputs:
         self._table = table
         rows = bucket.rows
         by_token = ("token_ids", "slot_mapping", "logits_indices")
-        # First the 64-bit words, because their addresses must be multiples of 8. `advance` counts
-        # up what lies between `positions` and `table_rows`.
+        # First the 64-bit words, because their addresses must be multiples of 8. What counts up
+        # from token to token lies together.
         sizes = {
             "ancestors": 2 * rows,
             **dict.fromkeys(by_token, rows),
             **dict.fromkeys(("positions", "slots"), rows),
-            **dict.fromkeys(("seq_lens", "tree_starts"), bucket.batch),
-            "table_rows": bucket.batch,
+            **dict.fromkeys(("seq_lens", "tree_starts", "table_rows"), bucket.batch),
             "cu_seqlens_q": bucket.batch + 1,
         }
         self._host, self._device = table.host_and_device(sum(sizes.values()))
@@ -159,8 +158,10 @@ class Inputs:
         self._arrays = dict(zip(sizes, torch.split(self._device, [*sizes.values()]), strict=True))
         self.token_ids = self._arrays["token_ids"]
         self.positions = self._arrays["positions"]
-        first = self.positions.storage_offset()
-        self._counting = self._device[first : self._arrays["table_rows"].storage_offset()]
+        self.ancestors = self._arrays["ancestors"].view(torch.int64)
+        places = {name: array.storage_offset() for name, array in self._arrays.items()}
+        self._counting = self._device[places["positions"] : places["table_rows"]]
+        self._occupied = self._device[places["slots"] : places["tree_starts"]]
 
     def layout(self) -> StaticLayout:
         """Return the layout for the layers.
@@ -174,24 +175,35 @@ class Inputs:
             self._table.pages_RP.index_select(0, arrays["table_rows"]),
             arrays["slots"], self.positions, arrays["tree_starts"],
             # Trees have at least two tokens, so graphs for single tokens need no code for them.
-            arrays["ancestors"].view(torch.int64), has_trees=self.bucket.longest > 1,
+            self.ancestors, has_trees=self.bucket.longest > 1,
         )  # fmt: skip
         return StaticLayout(arrays["slot_mapping"].long(), kernel)
 
-    def advance(self, tokens_B: torch.Tensor) -> None:
+    def advance(self) -> None:
         """Let each sequence of a bucket of one token each go on with a token, without the host.
 
-        Its pages must have been sent, see `write`. Padding goes on in the spare page.
+        The caller writes `token_ids`. The pages must have been sent, see `write`. Padding goes on
+        in the spare page.
         """
-        arrays, shape = self._arrays, self._table.shape
         self._counting += 1
-        places_B = torch.add(
-            arrays["slots"] // shape.page_size, arrays["table_rows"], alpha=shape.pages_each
-        )
-        pages_B = self._table.pages_RP.view(-1).index_select(0, places_B)
-        places_B = torch.remainder(arrays["slots"], shape.page_size)
-        torch.add(places_B, pages_B, alpha=shape.page_size, out=arrays["slot_mapping"])
-        self.token_ids.copy_(tokens_B)
+        self._find_slots(self._arrays["table_rows"])
+
+    def follow_tree(self, width: int) -> None:
+        """Let each sequence go on with `width` rows, which are one level deeper in its tree.
+
+        As `advance`; the caller writes `token_ids` and `ancestors`.
+        """
+        self.positions += 1
+        self._occupied += width
+        self._find_slots(self._arrays["table_rows"].repeat_interleave(width))
+
+    def _find_slots(self, table_rows_T: torch.Tensor) -> None:
+        """Find the slots of the tokens in the cache, by the rows of their pages."""
+        slots_T, shape = self._arrays["slots"], self._table.shape
+        places_T = torch.add(slots_T // shape.page_size, table_rows_T, alpha=shape.pages_each)
+        pages_T = self._table.pages_RP.view(-1).index_select(0, places_T)
+        in_page_T = torch.remainder(slots_T, shape.page_size)
+        self._arrays["slot_mapping"].copy_(in_page_T.add_(pages_T, alpha=shape.page_size))
 
     def write(self, slices: Sequence[SequenceSlice], ahead: int = 0) -> torch.Tensor | None:
         """Write a batch and the padding after it, and the pages of `ahead` further tokens.
