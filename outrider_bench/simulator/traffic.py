@@ -284,7 +284,7 @@ class Traffic:
         engine = request.verifier.engine
         sequence = request.sequence
         if sequence is not None and not request.over:
-            request.verifier.post(lambda: engine.set_aside(sequence))
+            request.verifier.post(lambda: engine.pause(sequence))
             self._events.after(UNREAD_S, partial(self._give_up, request))
 
     def _end(self, request: Request) -> None:

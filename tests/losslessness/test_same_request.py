@@ -174,7 +174,7 @@ class Way:
     aside_at: int | None = None
     """Tokens after which each answer's reader stops for some steps."""
     accepted: int = field(default=0, init=False)
-    set_aside_count: int = field(default=0, init=False)
+    pause_count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         def deliver(deliveries: list[Delivery]) -> None:
@@ -207,7 +207,7 @@ class Way:
                     drafter.tick()
                 self.engine.step()
                 self.engine.outbox.send_to_clients()
-                self._set_aside()
+                self._pause()
         self.engine.pool.check_integrity()
         return [
             [*before, *text]
@@ -232,7 +232,7 @@ class Way:
         )
         self.engine.submit(request, collect)
 
-    def _set_aside(self) -> None:
+    def _pause(self) -> None:
         if self.aside_at is None:
             return
         for sequence in [*self.engine.scheduler.unread.values()]:
@@ -240,8 +240,8 @@ class Way:
         for sequence in [*self.engine.scheduler.running.values()]:
             written = len(sequence.tokens) - len(sequence.request.prompt)
             if sequence.unread_at is None and written == self.aside_at:
-                self.engine.set_aside(sequence)
-                self.set_aside_count += 1
+                self.engine.pause(sequence)
+                self.pause_count += 1
 
 
 def test_a_chat_has_the_same_text_in_every_way(
@@ -277,7 +277,7 @@ def test_a_chat_has_the_same_text_in_every_way(
     compare("preempted", small.texts(chats))
     assert small.engine.scheduler.preemption_count > 0
     unread = Way(runner, 8, aside_at=11)
-    compare("set aside", unread.texts(chats))
-    assert unread.set_aside_count >= CHATS
+    compare("paused", unread.texts(chats))
+    assert unread.pause_count >= CHATS
     compare("failed over", Way(runner, 8, chunk=48).texts(chats, half))
     assert not any(differing.values()), differing

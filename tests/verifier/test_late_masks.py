@@ -452,7 +452,7 @@ def test_an_unread_answer_ends_when_its_masks_have_used_up_their_budget(
     [work] = held.begun
     if others_go_on:
         engine.submit(TokenRequest([2, 4], 20, SamplingParams(0.0)), other)
-    engine.set_aside(sequence)
+    engine.pause(sequence)
     held.let_go()
     for seconds in (0.9, 1.1):
         assert unread.error is None

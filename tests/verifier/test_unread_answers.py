@@ -63,7 +63,7 @@ def test_pauses_leave_the_text_as_it_is(
             drafter.propose(sequence.id, [*expected[known : known + 1], 0], anew=True)
         engine.step()
         if step % every == 0 and sequence.id in engine.sequences:
-            engine.set_aside(sequence)
+            engine.pause(sequence)
             assert engine.pool.used_count == 0
             if evicted:
                 other = engine.submit(TokenRequest([4, 5, 6], 60, GREEDY), Client())
@@ -81,7 +81,7 @@ def test_an_unread_sequence_takes_no_step_while_others_go_on() -> None:
     unread, _ = submit(engine)
     other, client = submit(engine, max_tokens=10)
     engine.step()
-    engine.set_aside(unread)
+    engine.pause(unread)
     length = len(unread.tokens)
     while other.id in engine.sequences:
         engine.advance()
@@ -102,7 +102,7 @@ def test_unread_sequences_of_tenants_leave_all_places_to_another(floods: str) ->
     for _ in flood:
         engine.advance()
         for sequence in list(engine.scheduler.running.values()):
-            engine.set_aside(sequence)
+            engine.pause(sequence)
     assert not engine.scheduler.has_work
     small = [submit(engine, tenant="small")[0] for _ in range(4)]
     assert list(engine.scheduler.running) == [each.id for each in small]
@@ -134,7 +134,7 @@ def test_unread_sequences_have_no_slots_at_drafters_and_are_counted(
             engine.advance()
         else:
             tell = {
-                "leave": engine.set_aside,
+                "leave": engine.pause,
                 "read": engine.resume,
                 "cancel": engine.cancel,
             }
@@ -158,7 +158,7 @@ def test_a_drafter_with_one_slot_has_it_for_others_while_an_answer_is_unread() -
     drafter = ScriptedDrafter(engine, max_sequence_count=1)
     unread, client = submit(engine)
     engine.step()
-    engine.set_aside(unread)
+    engine.pause(unread)
     other, _ = submit(engine)
     assert drafter.handle.sequence_ids == {other.id}
     engine.cancel(other)
@@ -175,7 +175,7 @@ def test_a_sequence_that_is_read_again_keeps_its_place_among_its_tenants() -> No
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1))
     first, _ = submit(engine)
     engine.step()
-    engine.set_aside(first)
+    engine.pause(first)
     second, third = submit(engine)[0], submit(engine)[0]
     engine.step()
     engine.resume(first)
@@ -193,10 +193,10 @@ def test_an_unread_sequence_can_be_cancelled_and_reading_it_then_does_nothing(be
     sequence = first if begun else second
     engine.step()
     for _ in range(2):
-        engine.set_aside(sequence)
+        engine.pause(sequence)
     engine.cancel(sequence)
     engine.resume(sequence)
-    engine.set_aside(sequence)
+    engine.pause(sequence)
     finish(engine)
     assert not engine.scheduler.unread
     assert client.error is None
@@ -207,13 +207,13 @@ def test_of_too_many_unread_the_tenant_with_the_most_loses_its_longest_unread(fl
     most = 1 + 2 * len(floods)
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_waiting=most))
     other, others = submit(engine, tenant="other")
-    engine.set_aside(other)
+    engine.pause(other)
     clients: dict[str, list[Client]] = {name: [] for name in floods}
     for _ in range(3):
         for name in floods:
             sequence, client = submit(engine, tenant=name)
             clients[name].append(client)
-            engine.set_aside(sequence)
+            engine.pause(sequence)
     engine.outbox.send_to_clients()
     for flood in clients.values():
         assert [client.error is not None for client in flood] == [True, False, False]
@@ -228,14 +228,14 @@ def test_the_time_unread_is_no_time_in_the_batch() -> None:
     engine, _ = make_engine(eos_bias=-99, clock=lambda: now)
     sequence, _ = submit(engine)
     engine.step()
-    engine.set_aside(sequence)
+    engine.pause(sequence)
     now = 50.0
     engine.resume(sequence)
     finish(engine)
     assert engine.scheduler.load_meter.load().sequence_s == pytest.approx(0.0, abs=1e-3)
     sequence, _ = submit(engine)
     engine.step()
-    engine.set_aside(sequence)
+    engine.pause(sequence)
     now = 99.0
     engine.cancel(sequence)
     assert engine.scheduler.load_meter.load().sequence_s == pytest.approx(0.0, abs=1e-3)

@@ -300,7 +300,7 @@ def test_an_answer_that_is_read_again_goes_on_where_it_was(
     for _ in range(2):
         engine.step()
     before = sequence.id
-    engine.set_aside(sequence)
+    engine.pause(sequence)
     assert not engine._llm.has_unfinished_requests()
     assert before not in hub.sequences
     engine.resume(sequence)
@@ -311,10 +311,10 @@ def test_an_answer_that_is_read_again_goes_on_where_it_was(
     assert sequence.stats.accepted_token_count > 10
 
 
-def test_an_answer_with_a_grammar_is_not_set_aside(engine: VllmEngine, hub: TestHub) -> None:
+def test_an_answer_with_a_grammar_is_not_paused(engine: VllmEngine, hub: TestHub) -> None:
     sequence, got = submitted(engine, grammar=Grammar(GrammarKind.REGEX, "a+"))
     engine.step()
-    engine.set_aside(sequence)
+    engine.pause(sequence)
     finish(engine)
     assert tokens_of(got) == hub.right[:20]
 

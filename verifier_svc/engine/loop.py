@@ -190,7 +190,7 @@ class Engine:
             self._endings.end(sequence)
             self._metrics.occupancy(self.scheduler.occupancy())
 
-    def set_aside(self, sequence: Sequence) -> None:
+    def pause(self, sequence: Sequence) -> None:
         """Leave a sequence out of steps until `resume`, because its caller does not read.
 
         Its drafters are told that it is over, so that they draft for others. Its text does not
@@ -203,13 +203,13 @@ class Engine:
             return
         self.scheduler.remove(sequence)
         self.drafting.close(sequence)
-        overdue = book.set_aside(sequence)
+        overdue = book.pause(sequence)
         if overdue is not None:
             self._endings.fail(overdue, book.slow_reader)
         self._metrics.occupancy(self.scheduler.occupancy())
 
     def resume(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its next step after `set_aside`, under a new id."""
+        """Let a sequence wait for its next step after `pause`, under a new id."""
         former_id = sequence.id
         if not self._book.resume(sequence):
             return

@@ -52,7 +52,7 @@ class SequenceBook:
 
     # --- answers that nobody reads ---
 
-    def set_aside(self, sequence: Sequence) -> Sequence | None:
+    def pause(self, sequence: Sequence) -> Sequence | None:
         """Note that a sequence, which the engine runs no more, waits until its caller reads.
 
         Returns the sequence that has to end with `slow_reader`, if there are too many: of the
@@ -67,7 +67,7 @@ class SequenceBook:
 
     @property
     def slow_reader(self) -> OutriderError:
-        """The error of a sequence that `set_aside` returns."""
+        """The error of a sequence that `pause` returns."""
         message = f"more than {self._max_waiting} answers are unread"
         return OutriderError(Reason.SLOW_READER, message)
 

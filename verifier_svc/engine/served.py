@@ -57,11 +57,11 @@ class ServedEngine(DraftPort, Protocol):
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client."""
 
-    def set_aside(self, sequence: Sequence) -> None:
+    def pause(self, sequence: Sequence) -> None:
         """Leave a sequence out of steps until `resume`."""
 
     def resume(self, sequence: Sequence) -> None:
-        """Let a sequence go on after `set_aside`."""
+        """Let a sequence go on after `pause`."""
 
     def stop_coalescing(self) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""

@@ -258,7 +258,7 @@ class VerifierServicer(
                 engine.engine.cancel(sequence)
 
         def set_reading(reads: bool) -> None:
-            told = engine.engine.resume if reads else engine.engine.set_aside
+            told = engine.engine.resume if reads else engine.engine.pause
             engine.post(lambda: [told(sequence) for sequence in submitted])
 
         def give_up() -> None:

@@ -145,12 +145,12 @@ class VllmEngine:
             del self._sequences[name]
         return name
 
-    def set_aside(self, sequence: Sequence) -> None:
+    def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of vLLM until `resume`, because its caller does not read.
 
         A sequence with a grammar goes on, since vLLM could not take it up in the grammar's middle,
         and so does every sequence once the hub has failed, which counts its tokens. If more
-        than `max_waiting` sequences are unread, one of them ends, see `SequenceBook.set_aside`.
+        than `max_waiting` sequences are unread, one of them ends, see `SequenceBook.pause`.
         """
         if sequence.request.grammar is not None or self._hub.failed:
             return
@@ -158,16 +158,16 @@ class VllmEngine:
         if name is None:
             return
         # Before vLLM says that its request is over, which would end the sequence for the hub.
-        self._hub.set_aside(sequence)
+        self._hub.pause_sequence(sequence)
         self._llm.abort_request([name])
         book = self._hub.book
-        overdue = book.set_aside(sequence)
+        overdue = book.pause(sequence)
         if overdue is not None:
             del book.unread[overdue.id]
             self._hub.outbox.add(overdue.sink, book.slow_reader)
 
     def resume(self, sequence: Sequence) -> None:
-        """Let a sequence go on after `set_aside`, under a new id, from where it was."""
+        """Let a sequence go on after `pause`, under a new id, from where it was."""
         hub = self._hub
         if not hub.book.resume(sequence):
             return

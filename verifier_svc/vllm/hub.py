@@ -181,9 +181,9 @@ class DraftHub:
             return
         if self.trial_tokens is None:
             self.load_meter.ended(sequence, self.clock())
-        self.set_aside(sequence)
+        self.pause_sequence(sequence)
 
-    def set_aside(self, sequence: Sequence) -> None:
+    def pause_sequence(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch and tell its drafters that it is over; it may go on."""
         self.sequences.pop(sequence.id, None)
         self.running.pop(sequence.id, None)
