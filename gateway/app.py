@@ -14,7 +14,7 @@ from gateway.access_log import Access, AccessLog
 from gateway.config import GatewaySettings
 from gateway.generation.generate import Generation
 from gateway.http import endpoints, openapi, page
-from gateway.http.ingress.entrance import Entrance
+from gateway.http.ingress.admission import AdmissionMiddleware
 from gateway.http.ingress.request_body import BodyLimit
 from gateway.http.messages import routes as messages
 from gateway.http.openai import routes as openai
@@ -44,7 +44,9 @@ def create_app(
     openapi.install(app)
     app.add_middleware(BodyLimit)
     # Inside of the keys, which say whose the request is.
-    app.add_middleware(Entrance, admission=generation.admission, turns=generation.turns)
+    app.add_middleware(
+        AdmissionMiddleware, admission=generation.admission, preparing=generation.preparing
+    )
     # Inside of CORS: a browser asks for permission without a key.
     app.add_middleware(RequireKey, gate=gate)
     if settings.allowed_origins:

@@ -61,7 +61,7 @@ class Admission:
         self.counts: dict[str, Counter[str]] = {}
         """Sequences under way by model and tenant."""
 
-    def enter(self, model: str, tenant: str, count: int, timeout: ClientTimeout) -> Permit:
+    def admit(self, model: str, tenant: str, count: int, timeout: ClientTimeout) -> AdmissionSlots:
         """Count the sequences of a new request for a model.
 
         Raises OutriderError(OVERLOADED), with the seconds after which a retry makes sense, if the
@@ -82,7 +82,7 @@ class Admission:
             except OutriderError:
                 self._metrics.refused.labels(model).inc()
                 raise
-        return Permit(counts, tenant, count, timeout.ends_at(time.monotonic()))
+        return AdmissionSlots(counts, tenant, count, timeout.ends_at(time.monotonic()))
 
     def only_model(self) -> str | None:
         """The model that every request means; None if there is not exactly one."""
@@ -90,8 +90,8 @@ class Admission:
         return models[0] if len(models) == 1 else None
 
 
-class Permit:
-    """The places that one request holds. Its `with` block gives back what is left of them."""
+class AdmissionSlots:
+    """The slots that one request holds, one a sequence. Its `with` block releases the rest."""
 
     def __init__(self, counts: Counter[str], tenant: str, count: int, ends_at: float) -> None:
         self.ends_at = ends_at
@@ -111,7 +111,7 @@ class Permit:
         """Count a sequence no longer that has ended, or that its client does not read."""
         self._add(-min(1, self._left))
 
-    def take_again(self) -> None:
+    def acquire_again(self) -> None:
         """Count a sequence again that was released. It has begun, so it is not refused."""
         self._add(1)
 
@@ -119,7 +119,7 @@ class Permit:
         """Count none of the request's sequences any longer."""
         self._add(-self._left)
 
-    def __enter__(self) -> Permit:
+    def __enter__(self) -> AdmissionSlots:
         return self
 
     def __exit__(

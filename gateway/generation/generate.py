@@ -10,9 +10,9 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 
-from gateway.generation.admission import Admission, Permit
+from gateway.generation.admission import Admission, AdmissionSlots
 from gateway.generation.key_slots import KeySlots
-from gateway.generation.turns import AT_ONCE, OF_A_TENANT, Turns
+from gateway.generation.tenant_semaphore import AT_ONCE, OF_A_TENANT, TenantSemaphore
 from gateway.metrics import GatewayMetrics, SequenceClock
 from gateway.text.choices import Event, merge
 from gateway.text.deltas import DeltaBuilder, TextDelta
@@ -71,7 +71,7 @@ class Generation:
         self.resume_seconds = resume_seconds
         self.admission = Admission(router, metrics, patience_seconds)
         self.key_slots = KeySlots()
-        self.turns = Turns(AT_ONCE, OF_A_TENANT)
+        self.preparing = TenantSemaphore(AT_ONCE, OF_A_TENANT)
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
@@ -90,7 +90,7 @@ class Generation:
         model: str,
         operation: str,
         build: Build,
-        permit: Permit,
+        admitted: AdmissionSlots,
         prefixes: Sequence[bytes] = (),
     ) -> AsyncGenerator[Event, None]:
         """Yield the deltas of a request's sequences as they arrive.
@@ -98,8 +98,9 @@ class Generation:
         The request is built for the model of one replica and runs there. If the replica fails or
         leaves, each sequence goes on at another one; before its first chunk it is built again for
         that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
-        name of the operation, `prefixes` are those of the first prompt. Each sequence that ends is
-        released from the permit; at its deadline, those that still run end with DEADLINE_EXCEEDED.
+        name of the operation, `prefixes` are those of the first prompt. `admitted` no longer
+        counts a sequence that has ended. At its deadline, the sequences that still run end with
+        DEADLINE_EXCEEDED.
         Raises OutriderError from `Router.pick`, from `build` and from the verifier.
         """
         sequences: list[_Sequence] = []
@@ -111,7 +112,7 @@ class Generation:
             # would all pick the same replica.
             tokens = [request.tokens for request in built(pick.info)]
             for index in range(len(tokens)):
-                sequence = _Sequence(self, operation, built, index, pick, permit, prefixes)
+                sequence = _Sequence(self, operation, built, index, pick, admitted, prefixes)
                 sequences.append(sequence)
             streams = [sequence.deltas() for sequence in sequences]
             longest = max(len(each.prompt) + len(each.prediction) for each in tokens)
@@ -145,7 +146,7 @@ class _Sequence:
         built: Build,
         index: int,
         pick: Pick,
-        permit: Permit,
+        admitted: AdmissionSlots,
         prefixes: Sequence[bytes],
     ) -> None:
         self._generation = generation
@@ -153,7 +154,7 @@ class _Sequence:
         self._built = built
         self._index = index
         self._pick = pick
-        self._permit = permit
+        self._admitted = admitted
         self._prefixes = prefixes
         self._left = False
         # Whether it has no place in the admission, because the verifier does nothing for it.
@@ -189,7 +190,7 @@ class _Sequence:
         if not self._left:
             self._left = True
             if not self._is_unread:
-                self._permit.release()
+                self._admitted.release()
             self._count_unread(False)
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
@@ -220,7 +221,7 @@ class _Sequence:
             message = error.message.replace(error.field, name)
             raise replace(error, message=message, field=name) from error
         finally:
-            clock.close(is_late=time.monotonic() > self._permit.ends_at - _EARLY_S)
+            clock.close(is_late=time.monotonic() > self._admitted.ends_at - _EARLY_S)
             self.leave()
 
     async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
@@ -253,7 +254,7 @@ class _Sequence:
             rpc__method=_METHOD,
             server__address=replica.address,
         )
-        ends_at = self._permit.ends_at
+        ends_at = self._admitted.ends_at
         rest = self._rest(span.traceparent)
         answer = stream.generate(rest, ends_at, _UNREAD_S, self._set_unread)
         try:
@@ -279,9 +280,9 @@ class _Sequence:
         if is_unread == self._is_unread:
             return
         if is_unread:
-            self._permit.release()
+            self._admitted.release()
         else:
-            self._permit.take_again()
+            self._admitted.acquire_again()
         self._count_unread(is_unread)
 
     def _count_unread(self, is_unread: bool) -> None:
@@ -345,11 +346,11 @@ class _Sequence:
             return
         tokens = self._request.tokens
         length = len(tokens.prompt) + tokens.max_tokens
-        wait_s = max(0.0, min(self._deadline, self._permit.ends_at) - now)
+        wait_s = max(0.0, min(self._deadline, self._admitted.ends_at) - now)
         try:
             pick = await router.pick_fallback(self._pick, error, wait_s, length)
         except OutriderError as found_none:
-            if time.monotonic() >= self._permit.ends_at:
+            if time.monotonic() >= self._admitted.ends_at:
                 raise late() from found_none
             if found_none.reason is Reason.MODEL_CHANGED:
                 raise

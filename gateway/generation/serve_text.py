@@ -60,8 +60,8 @@ class TextCall(ABC):
     """OpenTelemetry's name of the operation."""
     streams: bool
     limit: AnswerLimit
-    has_turn: bool
-    """Whether the caller has waited for the request's turn already, to parse its body."""
+    has_slot: bool
+    """Whether the caller holds a slot of `preparing` already, to parse the body."""
     prediction: str = ""
     """The answer that the caller expects."""
 
@@ -75,7 +75,7 @@ class TextCall(ABC):
         """The room and the time that the request needs. Raises OutriderError(INVALID_VALUE)."""
 
     @abstractmethod
-    def give_place_back(self) -> None:
+    def release_slots(self) -> None:
         """Give back the place that the request has held since it came, if it holds any."""
 
     @abstractmethod
@@ -112,24 +112,24 @@ class TextAnswer:
 async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[TextAnswer]:
     """Serve a request during the block, which reads the answer's events.
 
-    The block's end cancels what still runs, ends the request's span and gives its permit back.
+    The block's end cancels what still runs, ends the request's span and releases its slots.
     Raises OutriderError for a request that is refused; errors of the generation come with the
     events.
     """
     tenant = call.identity.tenant
     model, info = generation.router.lookup(call.model)
     prompt_count, n, timeout = call.demand()
-    # HTTP's entrance has counted the request as one sequence. From here on, `permit` counts each of
-    # its sequences instead.
-    call.give_place_back()
-    permit = generation.admission.enter(model, tenant, prompt_count * n, timeout)
+    # AdmissionMiddleware has counted the request as one sequence. From here on, `admitted` counts
+    # each of its sequences instead.
+    call.release_slots()
+    admitted = generation.admission.admit(model, tenant, prompt_count * n, timeout)
     span = begin(call.headers, model, call.operation, n, stream=call.streams)
     access = call.access
     access.model = model
     access.traceparent = span.traceparent
     slots = generation.key_slots.held(call.identity.key, prompt_count * n)
-    with permit, span, call.responding(span), slots:
-        async with nullcontext() if call.has_turn else generation.turns.taken(tenant):
+    with admitted, span, call.responding(span), slots:
+        async with nullcontext() if call.has_slot else generation.preparing.held(tenant):
             prompts = await _encoded(generation, call, info)
         access.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         caller = Caller(call.request_id, span.traceparent, tenant)
@@ -145,7 +145,7 @@ async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[Te
             describe_settings(span, requests[0])
             return requests
 
-        generated = generation.generate(model, call.operation, build, permit, beginnings)
+        generated = generation.generate(model, call.operation, build, admitted, beginnings)
         totals = UsageTotals(prompt_count, n)
         async with aclosing(_described(generated, totals, span, access)) as events:
             yield TextAnswer(model, prompts, events, totals, span)

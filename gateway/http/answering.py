@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import serve_text
 from gateway.http.endpoints import most_tokens, naming_limit
-from gateway.http.ingress.entrance import arrival_of
+from gateway.http.ingress.admission import admitted_request
 from gateway.http.long_json import written
 from gateway.http.openai.calls import HttpCall
 from gateway.http.openai.schema import ChatBody
@@ -30,7 +30,7 @@ async def answer_text(generation: Generation, call: HttpCall[Any]) -> Response:
     """Answer with one JSON object, or with a stream that closes the generation when it ends."""
     async with AsyncExitStack() as stack:
         answer = await stack.enter_async_context(serve_text(generation, call))
-        arrival_of(call.request).end()
+        admitted_request(call.request).end()
         writer = call.writer(answer)
         if not call.streams:
             collected = collect(answer.events, len(answer.totals.finishes))

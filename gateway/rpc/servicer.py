@@ -88,7 +88,7 @@ class _Call(TextCall):
     """A request for text in the protos' messages."""
 
     streams = True
-    has_turn = False
+    has_slot = False
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Call(TextCall):
         """One sequence, until the call's deadline."""
         return Demand(1, 1, self._timeout)
 
-    def give_place_back(self) -> None:
+    def release_slots(self) -> None:
         """Do nothing: the call holds no place before it is parsed."""
 
     @contextmanager

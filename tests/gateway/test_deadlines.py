@@ -72,15 +72,15 @@ async def test_a_call_ends_at_its_deadline(slow: Rig) -> None:
 
 async def test_a_deadline_ends_a_sequence_whose_caller_does_not_read(slow: Rig) -> None:
     admission = slow.gateway.generation.admission
-    permit = admission.enter("models/target", "", 1, ClientTimeout(SHORT_S))
+    admitted = admission.admit("models/target", "", 1, ClientTimeout(SHORT_S))
     tokens = slow.gateway.router.replicas[0].tokens
-    chunks = tokens.generate(TokenRequest([5, 6], 64), permit.ends_at)
+    chunks = tokens.generate(TokenRequest([5, 6], 64), admitted.ends_at)
     await anext(chunks)
     # Nothing reads the other chunks.
     await until(lambda: slow.script.running == 0, timeout_s=4.0)
     with pytest.raises(OutriderError, match="within the request's timeout"):
         _ = [chunk async for chunk in chunks]
-    permit.close()
+    admitted.close()
 
 
 async def test_an_answer_in_time_is_not_touched(rig: Rig) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from gateway.http.ingress.entrance import arrival_in
+from gateway.http.ingress.admission import admitted_request_in
 from gateway.http.ingress.fields import ignores_unknown
 from gateway.http.ingress.json_size import check_size
 from outrider.errors import OutriderError, Reason
@@ -40,8 +40,8 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
-        if (arrival := arrival_in(self.scope)) is not None:
-            await arrival.turn()
+        if (admitted := admitted_request_in(self.scope)) is not None:
+            await admitted.acquire()
         if len(body) <= _SMALL_BYTES:
             return json.loads(_text(body))
         # Let other requests run between the steps.

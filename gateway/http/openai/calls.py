@@ -13,7 +13,7 @@ from gateway import access_log
 from gateway.access.gate import identity_of
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.serve_text import Demand, TextAnswer, TextCall
-from gateway.http.ingress.entrance import arrival_of, client_seconds
+from gateway.http.ingress.admission import admitted_request, client_seconds
 from gateway.http.openai.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody
 from gateway.http.openai.shapes import ChatShape, CompletionShape
 from gateway.http.openai.to_requests import answer_limit, text_requests
@@ -33,7 +33,7 @@ _Body = TypeVar("_Body", CompletionBody, ChatBody)
 class HttpCall(TextCall, Generic[_Body]):
     """A request for text over HTTP."""
 
-    has_turn = True
+    has_slot = True
 
     def __init__(self, body: _Body, request: Request, *, metrics: bool = False) -> None:
         """With `metrics`, the answer reports speculation even if the body does not ask for it."""
@@ -63,9 +63,9 @@ class HttpCall(TextCall, Generic[_Body]):
         timeout = client_timeout(self.body.timeout, self.headers, stream=self.streams)
         return Demand(self.prompt_count, n, timeout)
 
-    def give_place_back(self) -> None:
+    def release_slots(self) -> None:
         """Give back the place that the request took when its headers came."""
-        arrival_of(self.request).give_place_back()
+        admitted_request(self.request).release_slots()
 
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:

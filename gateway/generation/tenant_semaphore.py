@@ -1,4 +1,4 @@
-"""Tenants' turns for the work that a request costs before it is sent to a verifier.
+"""A semaphore, fair to tenants, for the work that a request costs before it is sent to a verifier.
 
 To parse, check and tokenise a request takes milliseconds of the event loop. In a burst, requests
 that are refused must not wait for that work on accepted requests, and a tenant's requests must not
@@ -6,7 +6,7 @@ wait for another tenant's. Answers under way must not wait for it either: each o
 passes through the loop several times.
 
 uvloop accepts one connection in each round of the event loop, in order of arrival. So behind a
-tenant's burst, another tenant's connection would wait for the work on the whole burst. Turns are
+tenant's burst, another tenant's connection would wait for the work on the whole burst. Slots are
 therefore given in a round in which no request has come in.
 """
 
@@ -22,14 +22,14 @@ AT_ONCE = 8
 """Requests whose work is under way at once: some wait for another thread, or for Redis."""
 OF_A_TENANT = 2
 """Requests of a single tenant among them. Each adds its work to a round of the event loop."""
-# How long requests that come in, round after round, may hold turns back: enough to accept some
-# thousand connections. Turns are then given regardless for a while, since requests may never stop
+# How long requests that come in, round after round, may hold slots back: enough to accept some
+# thousand connections. Slots are then given regardless for a while, since requests may never stop
 # coming in (seconds of processor time: on a busy machine, it takes longer to accept as many).
 _HOLD_S = 0.4
 _GIVE_S = 0.1
 
 
-class Turns:
+class TenantSemaphore:
     """Lets `at_once` requests do their work at once, of each tenant `of_a_tenant` at most.
 
     Tenants come in turn (round-robin), once no more requests come in.
@@ -39,18 +39,18 @@ class Turns:
         self._free = at_once
         self._of_a_tenant = of_a_tenant
         self._under_way: Counter[str] = Counter()
-        # By tenant; the tenant whose turn was longest ago is first.
+        # By tenant; the tenant that got a slot longest ago is first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         # Whether a request has come in since the last look, and whether another look will follow.
         self._has_come = False
         self._looks = False
-        # Until when turns are held back at most, and until when they are given regardless (the
+        # Until when slots are held back at most, and until when they are given regardless (the
         # thread's processor time).
         self._held_until = 0.0
         self._given_until = 0.0
 
     def comes_in(self) -> None:
-        """Hold turns back for a round, since another request may come in after this one."""
+        """Hold slots back for a round, since another request may come in after this one."""
         loop = asyncio.get_running_loop()
         self._has_come = True
         now = time.thread_time()
@@ -60,7 +60,7 @@ class Turns:
             loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Give turns if no request has come in since the last look; otherwise look again."""
+        """Give slots if no request has come in since the last look; otherwise look again."""
         loop = asyncio.get_running_loop()
         now = time.thread_time()
         if self._has_come and now < self._held_until:
@@ -72,32 +72,32 @@ class Turns:
         self._looks = False
         self._give()
 
-    async def enter(self, tenant: str) -> None:
-        """Wait for a turn. Each turn needs a `leave`."""
+    async def acquire(self, tenant: str) -> None:
+        """Wait for a slot. Each slot needs a `release`."""
         self.comes_in()
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(slot)
         if not self._looks:
             self._give()
         try:
-            await turn
+            await slot
         except asyncio.CancelledError:
-            # The turn may have come in the same moment.
-            if not turn.cancelled():
-                self.leave(tenant)
+            # The slot may have been given in the same moment.
+            if not slot.cancelled():
+                self.release(tenant)
             raise
 
     @asynccontextmanager
-    async def taken(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a turn; it ends with the block."""
-        await self.enter(tenant)
+    async def held(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a slot; the end of the block releases it."""
+        await self.acquire(tenant)
         try:
             yield
         finally:
-            self.leave(tenant)
+            self.release(tenant)
 
-    def leave(self, tenant: str) -> None:
-        """End a turn of the tenant, and give it to the next request that may have it."""
+    def release(self, tenant: str) -> None:
+        """Release a slot of the tenant, and give it to the next request that may have it."""
         self._free += 1
         self._under_way[tenant] -= 1
         if not self._under_way[tenant]:
@@ -106,7 +106,7 @@ class Turns:
             self._give()
 
     def _give(self) -> None:
-        """Give the free turns to requests that may have them."""
+        """Give the free slots to requests that may have them."""
         while (waiting := next(filter(self._has_room, self._waiting), None)) is not None:
             self._pass_to(waiting)
 
@@ -114,14 +114,14 @@ class Turns:
         return self._free > 0 and self._under_way[tenant] < self._of_a_tenant
 
     def _pass_to(self, tenant: str) -> None:
-        """Give a turn to the tenant's next request that has not gone away, if there is any."""
+        """Give a slot to the tenant's next request that has not gone away, if there is any."""
         queue = self._waiting.pop(tenant)
         while queue:
-            turn = queue.popleft()
-            if not turn.done():
+            slot = queue.popleft()
+            if not slot.done():
                 if queue:
                     self._waiting[tenant] = queue
                 self._free -= 1
                 self._under_way[tenant] += 1
-                turn.set_result(None)
+                slot.set_result(None)
                 return

@@ -1,4 +1,4 @@
-"""Where requests over HTTP come in: refuse what is too much unread, and take the rest in turns."""
+"""Admits requests over HTTP before their bodies are read, and their work tenant by tenant."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access.gate import identity_in
 from gateway.api_errors import error_response
-from gateway.generation.admission import Admission, ClientTimeout, Permit
-from gateway.generation.turns import Turns
+from gateway.generation.admission import Admission, AdmissionSlots, ClientTimeout
+from gateway.generation.tenant_semaphore import TenantSemaphore
 from outrider.errors import OutriderError
 
 _GENERATING = frozenset(
@@ -24,7 +24,7 @@ _GENERATING = frozenset(
 PATHS = _GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 """Paths of requests whose bodies cost memory while they arrive, and work after that."""
 
-_SCOPE_KEY = "outrider.arrival"
+_SCOPE_KEY = "outrider.admitted"
 _ENDLESS = ClientTimeout(total_s=math.inf)
 # A body may name a longer timeout than its headers. Of each tenant, so many requests at a time are
 # not refused as late before their bodies are read. A burst that is late must not be read at all.
@@ -33,33 +33,35 @@ _READ_AT_ONCE = 8
 _CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
 
 
-class Arrival:
+class AdmittedRequest:
     """A request from its headers until it is sent to a verifier. Use it as a context manager."""
 
-    def __init__(self, turns: Turns, tenant: str, permits: Sequence[Permit]) -> None:
-        self._turns = turns
+    def __init__(
+        self, preparing: TenantSemaphore, tenant: str, admitted: Sequence[AdmissionSlots]
+    ) -> None:
+        self._preparing = preparing
         self._tenant = tenant
-        self._permits = permits
-        self._has_turn = False
+        self._admitted = admitted
+        self._has_slot = False
 
-    async def turn(self) -> None:
-        """Wait for the turn to parse the body, which has arrived."""
-        await self._turns.enter(self._tenant)
-        self._has_turn = True
+    async def acquire(self) -> None:
+        """Wait for a slot of `preparing`, to parse the body, which has arrived."""
+        await self._preparing.acquire(self._tenant)
+        self._has_slot = True
 
-    def give_place_back(self) -> None:
+    def release_slots(self) -> None:
         """Count no longer as one sequence: the sequences that the body asks for count instead."""
-        for permit in self._permits:
-            permit.close()
+        for admitted in self._admitted:
+            admitted.close()
 
     def end(self) -> None:
-        """Give back its place, if it still has one, and give its turn to the next request."""
-        self.give_place_back()
-        if self._has_turn:
-            self._has_turn = False
-            self._turns.leave(self._tenant)
+        """Release what it still holds: as one sequence, and its slot of `preparing`."""
+        self.release_slots()
+        if self._has_slot:
+            self._has_slot = False
+            self._preparing.release(self._tenant)
 
-    def __enter__(self) -> Arrival:
+    def __enter__(self) -> AdmittedRequest:
         return self
 
     def __exit__(
@@ -74,44 +76,44 @@ class _Route(NamedTuple):
     path: str
 
 
-class Entrance:
+class AdmissionMiddleware:
     """ASGI middleware that refuses a request for text, before reading it, when the batch is full.
 
     A request counts as one sequence until its body says how many choices it wants. Where the
     gateway serves several models, only the body names the model, so nothing counts before it.
     """
 
-    def __init__(self, app: ASGIApp, admission: Admission, turns: Turns) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission, preparing: TenantSemaphore) -> None:
         self._app = app
         self._admission = admission
-        self._turns = turns
+        self._preparing = preparing
         # Requests by tenant that were let in whether or not they are late.
         self._unchecked: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request, or pass it on with its Arrival."""
+        """Refuse the request, or pass it on with its AdmittedRequest."""
         if scope["type"] != "http" or scope["path"] not in PATHS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        self._turns.comes_in()
+        self._preparing.comes_in()
         tenant = identity_in(scope).tenant
         try:
-            permits = self._enter(scope, tenant)
+            admitted = self._admit(scope, tenant)
         except OutriderError as error:
             scope["route"] = _Route(scope["path"])
             await error_response(error, scope)(scope, receive, send)
             return
-        with Arrival(self._turns, tenant, permits) as arrival:
-            scope[_SCOPE_KEY] = arrival
+        with AdmittedRequest(self._preparing, tenant, admitted) as request:
+            scope[_SCOPE_KEY] = request
 
             async def answer(message: Message) -> None:
                 # A client that does not read its answer holds up nobody.
-                arrival.end()
+                request.end()
                 await send(message)
 
             await self._app(scope, receive, answer)
 
-    def _enter(self, scope: Scope, tenant: str) -> list[Permit]:
+    def _admit(self, scope: Scope, tenant: str) -> list[AdmissionSlots]:
         """Count the request until its body is read. Raises OutriderError(OVERLOADED)."""
         model = self._admission.only_model()
         if model is None:
@@ -119,11 +121,11 @@ class Entrance:
         timeout = ClientTimeout(first_s=client_seconds(Headers(scope=scope)))
         if scope["path"] not in _GENERATING:
             # It waits for no verifier.
-            return [self._admission.enter(model, tenant, 1, _ENDLESS)]
+            return [self._admission.admit(model, tenant, 1, _ENDLESS)]
         if timeout.is_chosen or self._unchecked[tenant] >= _READ_AT_ONCE:
-            return [self._admission.enter(model, tenant, 1, timeout)]
-        permit = self._admission.enter(model, tenant, 1, _ENDLESS)
-        return [permit, Permit(self._unchecked, tenant, 1, math.inf)]
+            return [self._admission.admit(model, tenant, 1, timeout)]
+        admitted = self._admission.admit(model, tenant, 1, _ENDLESS)
+        return [admitted, AdmissionSlots(self._unchecked, tenant, 1, math.inf)]
 
 
 def client_seconds(headers: Mapping[str, str]) -> float | None:
@@ -141,13 +143,13 @@ def _seconds(text: str) -> float | None:
     return seconds if 0.0 < seconds < math.inf else None
 
 
-def arrival_of(request: HTTPConnection) -> Arrival:
-    """The request's arrival. Its path must be one of `PATHS`."""
-    arrival: Arrival = request.scope[_SCOPE_KEY]
-    return arrival
+def admitted_request(request: HTTPConnection) -> AdmittedRequest:
+    """What its admission holds. The path must be one of `PATHS`."""
+    found: AdmittedRequest = request.scope[_SCOPE_KEY]
+    return found
 
 
-def arrival_in(scope: Scope) -> Arrival | None:
-    """The arrival of the request with this scope; None on other paths."""
-    arrival: Arrival | None = scope.get(_SCOPE_KEY)
-    return arrival
+def admitted_request_in(scope: Scope) -> AdmittedRequest | None:
+    """The same by the scope of a request; None on other paths."""
+    found: AdmittedRequest | None = scope.get(_SCOPE_KEY)
+    return found
