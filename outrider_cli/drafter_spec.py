@@ -79,7 +79,7 @@ class DrafterSpec:
     @property
     def reads_states(self) -> bool:
         """Whether the drafter reads the target's hidden states."""
-        return _own_settings(self.family).reads_states
+        return settings_of(self.family).reads_states
 
     @property
     def shares_redis(self) -> bool:
@@ -142,11 +142,12 @@ class InProcessSettings(Settings):
 
 @cache
 def _in_process_schema(family: str) -> type[InProcessSettings]:
-    bases = (_own_settings(family), InProcessSettings)
+    bases = (settings_of(family), InProcessSettings)
     return cast(type[InProcessSettings], create_model("InProcessSettings", __base__=bases))
 
 
-def _own_settings(family: str) -> type[FamilySettings]:
+def settings_of(family: str) -> type[FamilySettings]:
+    """A family's own settings; raises OutriderError(INVALID_VALUE) for an unknown one."""
     return OF_FAMILIES.get(family) or find_family(family).settings
 
 

@@ -109,12 +109,12 @@ def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
         # It is pinned to cores, or has other settings that only a process has.
         return False
     device = spec.options.get("device", "auto")
-    if device != "auto" and _gpu(device) != _gpu(settings.device):
+    if device != "auto" and gpu_of(device) != gpu_of(settings.device):
         return False
-    return spec.reads_states or _gpu(settings.device) is not None
+    return spec.reads_states or gpu_of(settings.device) is not None
 
 
-def _gpu(device: str) -> int | None:
+def gpu_of(device: str) -> int | None:
     """The number of the GPU that the value of a `device` stands for; None for a CPU."""
     kind, _, number = device.partition(":")
     if kind == "cpu" or (kind == "auto" and not _has_gpu()):

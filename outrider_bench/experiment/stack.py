@@ -35,7 +35,8 @@ from outrider_bench.experiment.link_process import LinkControl
 from outrider_bench.experiment.processes import Processes
 from outrider_bench.experiment.records import LinkTraffic
 from outrider_bench.experiment.spec import Drafter, Experiment, Link, Target, drafters_of
-from outrider_cli.drafter_spec import DrafterSpec
+from outrider_cli.drafter_spec import DrafterSpec, settings_of
+from outrider_cli.stack_plan import gpu_of
 
 _ASK_S = 5.0
 
@@ -249,7 +250,21 @@ def check(experiment: Experiment) -> None:
         if drafter.in_process:
             continue
         dial = Dial((endpoint.verifier,), uds)
-        drafter_launch(f"drafters.{name}", f"{name}-1", drafter, experiment.target, dial)
+        drafter_launch(f"drafters.{name}", f"{name}-1", drafter, target, dial)
+        _check_states(name, drafter, target)
+
+
+def _check_states(name: str, drafter: Drafter, target: Target) -> None:
+    """Refuse a drafter that would never join, since the target's CUDA graphs keep no states."""
+    if not settings_of(drafter.family).reads_states:
+        return
+    named = target.settings.keys() & {"feature_states", "feature_projection"}
+    if gpu_of(str(target.settings.get("device", "auto"))) is not None and not named:
+        problem = (
+            "reads states that the target's CUDA graphs keep only if target.settings names them,"
+            ' as in feature_states: "2,16,29"; with transport in-process it needs none'
+        )
+        raise invalid(f"drafters.{name}", problem)
 
 
 def _models(experiment: Experiment) -> Iterator[tuple[Path, str]]:

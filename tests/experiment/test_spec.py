@@ -115,6 +115,10 @@ def test_a_wrong_file_is_refused_with_its_field(
             r"drafters\.far ngram computes nothing on a device",
         ),
         (
+            {"drafters": {"far": {"family": "head"}}, "target": {"settings": {"device": "cuda"}}},
+            r"drafters\.far reads states that the target's CUDA graphs keep only if",
+        ),
+        (
             {"drafters": {"far": {**INSIDE, "settings": {"page_count": "few"}}}},
             r"drafters\.far.*page-count",
         ),
@@ -126,6 +130,21 @@ def test_wrong_settings_are_refused_before_any_process_starts(
     experiment = Experiment.model_validate(_experiment(**more))
     with pytest.raises(OutriderError, match=problem):
         check(experiment)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "settings"),
+    [
+        ({"family": "head"}, {"device": "cuda", "feature_states": "1,3,5"}),
+        ({"family": "head"}, {"device": "cpu"}),
+        (INSIDE, {"device": "cuda"}),
+    ],
+)
+def test_a_head_whose_states_are_kept_is_not_refused(
+    drafter: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    target = {"settings": settings}
+    check(Experiment.model_validate(_experiment(drafters={"far": drafter}, target=target)))
 
 
 def test_cells_that_differ_in_links_and_load_share_one_stack() -> None:

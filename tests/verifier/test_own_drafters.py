@@ -15,6 +15,7 @@ import torch
 
 from drafter_svc.families.forwards import Forwards
 from outrider.errors import OutriderError
+from outrider.lm.runner import ModelRunner
 from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
@@ -30,6 +31,15 @@ from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
 ROOT = Path(__file__).parents[2]
 TARGET, DRAFT = str(ROOT / "models/target"), str(ROOT / "models/draft")
 PLAIN = SpeculationOptions(enabled=False)
+GREEDY = SamplingParams(0.0)
+SETTINGS = [
+    GREEDY,
+    SamplingParams(0.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+    SamplingParams(0.0, logit_bias=((5, 4.0), (9, -100.0))),
+    SamplingParams(0.8, seed=7),
+    SamplingParams(1.2, top_k=20, top_p=0.9, min_p=0.02, seed=2**63 + 5),
+    SamplingParams(0.7, repetition_penalty=1.3, frequency_penalty=0.2, seed=3),
+]
 ALWAYS = SpeculationOptions(drafter_family="model", always_draft=True)
 
 
@@ -62,17 +72,24 @@ async def is_ready(client: Client) -> bool:
     return bool((await client.model()).tokenizer_fingerprint)
 
 
-async def text(address: str, options: SpeculationOptions) -> list[int]:
-    """The greedy text behind a prompt of code."""
+async def text(
+    address: str, options: SpeculationOptions, sampling: SamplingParams = GREEDY
+) -> list[int]:
+    """The text behind a prompt of code."""
     prompt = load_tokenizer(TARGET).encode("def main() -> None:\n    for i in range(").ids
     async with Client(address) as client:
-        request = TokenRequest(prompt, 24, SamplingParams(0.0), speculation=options)
+        request = TokenRequest(prompt, 24, sampling, ignore_eos=True, speculation=options)
         return [token for chunk in await client.generate(request) for token in chunk.token_ids]
 
 
-async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier() -> None:
+async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No request would show an idle engine that its GPU is lost, and `/readyz` would stay."""
     faulty, lost = asyncio.Event(), asyncio.Event()
+
+    captures: list[bool] = []
+    monkeypatch.setattr(ModelRunner, "capture", lambda *_: captures.append(faulty.is_set()))
 
     async def fail(verifier: OwnVerifier) -> None:
         faulty.set()
@@ -85,6 +102,8 @@ async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier() -> N
     own = [OwnDrafter(run.__name__, run, lambda runner: ()) for run in (fail, lose)]
     async with served(own) as (address, serving):
         await faulty.wait()
+        # A capture forbids waits for the GPU, on all threads.
+        assert captures == [False]
         assert len(await text(address, SpeculationOptions())) == 24
         assert not serving.done()
         lost.set()
@@ -92,7 +111,8 @@ async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier() -> N
             await asyncio.wait_for(serving, 20)
 
 
-async def test_a_draft_model_that_fails_or_hangs_costs_its_drafts_alone(
+@pytest.mark.slow
+async def test_a_draft_model_changes_no_text_also_when_it_fails_or_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grow, goes_on = Forwards.grow, threading.Event()
@@ -108,13 +128,16 @@ async def test_a_draft_model_that_fails_or_hangs_costs_its_drafts_alone(
     monkeypatch.setattr(Forwards, "grow", faulty)
     async with served() as (address, serving), Client(address) as client:
         await client.connected("model")
-        plain = await text(address, PLAIN)
-        assert await text(address, ALWAYS) == plain
+        for sampling in SETTINGS:
+            plain = await text(address, PLAIN, sampling)
+            assert await text(address, ALWAYS, sampling) == plain
         [drafter] = (await client.model()).drafters
         assert drafter.acceptance_rate
-        for fault in faults:
+        plain = await text(address, PLAIN)
+        # A request that waits for every draft waits a second for each that hangs.
+        for fault, options in {"fails": ALWAYS, "hangs": SpeculationOptions()}.items():
             faults[fault] = True
-            assert await text(address, ALWAYS) == plain
+            assert await text(address, options) == plain
             faults[fault] = False
             goes_on.set()
         assert await text(address, ALWAYS) == plain
