@@ -52,15 +52,22 @@ class RoundGraphs:
             for batch in reversed(_BATCHES):
                 for choices in widths:
                     if choices == 1 or choices >= WIDTH:
-                        size = _Size(model, table, batch, choices)
-                        size.capture(capture)
-                        self._sizes[batch, choices] = size
+                        self._capture(_Size(model, table, batch, choices), capture)
         except torch.AcceleratorError:
             raise  # this process cannot use the device again
         except RuntimeError as cause:
             log.warning("captured only %d CUDA graphs of the head: %s", self.count, cause)
         else:
             log.info("captured %d CUDA graphs of the head", self.count)
+
+    def _capture(self, size: _Size, capture: graphs.CaptureGraph) -> None:
+        """Capture a size; log a warning instead if memory does not suffice."""
+        try:
+            size.capture(capture)
+        except torch.OutOfMemoryError as cause:
+            log.warning("no CUDA graphs of the head for %d sequences: %s", size.key[0], cause)
+        else:
+            self._sizes[size.key] = size
 
     @property
     def count(self) -> int:
@@ -100,6 +107,7 @@ class _Size:
         self, model: AutoregressiveModel, table: BlockTable, batch: int, choices: int
     ) -> None:
         self._model = model
+        self.key = batch, choices
         self._rows = 1 if choices == 1 else WIDTH
         self._inputs = Inputs(Bucket(batch, batch * self._rows, self._rows), table)
         self._inputs.write([])

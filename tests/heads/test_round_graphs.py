@@ -15,11 +15,13 @@ import torch
 from outrider.heads import round_graphs
 from outrider.heads.kinds.autoregressive import AutoregressiveModel
 from outrider.heads.model import HeadModel, HeadProposal, HeadSequence
+from outrider.lm.gpu import triton_attention
 from outrider.sampling.tensors import fetch
 from tests.fake_device import DEVICE, FakeDevice
 from tests.heads.test_paging import Rig
 from tests.lm.conftest import capture  # noqa: F401  # a fixture
-from tests.lm.recorded_graphs import Capture
+from tests.lm.recorded_graphs import Capture, triton_kernel
+from tests.lm.reference_kernel import paged_attention
 from tests.lm.test_step_costs import counted
 
 KINDS = ["eagle", "eagle3", "mtp", "eagle3, a window"]
@@ -33,7 +35,7 @@ def by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.heads.model.optimize_for_cpu", lambda *modules: None)
 
 
-def captured(rig: Rig, pages: int = 60) -> AutoregressiveModel:
+def captured(rig: Rig, pages: int = 200) -> AutoregressiveModel:
     """The rig's head with graphs of its rounds."""
     model = rig.model(pages=pages)
     model.capture(WIDTH)
@@ -77,6 +79,46 @@ def test_rounds_by_graphs_guess_what_forwards_guess(
         )
         assert_equal(found, wanted)
     assert capture.replays == 5 + 4 + 1 + 6
+
+
+def test_the_gpus_kernel_sees_a_trees_rows_of_earlier_levels(
+    capture: Capture,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In Triton's interpreter, with a window that begins within the tree."""
+    monkeypatch.setattr(triton_attention, "paged_attention", triton_kernel)
+    rig = Rig("eagle3, a window", tmp_path)
+    model, plain = captured(rig), rig.model(pages=60)
+    texts = [rig.text(length) for length in (5, 11)]
+    # The graphs' pages are the same before each round; prompts are read by the plain kernel.
+    monkeypatch.setattr(triton_attention, "paged_attention", paged_attention)
+    reads = [[rig.read(each, text) for text in texts] for each in (model, plain)]
+    assert_equal(model.propose(reads[0], 5, WIDTH), plain.propose(reads[1], 5, WIDTH))
+    assert capture.replays == 5
+
+
+@pytest.mark.parametrize(
+    ("failure", "count"),
+    [(torch.OutOfMemoryError("no memory"), 2 * 11), (RuntimeError("it waits"), 0)],
+    ids=["memory", "a wait"],
+)
+def test_a_round_that_was_not_captured_is_guessed_by_forwards(
+    failure: Exception,
+    count: int,
+    capture: Capture,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    rig = Rig("mtp", tmp_path)
+    capture.failures = [failure]
+    model, plain = captured(rig), rig.model(pages=200)
+    assert model.graphs is not None
+    assert model.graphs.count == count
+    # The size that failed is that of the most sequences, in chains.
+    texts = [rig.text(3) for _ in range(17)]
+    reads = [[rig.read(each, text) for text in texts] for each in (model, plain)]
+    assert_equal(model.propose(reads[0], 2), plain.propose(reads[1], 2))
+    assert capture.replays == 0
 
 
 def _propose(
