@@ -54,20 +54,20 @@ def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None
     """Offer those tokens of the branches that are likeliest to be committed, the likeliest first.
 
     At most `sequence.tree_room` tokens are offered. A token is committed with the probability of
-    its survival: the product of its own confidence and the confidences of all tokens before it.
-    Survival falls along a path, so the likeliest tokens form a tree: this is the rule of EAGLE-2
+    its cumulative acceptance: the product of its own confidence and the confidences of all tokens
+    before it. This falls along a path, so the likeliest tokens form a tree: the rule of EAGLE-2
     (arXiv 2406.16858).
     """
     room = sequence.tree_room
     if room == 0:
         return
-    survivals = _survivals(sequence, branches)
-    ordered = sorted([value for run in survivals for value in run], reverse=True)
+    cumulative_values = _cumulative(sequence, branches)
+    ordered = sorted([value for run in cumulative_values for value in run], reverse=True)
     least = ordered[room - 1] if room < len(ordered) else 0.0
-    pairs = zip(survivals, branches, strict=True)
+    pairs = zip(cumulative_values, branches, strict=True)
     likely = [pair for pair in pairs if pair[0][0] >= least]
     for run, branch in sorted(likely, key=lambda pair: pair[0][0], reverse=True):
-        # Equal survivals may be more than there is room for.
+        # Equal values may be more than there is room for.
         count = min(len([value for value in run if value >= least]), room)
         if count == 0:
             break
@@ -76,14 +76,14 @@ def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None
         sequence.branch(branch.at, branch.run[:count], branch.confidences[:count])
 
 
-def _survivals(sequence: DraftSequence, branches: Sequence[Branch]) -> list[list[float]]:
-    """The survival of each token of each branch, except for those that it shares."""
+def _cumulative(sequence: DraftSequence, branches: Sequence[Branch]) -> list[list[float]]:
+    """The cumulative acceptance of each token of each branch, except for those that it shares."""
     reached = [1.0]
     for confidence in sequence.confidences:
         reached.append(reached[-1] * (confidence or sequence.acceptance))
     found: list[list[float]] = []
     for branch in branches:
-        survival = reached[branch.at]
-        run = [survival := survival * confidence for confidence in branch.confidences]
+        cumulative = reached[branch.at]
+        run = [cumulative := cumulative * confidence for confidence in branch.confidences]
         found.append(run[branch.shared :])
     return found

@@ -51,7 +51,7 @@ _RATES = (0.97, 0.7, 1.0)
 _STEP = 0.25
 _LEAST = 0.4
 # A chain ends where a token is less likely to be committed.
-_LEAST_SURVIVAL = 0.3
+_LEAST_CUMULATIVE = 0.3
 # Seconds of processor time. A guess takes 0.2 ms, and may take the first for free. The time beyond
 # that adds up to at most the second in a sequence, and to the third for a tenant, who gets a share
 # of it back.
@@ -303,6 +303,6 @@ def _likely(branch: Branch, first: int, *, more: bool = False) -> Branch:
 
     With `more`, one unlikely token stays, so that there are branches beside it.
     """
-    survivals = itertools.accumulate(branch.confidences[first:], operator.mul)
-    count = first + more + sum(survival >= _LEAST_SURVIVAL for survival in survivals)
+    cumulative_values = itertools.accumulate(branch.confidences[first:], operator.mul)
+    count = first + more + sum(cumulative >= _LEAST_CUMULATIVE for cumulative in cumulative_values)
     return Branch(branch.at, branch.run[:count], branch.confidences[:count])

@@ -58,8 +58,8 @@ async def test_leaves_are_the_next_likeliest_tokens_and_their_probabilities(
         proposal = await first_proposal(make(), asked(prompt, WINDOWS[window]))
         chain = proposal.token_ids[:DEPTH]
         assert len(proposal.token_ids) == 16
-        survivals, offered = [], []
-        survival = 1.0
+        cumulative_values, offered = [], []
+        cumulative = 1.0
         leaves = leaves_of(proposal)
         for place in range(DEPTH):
             probs = reference([*prompt, *chain[:place]]).softmax(-1)
@@ -68,11 +68,11 @@ async def test_leaves_are_the_next_likeliest_tokens_and_their_probabilities(
             assert proposal.confidences[place] == pytest.approx(float(best.values[0]), rel=1e-3)
             for token, share in leaves.get(place, {}).items():
                 assert share == pytest.approx(float(probs[token]), rel=1e-3)
-                offered.append(survival * share)
-            survivals += [survival * value for value in best.values[1:].tolist()]
-            survival *= float(best.values[0])
+                offered.append(cumulative * share)
+            cumulative_values += [cumulative * value for value in best.values[1:].tolist()]
+            cumulative *= float(best.values[0])
         # Of all alternatives, those that are likeliest to be committed got the room.
-        expected = sorted(survivals, reverse=True)[: 16 - DEPTH]
+        expected = sorted(cumulative_values, reverse=True)[: 16 - DEPTH]
         assert sorted(offered, reverse=True) == pytest.approx(expected, rel=1e-3)
 
 

@@ -41,14 +41,16 @@ def test_a_drafters_first_sequence_loses_the_optimistic_prior_with_it() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60), st.floats(0.0, 1.0))
-def test_survival_falls_with_position(drafts: list[tuple[int, int]], price: float) -> None:
+def test_cumulative_acceptance_falls_with_position(
+    drafts: list[tuple[int, int]], threshold: float
+) -> None:
     rate = AcceptanceRate(0.8, 8)
     for drafted, accepted in drafts:
         rate.observe(drafted, min(drafted, accepted))
-    assert rate.survival == sorted(rate.survival, reverse=True)
-    count = rate.tokens_worth(price, 8)
-    assert all(survives >= price for survives in rate.survival[:count])
-    assert all(survives < price for survives in rate.survival[count:])
+    assert rate.cumulative == sorted(rate.cumulative, reverse=True)
+    count = rate.tokens_worth(threshold, 8)
+    assert all(prob >= threshold for prob in rate.cumulative[:count])
+    assert all(prob < threshold for prob in rate.cumulative[count:])
 
 
 def test_one_late_answer_does_not_change_a_drafters_latency() -> None:

@@ -1,4 +1,4 @@
-"""Costs of forwards come from trials and steps; prices of tokens follow from them."""
+"""Costs of forwards come from trials and steps; costs of tokens follow from them."""
 
 from itertools import accumulate
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verifier_svc.policy.forward_cost import ForwardCost
-from verifier_svc.policy.goodput import price_of_tokens
+from verifier_svc.policy.goodput import acceptance_threshold
 
 
 def test_marginal_costs_rise_and_spread_a_jump_over_its_tokens() -> None:
@@ -34,10 +34,10 @@ def test_no_other_choice_of_tokens_is_worth_more(
     probs: list[float], segments: list[tuple[int, float]]
 ) -> None:
     ends = list(accumulate(count for count, _ in segments))
-    rising = list(zip(ends, sorted(price for _, price in segments), strict=True))
+    rising = list(zip(ends, sorted(cost for _, cost in segments), strict=True))
     each = [
-        price
-        for begin, (end, price) in zip([0, *ends], rising, strict=False)
+        cost
+        for begin, (end, cost) in zip([0, *ends], rising, strict=False)
         for _ in range(end - begin)
     ]
 
@@ -45,10 +45,10 @@ def test_no_other_choice_of_tokens_is_worth_more(
         costs = each[:count] + [each[-1]] * (count - len(each))
         return sum(sorted(probs, reverse=True)[:count]) - sum(costs)
 
-    price = price_of_tokens(probs, rising)
-    # Tokens whose probability equals the price may be taken or not.
-    fewest = sum(prob > price for prob in probs)
-    most = sum(prob >= price for prob in probs)
+    threshold = acceptance_threshold(probs, rising)
+    # Tokens whose probability equals the threshold may be taken or not.
+    fewest = sum(prob > threshold for prob in probs)
+    most = sum(prob >= threshold for prob in probs)
     best = max(worth(count) for count in range(len(probs) + 1))
     assert max(worth(count) for count in range(fewest, most + 1)) == pytest.approx(best)
 

@@ -30,7 +30,7 @@ from verifier_svc.state.trie import DraftTree
 
 LIMITS = EngineConfig(DraftTokensPolicy(), draft_trees=True)
 ALL = [(1000, 0.0)]
-Prices = list[tuple[int, float]]
+Costs = list[tuple[int, float]]
 
 
 class Rig:
@@ -58,11 +58,11 @@ class Rig:
             self.drafters[drafter].send(proposal)
 
     def grow(
-        self, depth: int = 8, prices: Prices = ALL, room: int = 1000, **plan: object
+        self, depth: int = 8, costs: Costs = ALL, room: int = 1000, **plan: object
     ) -> list[DraftTree]:
-        """The drafts that pay at these prices; a sequence's chain where trees are no use."""
+        """The drafts that pay at these costs; a sequence's chain where trees are no use."""
         depths = {sequence.id: depth for sequence in self.sequences}
-        plan = {"draft_tokens": depths, "token_prices": prices, **plan}
+        plan = {"draft_tokens": depths, "token_costs": costs, **plan}
         found = grow_trees(lambda: self.sequences, Plan(**plan), lambda: room)
         return [
             (found.get(sequence.id) or best_chain(sequence, depth))[1]
@@ -83,18 +83,18 @@ def paths(tree: DraftTree) -> list[Path]:
     return [tuple(tree.token_ids[at - 1] for at in each) for each in rows]
 
 
-def survivals(sequence: Sequence, first: Assignment, depth: int) -> dict[Path, float]:
-    """The survival of each guess of a sequence down to `depth`, by its path."""
+def cumulative_values(sequence: Sequence, first: Assignment, depth: int) -> dict[Path, float]:
+    """The cumulative acceptance of each guess of a sequence down to `depth`, by its path."""
     found: dict[Path, float] = {}
     pending = [((), 1.0, roots(sequence, first))]
     while pending:
-        path, survival, nodes = pending.pop()
+        path, cumulative, nodes = pending.pop()
         guesses = guesses_after(nodes) if len(path) < depth else []
         estimates = probs(guesses, len(path)) if guesses else []
         for guess, prob in zip(guesses, estimates, strict=True):
             below = (*path, guess.token)
-            found[below] = survival * prob
-            pending.append((below, survival * prob, guess.nodes))
+            found[below] = cumulative * prob
+            pending.append((below, cumulative * prob, guess.nodes))
     return found
 
 
@@ -106,11 +106,11 @@ def connected(known: Mapping[Path, float]) -> Iterator[tuple[Path, ...]]:
                 yield chosen
 
 
-def cost(count: int, prices: Prices) -> float:
+def cost(count: int, costs: Costs) -> float:
     """The tokens that a forward of `count` draft tokens costs."""
     total = 0.0
     for i in range(count):
-        total += next((price for end, price in prices if i < end), prices[-1][1])
+        total += next((cost for end, cost in costs if i < end), costs[-1][1])
     return total
 
 
@@ -122,17 +122,17 @@ def test_no_other_set_of_guesses_gains_more_at_the_same_prices(seed: int) -> Non
     for drafter in range(2):
         rig.propose(random_tree(rng, int(rng.integers(1, 6)), 3), drafter)
     rises = np.sort(rng.uniform(0.01, 0.6, size=3))
-    prices = [(2, rises[0]), (5, rises[1]), (9, rises[2])]
-    [tree] = rig.grow(depth=4, prices=prices)
+    costs = [(2, rises[0]), (5, rises[1]), (9, rises[2])]
+    [tree] = rig.grow(depth=4, costs=costs)
     [sequence] = rig.sequences
     first, _ = best_chain(sequence, 4)
     assert first is not None
-    known = survivals(sequence, first, 4)
+    known = cumulative_values(sequence, first, 4)
 
     def gain(chosen: tuple[Path, ...]) -> float:
-        return sum(known[path] for path in chosen) - cost(len(chosen), prices)
+        return sum(known[path] for path in chosen) - cost(len(chosen), costs)
 
-    # A chain is as long as the plan says, whatever its price.
+    # A chain is as long as the plan says, whatever its cost.
     if len(known) > max(map(len, known)):
         best = max(gain(chosen) for chosen in connected(known))
         assert gain(tuple(paths(tree))) == pytest.approx(best)
@@ -147,7 +147,7 @@ def test_a_tree_is_depth_first_and_its_main_guesses_come_first(
     rig = Rig(*rng.uniform(0.2, 0.9, size=3))
     for drafter in range(3):
         rig.propose(random_tree(rng, int(rng.integers(0, 30)), VOCAB - 1), drafter)
-    [tree] = rig.grow(depth=depth, prices=[(most, 0.0), (1000, 1.1)])
+    [tree] = rig.grow(depth=depth, costs=[(most, 0.0), (1000, 1.1)])
     [sequence] = rig.sequences
     chosen = paths(tree)
     assert len(set(chosen)) == len(chosen) <= max(most, depth)
@@ -159,7 +159,7 @@ def test_a_tree_is_depth_first_and_its_main_guesses_come_first(
     if first is not None:
         main_path = [path for path in chosen if path == tuple(chain.token_ids[: len(path)])]
         assert main_path == chosen[: len(main_path)]
-        known = survivals(sequence, first, depth)
+        known = cumulative_values(sequence, first, depth)
         assert set(chosen) <= set(known)
         for path, owner in zip(chosen, tree.drafter_ids, strict=False):
             assert path in held(sequence.assignments[owner])
@@ -184,7 +184,7 @@ def test_sequences_compete_for_the_cheap_places_of_a_forward() -> None:
     for sequence in range(2):
         rig.propose(DraftTree([3, 4, 5, 6], [], [0, 1, 0, 3]), sequence=sequence)
     sizes = [
-        [len(tree.token_ids) for tree in rig.grow(prices=[(count, 0.01), (1000, 2.0)])]
+        [len(tree.token_ids) for tree in rig.grow(costs=[(count, 0.01), (1000, 2.0)])]
         for count in (2, 4, 5, 8)
     ]
     # 0.9 and 0.81 of the first; 0.4, 0.3 and 0.16 of the second; then 0.12 and 0.05, 0.045.
@@ -212,7 +212,7 @@ def test_a_drafters_confidence_decides_about_a_guess_at_its_side() -> None:
     for share in (0.02, 0.4):
         rig = Rig(0.6)
         confident(rig.engine, rig.drafters[0], rig.sequences[0], share)
-        sizes.append([len(tree.token_ids) for tree in rig.grow(prices=[(9, 0.1)])])
+        sizes.append([len(tree.token_ids) for tree in rig.grow(costs=[(9, 0.1)])])
     assert sizes == [[1], [2]]
 
 
@@ -229,13 +229,13 @@ def test_claims_that_the_commits_contradict_lose_their_weight() -> None:
 
 
 def test_a_main_guess_is_rescued_by_an_own_guess_that_is_worth_its_price() -> None:
-    for other, price, rescues in ((0, 0.1, True), (0, 0.6, False), (1, 0.1, False)):
+    for other, threshold, rescues in ((0, 0.1, True), (0, 0.6, False), (1, 0.1, False)):
         rig = Rig(0.5, 0.4)
         rig.propose(DraftTree([3], []))
         rig.propose(DraftTree([3, 4], [], [0, 0]), drafter=other)
         first = rig.assignment()
         before = first.sibling_rates.rescued_share
-        observe_siblings(rig.sequences[0], first, [4], price)
+        observe_siblings(rig.sequences[0], first, [4], threshold)
         assert (first.sibling_rates.rescued_share > before) == rescues
 
 

@@ -228,8 +228,8 @@ class DraftExchange:
         planned = self.plan.draft_tokens.get(sequence.id, 0)
         now = self._clock()
         passes_on = False
-        if verified is not None and self.plan.token_prices:
-            _observe_siblings(sequence, verified, new_token_ids, self.plan.price)
+        if verified is not None and self.plan.token_costs:
+            _observe_siblings(sequence, verified, new_token_ids, self.plan.threshold)
         for assignment in sequence.assignments.values():
             drafter = assignment.drafter
             trie = assignment.trie
@@ -393,13 +393,13 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
 
 
 def _observe_siblings(
-    sequence: Sequence, verified: Assignment, new_token_ids: list[int], price: float
+    sequence: Sequence, verified: Assignment, new_token_ids: list[int], threshold: float
 ) -> None:
     """Measure the siblings of main guesses, or their lack, before the tries' roots move."""
     if is_sampled(sequence):
         return  # its drafts stay chains
     if is_branched(sequence):
-        observe_siblings(sequence, verified, new_token_ids, price)
+        observe_siblings(sequence, verified, new_token_ids, threshold)
     elif verified.tree_tokens > 0 and verified.trie.is_contradicted(new_token_ids):
         verified.sibling_rates.observe_wrong(False)
 

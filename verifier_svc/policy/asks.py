@@ -112,7 +112,7 @@ def listened(
     ]
 
 
-def companions(drafts: Drafts, paying: frozenset[Drafter], price: float) -> Drafts:
+def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> Drafts:
     """Drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
 
     They also stand in for a draft that does not come. Companions pay anyway, and take no time of
@@ -130,7 +130,7 @@ def companions(drafts: Drafts, paying: frozenset[Drafter], price: float) -> Draf
                 other not in chosen
                 and drafter in paying
                 and drafter.busy_s(count) == 0.0
-                and _prob_beside(other, assignment) >= price
+                and _prob_beside(other, assignment) >= threshold
                 and not is_sampled(sequence)
             ):
                 found.append((sequence, other, min(count, drafter.hello.max_draft_tokens)))

@@ -28,7 +28,7 @@ class DraftPolicy(ABC):
     takes_all: ClassVar[bool]
     """Whether all drafters draft, and each forward waits for them, without a comparison."""
     least_gain: ClassVar[float]
-    """A draft must gain more tokens than this over its price."""
+    """A draft must gain more tokens than this over its cost."""
 
     @abstractmethod
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:

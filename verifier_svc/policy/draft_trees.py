@@ -1,7 +1,7 @@
 """Chooses the draft tokens of a step, chains or trees where that pays, and which trees to ask for.
 
 A step's tokens are taken over all its sequences from the likeliest down, as long as each is worth
-its price in the forward. No token is likelier than its parent, so the taken tokens form trees. No
+its cost in the forward. No token is likelier than its parent, so the taken tokens form trees. No
 other choice of the same number of tokens promises more accepted tokens. EAGLE-2 (arXiv 2406.16858)
 and OPT-Tree (2406.17276) choose nodes in this order, for one sequence and a fixed number.
 
@@ -53,7 +53,7 @@ def grow_trees(
     A sequence that is missing, such as one with sampled drafts, has its best chain. `in_turn`
     returns the sequences that may have trees, and `room` the most draft tokens of all together.
     """
-    if not plan.token_prices:
+    if not plan.token_costs:
         return {}
     sequences = in_turn()
     branched = [sequence for sequence in sequences if is_branched(sequence)]
@@ -132,11 +132,12 @@ class TreeBuilder:
     """The trees of a step's sequences while they grow."""
 
     def __init__(self, planned: Collection[Sequence], plan: Plan) -> None:
-        self._prices = plan.token_prices
-        self._price_index = 0
+        self._costs = plan.token_costs
+        self._cost_index = 0
         self._taken = 0
-        # Guesses that may be taken next, the likeliest first: (minus its survival, a number that
-        # orders guesses of equal survival, its tree, its parent's row, its depth, the guess).
+        # Guesses that may be taken next, the likeliest first: (minus its cumulative acceptance, a
+        # number that orders equally likely guesses, its tree, its parent's row, its depth, the
+        # guess).
         self._next: list[tuple[float, int, _Tree, int, int, MergedGuess]] = []
         self._offered = 0
         self._trees: dict[int, _Tree] = {}
@@ -162,70 +163,70 @@ class TreeBuilder:
             self._offer(tree, 0, 0, 1.0, nodes)
 
     def grow(self, room: int) -> dict[int, ChosenDraft]:
-        """Take the guesses that are worth their price, and return the drafts by sequence id.
+        """Take the guesses that are worth their cost, and return the drafts by sequence id.
 
         All drafts together take at most `room` tokens, the likeliest of all sequences.
         """
         while self._next and self._taken < room:
             key, _, tree, parent, depth, guess = heappop(self._next)
-            if len(tree.token_ids) < tree.most and (tree.fixed or -key >= self._price()):
+            if len(tree.token_ids) < tree.most and (tree.fixed or -key >= self._token_cost()):
                 self._taken += 1
                 row = tree.take(parent, guess)
                 self._offer(tree, row, depth, -key, guess.nodes)
         return {sequence_id: tree.draft() for sequence_id, tree in self._trees.items()}
 
-    def _offer(self, tree: _Tree, row: int, depth: int, survival: float, nodes: Nodes) -> None:
-        """Let the guesses after a row be taken. The row has this depth and survival."""
+    def _offer(self, tree: _Tree, row: int, depth: int, cumulative: float, nodes: Nodes) -> None:
+        """Let the guesses after a row of this depth and cumulative acceptance be taken."""
         if depth == tree.depth:
             return
         guesses = guesses_after(nodes)
         if not guesses:
             return
         # No guess becomes cheaper later.
-        price = 0.0 if tree.fixed else self._price()
+        threshold = 0.0 if tree.fixed else self._token_cost()
         for guess, prob in zip(guesses, probs(guesses, depth), strict=True):
-            if survival * prob >= price:
+            if cumulative * prob >= threshold:
                 self._offered += 1
-                offer = (-survival * prob, self._offered, tree, row, depth + 1, guess)
+                offer = (-cumulative * prob, self._offered, tree, row, depth + 1, guess)
                 heappush(self._next, offer)
 
-    def _price(self) -> float:
-        """The price of the next token. It rises with the tokens that the forward already has."""
-        last = len(self._prices) - 1
-        while self._price_index < last and self._taken >= self._prices[self._price_index][0]:
-            self._price_index += 1
-        return self._prices[self._price_index][1]
+    def _token_cost(self) -> float:
+        """The cost of the next token, in tokens. It rises with the number of tokens taken."""
+        last = len(self._costs) - 1
+        while self._cost_index < last and self._taken >= self._costs[self._cost_index][0]:
+            self._cost_index += 1
+        return self._costs[self._cost_index][1]
 
 
 def tree_tokens(
     drafts: Iterable[tuple[Sequence, Assignment, int]],
     asks: Mapping[Assignment, int],
-    price: float,
+    threshold: float,
     step: int,
 ) -> dict[Assignment, int]:
     """Draft tokens of all branches together to ask for, by assignment.
 
     `drafts` are (sequence, assignment, draft tokens), and `asks` the draft tokens to ask for. A
-    drafter whose sibling of the main guess is not worth its price is asked for a chain. Once
+    drafter whose sibling of the main guess is not worth its cost is asked for a chain. Once
     in a while it is asked for a tree all the same, to see whether its guesses improved.
     """
     probed = step % _TREE_PROBE_STEPS == 0
     return {
         assignment: min(_TREE_TOKENS_PER_DEPTH * asks[assignment], MAX_TREE_TOKENS)
         for sequence, assignment, _ in drafts
-        if wants_tree(sequence, assignment, price, probed=probed)
+        if wants_tree(sequence, assignment, threshold, probed=probed)
     }
 
 
 def wants_tree(
-    sequence: Sequence, assignment: Assignment, price: float, *, probed: bool = False
+    sequence: Sequence, assignment: Assignment, threshold: float, *, probed: bool = False
 ) -> bool:
-    """Whether a sibling of the first main guess is worth its price, if a step can verify it.
+    """Whether a sibling of the first main guess is worth its cost, if a step can verify it.
 
     With `probed`, the guess counts as right whenever the main guess is wrong.
     """
     share = 1.0 if probed else assignment.sibling_rates.rescued_share
     # The first test alone decides for most sequences of a drafter of chains.
-    if share < price or share * (1.0 - assignment.rate.prob_all_accepted(1)) < price:
+    if share < threshold or share * (1.0 - assignment.rate.prob_all_accepted(1)) < threshold:
         return False
     return not is_sampled(sequence)

@@ -1,8 +1,8 @@
-"""The arithmetic of goodput, committed tokens over time, and the prices of draft tokens.
+"""The arithmetic of goodput, committed tokens over time, and the costs of draft tokens.
 
 A draft token is worth its place in a forward if its probability of being committed is at least its
-price: the tokens that the same time yields elsewhere. The planner repeats this each step with the
-prices of the step before, which is Dinkelbach's method for maximising a ratio (On nonlinear
+cost: the tokens that the same time yields elsewhere. The planner repeats this each step with the
+costs of the step before, which is Dinkelbach's method for maximising a ratio (On nonlinear
 fractional programming, 1967).
 """
 
@@ -16,10 +16,10 @@ from verifier_svc.policy.forward_cost import ForwardCost
 
 # Least cost of a draft token, in plain steps of one sequence. On a large model the measured cost of
 # a few tokens can be 0.
-_LEAST_PRICE = 0.005
+_LEAST_COST = 0.005
 
 
-class Prices(NamedTuple):
+class StepCosts(NamedTuple):
     """Costs of forwards of the present batch."""
 
     batch: int
@@ -28,16 +28,16 @@ class Prices(NamedTuple):
     """Seconds of a step without drafts; 0 before anything was measured."""
     rate: float
     """Tokens a second that the batch commits, by the last plan's speedup."""
-    token_prices: list[tuple[int, float]]
+    token_costs: list[tuple[int, float]]
     """Rising costs: (up to this many draft tokens of the forward, cost of each in tokens)."""
     limit: int
     """Most draft tokens of a sequence."""
 
 
-def current_prices(
+def step_costs(
     cost: ForwardCost, batch: int, speedup: float, limit: int, *, beside_prompts: bool
-) -> Prices:
-    """The prices for a batch that commits `speedup` times the tokens of plain decoding.
+) -> StepCosts:
+    """The costs for a batch that commits `speedup` times the tokens of plain decoding.
 
     In a forward with prompt tokens, a draft token costs at least as much as a prompt token, even if
     a few draft tokens alone would cost almost nothing. The prompt's own time is no part of the
@@ -45,32 +45,32 @@ def current_prices(
     """
     decode_step_s = cost.estimate(batch, batch)
     rate = speedup * batch / decode_step_s if decode_step_s > 0.0 else 0.0
-    least_s = _LEAST_PRICE * decode_step_s / batch
+    least_s = _LEAST_COST * decode_step_s / batch
     if beside_prompts:
         least_s = max(least_s, cost.prompt_token_s)
     further = cost.further_tokens_s(batch) or [(1, 0.0)]
-    token_prices = [(count, rate * max(seconds, least_s)) for count, seconds in further]
-    return Prices(batch, decode_step_s, rate, token_prices, limit)
+    token_costs = [(count, rate * max(seconds, least_s)) for count, seconds in further]
+    return StepCosts(batch, decode_step_s, rate, token_costs, limit)
 
 
-def price_of_tokens(accept_probs: list[float], token_prices: list[tuple[int, float]]) -> float:
+def acceptance_threshold(accept_probs: list[float], token_costs: list[tuple[int, float]]) -> float:
     """The lowest probability of being committed at which a draft token still pays.
 
     Tokens are taken from the likeliest down, each at the next higher cost, until a token's
     probability no longer covers its cost. `accept_probs` are the probabilities of all tokens that
-    could be drafted, in rising order. `token_prices` is as in `Prices`.
+    could be drafted, in rising order. `token_costs` is as in `StepCosts`.
     """
     begin = 0
-    price = 0.0
-    for end, price in token_prices:
-        count = len(accept_probs) - bisect_left(accept_probs, price)
+    threshold = 0.0
+    for end, threshold in token_costs:
+        count = len(accept_probs) - bisect_left(accept_probs, threshold)
         if count <= begin:
             # The tokens before this place are worth their cost, and those after it are not.
-            return accept_probs[-begin] if begin else price
+            return accept_probs[-begin] if begin else threshold
         if count < end:
-            return price
+            return threshold
         begin = end
-    return price
+    return threshold
 
 
 def steps_meanwhile(wait_s: float, decode_step_s: float) -> int:

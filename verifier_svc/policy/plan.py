@@ -23,16 +23,16 @@ class Plan:
     """Seconds of a step without drafts; 0 before anything was measured."""
     speedup: float = 1.0
     """Expected tokens a second of this plan, over those of plain decoding."""
-    price: float = 0.0
+    threshold: float = 0.0
     """The lowest acceptance probability at which a draft token is worth its place in a forward."""
     planned_ids: frozenset[int] = frozenset()
     """Ids of the sequences that the plan covers."""
     draft_tokens: Mapping[int, int] = field(default_factory=dict)
     """Most draft tokens of a path that the step verifies, by sequence id; 0 for a missing id."""
-    token_prices: SequenceOf[tuple[int, float]] = ()
-    """The prices of the forward's draft tokens, as in `Prices`; empty if drafts stay chains."""
+    token_costs: SequenceOf[tuple[int, float]] = ()
+    """The costs of the forward's draft tokens, as in `StepCosts`; empty if drafts stay chains."""
     fixed: bool = False
-    """Whether a setting fixes the number of a draft's tokens, whatever their price."""
+    """Whether a setting fixes the number of a draft's tokens, whatever their cost."""
     asks: Mapping[Assignment, int] = field(default_factory=dict)
     """Drafters to ask after this step: draft tokens to ask for, by assignment."""
     tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)

@@ -17,10 +17,10 @@ from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, DraftPo
 from verifier_svc.policy.draft_trees import tree_tokens, wants_tree
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.goodput import (
-    Prices,
-    current_prices,
+    StepCosts,
+    acceptance_threshold,
     goodput,
-    price_of_tokens,
+    step_costs,
     steps_meanwhile,
 )
 from verifier_svc.policy.plan import Plan
@@ -41,11 +41,11 @@ _LEAST_GAIN = 1.5
 
 
 class _Choice(NamedTuple):
-    """A set of drafters, the drafts that pay with it at `price`, and the resulting goodput."""
+    """A set of drafters, the drafts that pay with it at `threshold`, and the resulting goodput."""
 
     drafts: Drafts
     drafters: frozenset[Drafter]
-    price: float
+    threshold: float
     rate: float = 0.0
     """Tokens a second."""
     waits: bool = True
@@ -92,7 +92,7 @@ class Planner:
             insisted=True,
             wait_s=min(plan.wait_s, _INSISTED_WAIT_S),
             speedup=last.speedup,
-            price=last.price,
+            threshold=last.threshold,
             paying=last.paying,
             considered=last.considered,
             unprobed=last.unprobed,
@@ -114,41 +114,41 @@ class Planner:
         if self._draft_policy.measures(self.budget, batch):
             plan = self._plan_without_drafts(batch, running, last)
             return replace(plan, measuring=True)
-        prices = self._prices(batch, last, beside_prompts=bool(reading))
-        choice = _Choice([], last.paying, last.price)
+        costs = self._costs(batch, last, beside_prompts=bool(reading))
+        choice = _Choice([], last.paying, last.threshold)
         considered = last.considered
         if drafters:
-            choice = self._choose(decoding, self._credible(drafters), prices)
+            choice = self._choose(decoding, self._credible(drafters), costs)
             considered = drafters
         unprobed = self._draft_policy.unprobed(self.budget, batch, choice.drafters, considered)
         drafts = choice.drafts
         if newcomers:
             unknown = self._credible(newcomers - considered)
-            drafts = drafts + self._first_drafts(reading, unknown, choice, prices)
+            drafts = drafts + self._first_drafts(reading, unknown, choice, costs)
         draft_tokens = asks.draft_tokens(drafts)
-        listened = self._listened(decoding, drafters, drafts, choice, prices, step)
+        listened = self._listened(decoding, drafters, drafts, choice, costs, step)
         asked = drafts
         if self._trees:
-            asked = drafts + asks.companions(drafts, choice.drafters, choice.price)
-        tokens = asks.asked_tokens(asked, choice.waits, prices.decode_step_s)
+            asked = drafts + asks.companions(drafts, choice.drafters, choice.threshold)
+        tokens = asks.asked_tokens(asked, choice.waits, costs.decode_step_s)
         trials = asks.trials(decoding, drafters, asked, unprobed)
-        tokens |= asks.asked_tokens(trials, False, prices.decode_step_s)
-        rate = choice.rate or prices.rate
-        tokens |= asks.asked_tokens(listened, False, prices.decode_step_s)
+        tokens |= asks.asked_tokens(trials, False, costs.decode_step_s)
+        rate = choice.rate or costs.rate
+        tokens |= asks.asked_tokens(listened, False, costs.decode_step_s)
         wait_for, wait_s = drafts_to_wait_for(
-            decoding, draft_tokens, prices, rate, now_s, self._draft_policy
+            decoding, draft_tokens, costs, rate, now_s, self._draft_policy
         )
         return Plan(
-            batch=prices.batch,
-            decode_step_s=prices.decode_step_s,
-            speedup=max(rate * prices.decode_step_s / prices.batch, 1.0),
-            price=choice.price,
+            batch=costs.batch,
+            decode_step_s=costs.decode_step_s,
+            speedup=max(rate * costs.decode_step_s / costs.batch, 1.0),
+            threshold=choice.threshold,
             planned_ids=frozenset([sequence.id for sequence in (*decoding, *reading)]),
-            draft_tokens=draft_tokens | self._ready_tokens(drafts, listened, prices),
-            token_prices=prices.token_prices if self._trees else (),
+            draft_tokens=draft_tokens | self._ready_tokens(drafts, listened, costs),
+            token_costs=costs.token_costs if self._trees else (),
             fixed=self._tokens_policy.kind != "goodput",
             asks=tokens,
-            tree_tokens=tree_tokens(asked, tokens, choice.price, step) if self._trees else {},
+            tree_tokens=tree_tokens(asked, tokens, choice.threshold, step) if self._trees else {},
             probes=asks.due_probes(decoding, tokens, unprobed, step),
             wait_for=wait_for,
             wait_s=wait_s,
@@ -164,20 +164,20 @@ class Planner:
         drafters: frozenset[Drafter],
         drafts: Drafts,
         choice: _Choice,
-        prices: Prices,
+        costs: StepCosts,
         step: int,
     ) -> Drafts:
         """`asks.listened`, if steps with these drafters have not exhausted their budget."""
-        step_s = prices.decode_step_s
+        step_s = costs.decode_step_s
         if self._by_limit or step_s == 0.0:
             return []
         # Not even a draft after many right guesses may gain enough for the cheapest rows.
-        least_right = _LEAST_GAIN * prices.token_prices[0][1]
-        found = asks.listened(decoding, drafters, drafts, prices.limit, least_right, step_s, step)
+        least_right = _LEAST_GAIN * costs.token_costs[0][1]
+        found = asks.listened(decoding, drafters, drafts, costs.limit, least_right, step_s, step)
         together = choice.drafters.union([assignment.drafter for _, assignment, _ in found])
-        return found if self.budget.allows(prices.batch, together) else []
+        return found if self.budget.allows(costs.batch, together) else []
 
-    def _ready_tokens(self, drafts: Drafts, listened: Drafts, prices: Prices) -> dict[int, int]:
+    def _ready_tokens(self, drafts: Drafts, listened: Drafts, costs: StepCosts) -> dict[int, int]:
         """Draft tokens to verify, by sequence id, of drafts that nobody waits for but are there."""
         ready = [
             (sequence, assignment, there)
@@ -187,22 +187,22 @@ class Planner:
         if not ready:
             return {}
         every = [*drafts, *ready]
-        probs = sorted([prob for _, each, count in every for prob in each.rate.survival[:count]])
-        price = price_of_tokens(probs, prices.token_prices)
+        probs = sorted([prob for _, each, count in every for prob in each.rate.cumulative[:count]])
+        threshold = acceptance_threshold(probs, costs.token_costs)
         found = asks.draft_tokens(drafts)
         planned = sum(found.values())
         gain = 0.0
         for sequence, assignment, there in ready:
             expected = assignment.rate.expected_tokens
             before = found.get(sequence.id, 0)
-            count = assignment.rate.tokens_worth(price, there)
+            count = assignment.rate.tokens_worth(threshold, there)
             if count > before:
                 gain += expected(count) - expected(before)
                 found[sequence.id] = count
-        batch = prices.batch
+        batch = costs.batch
         with_s = self._cost.estimate(batch, batch + sum(found.values()))
         without_s = self._cost.estimate(batch, batch + planned)
-        least = _LEAST_GAIN * prices.rate * (with_s - without_s)
+        least = _LEAST_GAIN * costs.rate * (with_s - without_s)
         return found if gain >= least else {}
 
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
@@ -213,7 +213,7 @@ class Planner:
         return Plan(
             batch,
             self._cost.estimate(batch, batch),
-            price=last.price,
+            threshold=last.threshold,
             planned_ids=frozenset([sequence.id for sequence in planned]),
             paying=last.paying,
             considered=last.considered,
@@ -238,15 +238,15 @@ class Planner:
             return 0
         if not self._draft_policy.may_draft(drafter):
             return 0
-        prices = self._prices(last.batch, last, beside_prompts=False)
-        return self._tokens_worth(sequence, assignment, last.price, prices)
+        costs = self._costs(last.batch, last, beside_prompts=False)
+        return self._tokens_worth(sequence, assignment, last.threshold, costs)
 
-    def _prices(self, batch: int, last: Plan, *, beside_prompts: bool) -> Prices:
+    def _costs(self, batch: int, last: Plan, *, beside_prompts: bool) -> StepCosts:
         limit = self._tokens_policy.limit(batch)
-        return current_prices(self._cost, batch, last.speedup, limit, beside_prompts=beside_prompts)
+        return step_costs(self._cost, batch, last.speedup, limit, beside_prompts=beside_prompts)
 
     def _choose(
-        self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: Prices
+        self, decoding: list[Sequence], drafters: frozenset[Drafter], costs: StepCosts
     ) -> _Choice:
         """The set of drafters with the highest goodput, waits included.
 
@@ -254,30 +254,30 @@ class Planner:
         set beats plain steps by the margin. A drafter that pays alone stays in the set if nothing
         is lost by it: it is a companion.
         """
-        if self._draft_policy.takes_all or prices.decode_step_s == 0.0:
-            return self._choice_of(decoding, drafters, prices)
+        if self._draft_policy.takes_all or costs.decode_step_s == 0.0:
+            return self._choice_of(decoding, drafters, costs)
         asked: frozenset[Drafter] = frozenset()
-        plain_rate = prices.batch / prices.decode_step_s
-        best = _Choice([], asked, prices.token_prices[0][1], plain_rate)
+        plain_rate = costs.batch / costs.decode_step_s
+        best = _Choice([], asked, costs.token_costs[0][1], plain_rate)
         least = _MARGIN * plain_rate
         for drafter in sorted(
             drafters, key=lambda drafter: (drafter.latency(_COMPARED_TOKENS), drafter.id)
         ):
             asked |= {drafter}
-            if not self.budget.allows(prices.batch, asked):
+            if not self.budget.allows(costs.batch, asked):
                 continue
-            choice = self._choice_of(decoding, asked, prices)
+            choice = self._choice_of(decoding, asked, costs)
             if choice.rate > least:
                 best = choice
                 least = choice.rate
             elif best.drafters and choice.rate >= least:
-                alone = self._choice_of(decoding, frozenset([drafter]), prices)
+                alone = self._choice_of(decoding, frozenset([drafter]), costs)
                 if alone.rate > _MARGIN * plain_rate:
                     best = choice
         return best
 
     def _choice_of(
-        self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: Prices
+        self, decoding: list[Sequence], drafters: frozenset[Drafter], costs: StepCosts
     ) -> _Choice:
         """The drafts that are worth their places in a forward if these drafters draft."""
         accept_probs: list[float] = []
@@ -286,15 +286,17 @@ class Planner:
             if asked:
                 # Of several drafters, the drafter that most likely brings a right first token.
                 likeliest = max(asked, key=_first_token) if len(asked) > 1 else asked[0]
-                accept_probs += self._accept_probs(sequence, likeliest, prices)
+                accept_probs += self._accept_probs(sequence, likeliest, costs)
         accept_probs.sort()
-        choice = _Choice([], drafters, price_of_tokens(accept_probs, prices.token_prices))
-        drafts = [draft for sequence in decoding for draft in self._pick(sequence, choice, prices)]
-        rate, waits = self._goodput(drafts, choice.price, prices)
-        return _Choice(drafts, drafters, choice.price, rate, waits or self._draft_policy.takes_all)
+        choice = _Choice([], drafters, acceptance_threshold(accept_probs, costs.token_costs))
+        drafts = [draft for sequence in decoding for draft in self._pick(sequence, choice, costs)]
+        rate, waits = self._goodput(drafts, choice.threshold, costs)
+        return _Choice(
+            drafts, drafters, choice.threshold, rate, waits or self._draft_policy.takes_all
+        )
 
     def _accept_probs(
-        self, sequence: Sequence, assignment: Assignment, prices: Prices
+        self, sequence: Sequence, assignment: Assignment, costs: StepCosts
     ) -> list[float]:
         """For each token that could be drafted, the probability that it is committed.
 
@@ -304,16 +306,16 @@ class Planner:
         most = assignment.drafter.hello.max_draft_tokens
         if fixed is not None:
             return [1.0] * min(fixed, most)
-        return assignment.rate.survival[: min(prices.limit, most)]
+        return assignment.rate.cumulative[: min(costs.limit, most)]
 
-    def _pick(self, sequence: Sequence, choice: _Choice, prices: Prices) -> Drafts:
-        """The sequence's drafts that gain over their price, as the policy picks them."""
+    def _pick(self, sequence: Sequence, choice: _Choice, costs: StepCosts) -> Drafts:
+        """The sequence's drafts that gain over their cost, as the policy picks them."""
         offers: list[Offer] = []
         for assignment in sequence.assignments.values():
             if assignment.drafter in choice.drafters:
-                count = self._tokens_worth(sequence, assignment, choice.price, prices)
+                count = self._tokens_worth(sequence, assignment, choice.threshold, costs)
                 drafted, right = assignment.promise(count)
-                gain = right - drafted * choice.price
+                gain = right - drafted * choice.threshold
                 if count > 0 and gain > self._draft_policy.least_gain:
                     gain *= assignment.chance
                     offers.append((assignment.drafter.right_guesses, gain, assignment, count))
@@ -326,7 +328,7 @@ class Planner:
         reading: list[Sequence],
         unknown: frozenset[Drafter],
         choice: _Choice,
-        prices: Prices,
+        costs: StepCosts,
     ) -> Drafts:
         """Drafts of sequences whose prompt is not finished.
 
@@ -334,10 +336,10 @@ class Planner:
         decided yet, are taken as paying.
         """
         choice = choice._replace(drafters=choice.drafters | unknown)
-        return [draft for sequence in reading for draft in self._pick(sequence, choice, prices)]
+        return [draft for sequence in reading for draft in self._pick(sequence, choice, costs)]
 
     def _tokens_worth(
-        self, sequence: Sequence, assignment: Assignment, price: float, prices: Prices
+        self, sequence: Sequence, assignment: Assignment, threshold: float, costs: StepCosts
     ) -> int:
         """How many draft tokens of this drafter are worth their place in a step."""
         fixed = sequence.request.speculation.draft_tokens
@@ -345,19 +347,19 @@ class Planner:
         if fixed is not None:
             return min(fixed, most)
         if self._by_limit:
-            return min(prices.limit, most)
+            return min(costs.limit, most)
         # A drafter on the target's cores does not run ahead, so its drafting time is not hidden.
-        drafting_s = assignment.drafter.busy_s(1) / prices.batch
-        price += prices.rate * drafting_s
-        return assignment.rate.tokens_worth(price, min(prices.limit, most))
+        drafting_s = assignment.drafter.busy_s(1) / costs.batch
+        threshold += costs.rate * drafting_s
+        return assignment.rate.tokens_worth(threshold, min(costs.limit, most))
 
-    def _goodput(self, drafts: Drafts, price: float, prices: Prices) -> tuple[float, bool]:
+    def _goodput(self, drafts: Drafts, threshold: float, costs: StepCosts) -> tuple[float, bool]:
         """`goodput` of steps with these drafts; sequences without a draft decode plainly.
 
         The rate is 0 before anything was measured.
         """
-        batch = prices.batch
-        decode_step_s = prices.decode_step_s
+        batch = costs.batch
+        decode_step_s = costs.decode_step_s
         if decode_step_s == 0.0:
             return 0.0, True
         if not drafts:
@@ -372,7 +374,7 @@ class Planner:
             total += chance * drafted
             # A fixed-length draft gets no tree tokens.
             fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
-            if self._trees and not fixed and wants_tree(sequence, assignment, price):
+            if self._trees and not fixed and wants_tree(sequence, assignment, threshold):
                 # About one more token beside each token of the main path.
                 prob_wrong = 1.0 - assignment.rate.prob_all_accepted(count)
                 gained += chance * assignment.sibling_rates.added_tokens(prob_wrong)
@@ -402,7 +404,7 @@ def _insist(running: Collection[Sequence]) -> bool:
 
 def _first_token(assignment: Assignment) -> tuple[int, float]:
     """How likely asking brings a right first token; proven drafters come first."""
-    return assignment.drafter.right_guesses, assignment.chance * assignment.rate.survival[0]
+    return assignment.drafter.right_guesses, assignment.chance * assignment.rate.cumulative[0]
 
 
 def _drafters(sequences: list[Sequence]) -> frozenset[Drafter]:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from verifier_svc.policy.draft_policy import DraftPolicy
-from verifier_svc.policy.goodput import Prices, max_wait_s, steps_meanwhile
+from verifier_svc.policy.goodput import StepCosts, max_wait_s, steps_meanwhile
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 
@@ -37,7 +37,7 @@ _NOTHING = Pending(0, 1.0, [])
 def drafts_to_wait_for(
     decoding: list[Sequence],
     draft_tokens: dict[int, int],
-    prices: Prices,
+    costs: StepCosts,
     rate: float,
     now_s: float,
     policy: DraftPolicy,
@@ -48,7 +48,7 @@ def drafts_to_wait_for(
     tokens a second that the batch commits with the planned drafts. A policy may wait for every
     pending draft.
     """
-    late = _pending_drafts(decoding, draft_tokens, prices, rate, now_s, policy)
+    late = _pending_drafts(decoding, draft_tokens, costs, rate, now_s, policy)
     if policy.takes_all:
         everything = tuple([(sequence, assignment) for _, _, sequence, assignment in late])
         return everything, _LONGEST_WAIT_S
@@ -73,7 +73,7 @@ def drafts_to_wait_for(
 def _pending_drafts(
     decoding: list[Sequence],
     draft_tokens: dict[int, int],
-    prices: Prices,
+    costs: StepCosts,
     rate: float,
     now_s: float,
     policy: DraftPolicy,
@@ -93,9 +93,9 @@ def _pending_drafts(
             key=itemgetter(0),
         ):
             gain = (before, max(before, promised))
-            steps = steps_meanwhile(due_s, prices.decode_step_s)
+            steps = steps_meanwhile(due_s, costs.decode_step_s)
             prob = assignment.prob_all_accepted(pending.ready_tokens + steps, 1)
-            seconds = max_wait_s(gain, due_s, rate, prices.batch, prices.decode_step_s, prob)
+            seconds = max_wait_s(gain, due_s, rate, costs.batch, costs.decode_step_s, prob)
             late.append((due_s, assignment.answer_rate * seconds, sequence, assignment))
             before += assignment.answer_rate * (gain[1] - before)
     return late

@@ -42,12 +42,12 @@ class AcceptanceRate:
 
     __slots__ = (
         "_accepted",
+        "_cumulative",
         "_decay",
         "_expected",
         "_judged",
         "_prior",
         "_rates",
-        "_survival",
         "_valid",
         "version",
     )
@@ -71,7 +71,7 @@ class AcceptanceRate:
         # The lists below hold for this sum of versions, its own and the prior's.
         self._valid = -1
         self._rates: list[float] = []
-        self._survival: list[float] = []
+        self._cumulative: list[float] = []
         self._expected: list[float] = []
 
     def observe(self, drafted: int, accepted: int) -> None:
@@ -86,7 +86,7 @@ class AcceptanceRate:
         if accepted < known:
             judged[accepted] = judged[accepted] * decay + 1.0
             hits[accepted] *= decay
-        elif self._valid == self.version + self._prior.version and self._survival[-1] == 1.0:
+        elif self._valid == self.version + self._prior.version and self._cumulative[-1] == 1.0:
             return  # all rates are 1, and a draft that is right to its end leaves them so
         self.version += 1
 
@@ -98,11 +98,11 @@ class AcceptanceRate:
         return self._rates
 
     @property
-    def survival(self) -> list[float]:
+    def cumulative(self) -> list[float]:
         """Probability that at least 1, 2, … draft tokens are accepted."""
         if self._valid != self.version + self._prior.version:
             self._refresh()
-        return self._survival
+        return self._cumulative
 
     def _refresh(self) -> None:
         self._valid = self.version + self._prior.version
@@ -115,13 +115,13 @@ class AcceptanceRate:
         for i in range(len(rates), len(judged)):
             rates.append((accepted[i] + rates[-1] * _PRIOR_WEIGHT) / (judged[i] + _PRIOR_WEIGHT))
         self._rates = rates
-        self._survival = list(accumulate(rates, mul))
-        self._expected = list(accumulate(self._survival, initial=1.0))
+        self._cumulative = list(accumulate(rates, mul))
+        self._expected = list(accumulate(self._cumulative, initial=1.0))
 
     def expected_tokens(self, count: int) -> float:
         """Tokens that a step should commit with `count` draft tokens, the target's own included.
 
-        One plus the sum of the survival probabilities. With one rate a for all positions it is
+        One plus the sum of the cumulative acceptances. With one rate a for all positions it is
         (1 - a^(k+1)) / (1 - a) for k draft tokens (Leviathan et al. 2023, eq. 1).
         """
         if self._valid != self.version + self._prior.version:
@@ -138,17 +138,17 @@ class AcceptanceRate:
             return 1.0
         if self._valid != self.version + self._prior.version:
             self._refresh()
-        survival = self._survival
-        return survival[count - 1] if count < len(survival) else survival[-1]
+        cumulative = self._cumulative
+        return cumulative[count - 1] if count < len(cumulative) else cumulative[-1]
 
-    def tokens_worth(self, price: float, limit: int) -> int:
-        """How many draft tokens, at most `limit`, are accepted with at least probability `price`.
+    def tokens_worth(self, threshold: float, limit: int) -> int:
+        """How many draft tokens, at most `limit`, have a cumulative acceptance of `threshold`.
 
-        The probability falls with each position, so these are the first draft tokens.
+        It falls with each position, so these are the first draft tokens.
         """
         count = 0
-        for survives in self.survival[:limit]:
-            if survives < price:
+        for prob in self.cumulative[:limit]:
+            if prob < threshold:
                 break
             count += 1
         return count
@@ -191,7 +191,7 @@ class SiblingRates:
         """Expected tokens that a tree adds to a main path that is wrong with `prob_wrong`.
 
         Only the first token beside the path counts. Tokens after it would add more, but each has
-        its price too.
+        its cost too.
         """
         return prob_wrong * self.rescued_share
 

@@ -93,17 +93,17 @@ def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
 
 
 def observe_siblings(
-    sequence: Sequence, first: Assignment, committed: list[int], price: float
+    sequence: Sequence, first: Assignment, committed: list[int], threshold: float
 ) -> None:
     """Measure the siblings of the main guesses by the newly committed tokens.
 
     Call it before the tries' roots move. Guesses that no step verified count as well, so the
     measurements do not depend on what was verified. A wrong main guess of `first` counts as rescued
-    only by another guess of `first` that was worth `price`.
+    only by another guess of `first` that was worth `threshold`.
     """
     nodes = roots(sequence, first)
     on_main_path = True
-    survival = 1.0
+    cumulative = 1.0
     for depth, token in enumerate(committed):
         guesses = guesses_after(nodes)
         if not guesses:
@@ -121,9 +121,9 @@ def observe_siblings(
                 rates = guess.assignment.sibling_rates
                 if right and guess.assignment is first:
                     prob = min(rates.estimate(depth, guess.rank, claim), main_rate)
-                    rescued = survival * prob >= price
+                    rescued = cumulative * prob >= threshold
                 rates.observe(depth, guess.rank, claim, right)
-        survival *= main_rate
+        cumulative *= main_rate
         if on_main_path and token != guesses[0].token:
             first.sibling_rates.observe_wrong(rescued)
             on_main_path = False

@@ -162,8 +162,8 @@ class Assignment:
         """
         if self.lengths.prob_all_accepted(draft_tokens) == 1.0:
             return draft_tokens, self.rate.expected_tokens(draft_tokens) - 1.0
-        lengths = self.lengths.survival[:draft_tokens]
-        return sum(lengths), sum(map(mul, lengths, self.rate.survival))
+        lengths = self.lengths.cumulative[:draft_tokens]
+        return sum(lengths), sum(map(mul, lengths, self.rate.cumulative))
 
     def final_length(self, draft_tokens: int) -> tuple[int, int]:
         """How many tokens it was asked for and has offered, if it offers no more before a verdict.
