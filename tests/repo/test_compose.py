@@ -13,7 +13,7 @@ from drafter_svc.config import settings_schema
 from drafter_svc.families.registry import known_families
 from gateway.config import GatewaySettings
 from outrider.process.settings.config import Settings
-from verifier_svc.config import VerifierSettings
+from outrider_cli.verifier import OwnDraftersSettings
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 TEXT = (COMPOSE / "compose.yaml").read_text()
@@ -29,7 +29,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 """With the services that two-verifiers.yaml adds; it changes the gateway's environment alone."""
 SETTINGS: dict[str, list[type[Settings]]] = {
-    "VERIFIER": [VerifierSettings],
+    "VERIFIER": [OwnDraftersSettings],
     "DRAFTER": [settings_schema(family) for family in known_families()],
     "GATEWAY": [GatewaySettings],
 }
@@ -101,7 +101,7 @@ def test_every_long_lived_service_has_a_memory_limit_and_restarts(name: str) -> 
 def test_compose_waits_longer_than_any_process_drains() -> None:
     drains = [
         schema.model_fields["drain_seconds"].default
-        for schema in (VerifierSettings, GatewaySettings)
+        for schema in (OwnDraftersSettings, GatewaySettings)
     ]
     for service in (*SERVICES.values(), *STACK.values()):
         assert float(service["stop_grace_period"].removesuffix("s")) > max(drains)
@@ -220,9 +220,9 @@ def test_swarm_ends_no_container_that_waits_for_verifiers(name: str) -> None:
 @pytest.mark.parametrize(
     ("target", "is_there", "started"),
     [
-        ("grown/target-154m", False, ["outrider_bench.grow", "verifier_svc"]),
-        ("grown/target-154m", True, ["verifier_svc"]),
-        ("models/llama-8b", False, ["verifier_svc"]),
+        ("grown/target-154m", False, ["outrider_bench.grow", "outrider_cli.verifier"]),
+        ("grown/target-154m", True, ["outrider_cli.verifier"]),
+        ("models/llama-8b", False, ["outrider_cli.verifier"]),
     ],
 )
 def test_a_verifier_makes_the_default_target_once(

@@ -32,6 +32,7 @@ WITHOUT_MODELS = [
     "gateway.__main__",
     "gateway.http.openai.routes",
     "drafter_svc.__main__",
+    "outrider_cli.verifier",
     "verifier_svc.__main__",
     "drafter_svc.families.ngram",
     "drafter_svc.families.model",
