@@ -90,10 +90,11 @@ sys.exit(import_module(f"outrider_bench.commands.{sys.argv[1]}").main(sys.argv[2
 case "$step" in
 first)
   nvidia-smi || true
+  # No part may cost the parts after it.
   "$0" grow > "$OUT/grow.txt" 2>&1 &
-  timeout 80 "$0" test -k "split_into_parts or graphs or join or one_wait" || true
-  python3 -m outrider_bench.gpu steps "$OUT" --short --seconds 100
+  timeout 80 "$0" test -k "on_a_gpu or split_into_parts or bits_of_torchs" || true
   wait
+  "$0" steps --short --seconds 100 || true
   PART=first USE='[head], [inside]' BATCH='1, 8' MOST_SECONDS=200 "$0" stack
   python3 -m outrider_bench.gpu decisions "$OUT"
   exit
@@ -144,9 +145,9 @@ stack)
   mkdir -p "$runs"
   keep() { tar -czf "$OUT/runs.part" -C "$runs" . && mv "$OUT/runs.part" "$OUT/runs.tgz"; }
   # A killed step keeps all but its last ten seconds.
-  (while sleep 10; do keep; done) > /dev/null 2>&1 &
+  (while sleep 10; do keep || true; done) > /dev/null 2>&1 &
   keeper=$!
-  trap 'kill "$keeper"; keep; stop_sharing' EXIT
+  trap 'kill "$keeper" || true; keep || true; stop_sharing' EXIT
   export -f experiment
   timeout --signal=INT "${MOST_SECONDS:-480}" bash -c 'experiment "$@"' - \
     run "$file" --out "$runs" "$@" || echo "$step: ended with status $?"

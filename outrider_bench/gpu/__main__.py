@@ -37,7 +37,7 @@ def main() -> None:
 
         print(decisions(chosen.directory))
     else:
-        print("steps: estimated 7 minutes on a GPU", flush=True)
+        print(f"steps: estimated {2 if chosen.short else 7} minutes on a GPU", flush=True)
         _measure(chosen.directory / "lines.jsonl", chosen.seconds, short=chosen.short)
 
 

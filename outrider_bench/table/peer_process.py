@@ -54,7 +54,7 @@ async def line_peer(
         async def line() -> bytes:
             """The peer's next line; raises PeerDied with its last words if it died."""
             read = await receive.readline()
-            if not read:
+            if not read.endswith(b"\n"):
                 errors.seek(0)
                 raise PeerDied(f"{' '.join(command[:3])} died: {_tail(errors.read())}")
             return read

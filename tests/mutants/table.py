@@ -66,8 +66,8 @@ MUTANTS = (
         "A9",
         "noise depends on the place in the batch",
         ROWS,
-        "offsets: np.ndarray = np.arange(len(first_R)) - first_R",
-        "offsets: np.ndarray = np.arange(len(first_R))",
+        "depths: np.ndarray = np.arange(len(first_R)) - first_R",
+        "depths: np.ndarray = np.arange(len(first_R))",
         IN_ANY_BATCH,
     ),
     Mutant(

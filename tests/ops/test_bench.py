@@ -12,7 +12,7 @@ from outrider_bench.commands import bench
 from outrider_bench.experiment.report.results import Spread
 from outrider_bench.experiment.spec import load
 from outrider_bench.raw_client import FailedAnswer, stream
-from outrider_bench.table.peer_process import line_peer
+from outrider_bench.table.peer_process import PeerDied, line_peer
 
 EXPERIMENTS = Path(__file__).parents[2] / "bench/experiments"
 
@@ -23,7 +23,14 @@ async def test_a_peer_that_dies_raises_an_error_with_its_last_line() -> None:
     code = "; ".join(["import sys", *turns, "sys.exit('out of cake')"])
     async with line_peer(sys.executable, "-c", code) as ask:
         assert await ask({}) == {"tokens": 6}
-        with pytest.raises(RuntimeError, match="out of cake"):
+        with pytest.raises(PeerDied, match="out of cake"):
+            await ask({})
+
+
+async def test_a_peer_that_dies_within_a_line_has_died_as_well() -> None:
+    code = "print('ready', flush=True); input(); print('{\"tok', end='', flush=True)"
+    async with line_peer(sys.executable, "-c", code) as ask:
+        with pytest.raises(PeerDied):
             await ask({})
 
 

@@ -89,6 +89,14 @@ def test_a_figure_of_the_stack_decides_by_its_bar(
     assert "| plain, beside head | 1 | – | 170 tokens/s | 5.90 ms | 0.10 ms | – |" in lines
 
 
+def test_every_word_by_which_a_call_chooses_tests_finds_some() -> None:
+    [words] = re.findall(r'"\$0" test -k "(.*)"', SCRIPT.read_text())
+    step = [path for path in (ROOT / "tests/lm").glob("test_*.py") if "cuda" in path.read_text()]
+    names = re.findall(r"def (test_\w+)", "".join(path.read_text() for path in step))
+    for word in words.split(" or "):
+        assert [name for name in names if word in name], word
+
+
 def test_a_line_is_on_the_disk_before_the_next_figure(tmp_path: Path) -> None:
     lines = Lines(tmp_path / "lines.jsonl", "steps", 0.0)
     lines.say("target", ms=1.5)

@@ -267,3 +267,23 @@ def test_synthetic_drafts_are_accepted_up_to_each_position_at_its_rate() -> None
         reached = sum([result.accepted_count > position for result in found]) / count
         assert reached == pytest.approx(rate, abs=0.035)
     assert {result.next_token for result in found} == {3}
+
+
+def test_synthetic_rates_of_a_tree_are_those_of_its_main_path() -> None:
+    count = 4000
+    # The second guess of the path is row 3: the first guess has a sibling.
+    parents = [0, 0, 1]
+    drafts = [
+        Draft(
+            Context(SamplingParams(0.0), [1], 1, [2, 2, 2], frozenset(), parents=parents),
+            seed,
+            AcceptanceRule.SYNTHETIC,
+        )
+        for seed in range(count)
+    ]
+    logits_RV = torch.zeros(count * 4, 4)
+    logits_RV[:, 3] = 1.0
+    found = accept(logits_RV, drafts, (0.8, 0.4, 0.0))
+    for length, rate in enumerate((0.8, 0.4), 1):
+        reached = sum([result.accepted_count >= length for result in found]) / count
+        assert reached == pytest.approx(rate, abs=0.035)

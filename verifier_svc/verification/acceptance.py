@@ -68,7 +68,7 @@ class Acceptance:
         if needs_probs:
             self._draws = _Draws(self._rows, staging)
         if synthetic_rates:
-            positions_R = np.minimum(self._rows.offsets, len(synthetic_rates) - 1)
+            positions_R = np.minimum(self._rows.depths, len(synthetic_rates) - 1)
             chances_R = _chances(synthetic_rates)[positions_R]
             self._synthetic_R = staging.add(self._rows.uniform(Purpose.ACCEPT) < chances_R)
 

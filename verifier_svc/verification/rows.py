@@ -74,23 +74,22 @@ class Rows:
         return found
 
     @cached_property
-    def offsets(self) -> np.ndarray:
-        """How many rows of the same sequence come before each row; [R]."""
+    def depths(self) -> np.ndarray:
+        """How many draft tokens lie before each row's token, on the row's own path; [R]."""
         first_R: np.ndarray = np.repeat(self._first_B, self._counts_B)
-        offsets: np.ndarray = np.arange(len(first_R)) - first_R
-        return offsets
+        depths: np.ndarray = np.arange(len(first_R)) - first_R
+        for b, draft in self._trees:
+            first = self._first_B[b]
+            depths[first : first + draft.context.row_count] = draft.context.depths
+        return depths
 
     @cached_property
     def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
         """Each row's seed, and the position of its token; [R] each."""
         seeds_B = np.array([draft.seed for draft in self.drafts], np.uint64)
         seeds: np.ndarray = np.repeat(seeds_B, self._counts_B)
-        offsets = self.offsets.copy()
-        for b, draft in self._trees:
-            first = self._first_B[b]
-            offsets[first : first + draft.context.row_count] = draft.context.depths
         lengths_B = [len(draft.context.tokens) for draft in self.drafts]
-        return seeds, np.repeat(lengths_B, self._counts_B) + offsets
+        return seeds, np.repeat(lengths_B, self._counts_B) + self.depths
 
     def uniform(self, purpose: Purpose) -> np.ndarray:
         """Each row's random number for the purpose, float64 [R].
