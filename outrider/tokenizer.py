@@ -36,8 +36,8 @@ def model_file(model: str, name: str) -> Path | None:
 
     `model` is a directory, a GGUF file or a Hugging Face hub id. Without the hub, a model whose
     config.json is cached has the files that are cached too. Raises OutriderError(MODEL_NOT_FOUND)
-    when it is neither of the first two and the hub has no such model, neither cached nor online;
-    and what `outrider.gguf.unpacked` raises.
+    if `model` is no directory, no GGUF file and no model of the hub, cached or online; and what
+    `outrider.gguf.unpacked` raises.
     """
     directory = Path(pretrained(model))
     if directory.is_dir():

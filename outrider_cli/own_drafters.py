@@ -67,7 +67,7 @@ async def load_drafters(
 
 
 def _name(family: str, number: int) -> str:
-    """The name of the process's drafter of this number, which says where it is."""
+    """The id of this process's drafter `number`, from its family, host and process id."""
     name = f"{find_family(family).name}-{platform.node()}-{os.getpid()}"
     return name if number == 1 else f"{name}-{number}"
 

@@ -115,9 +115,9 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     may read any."""
 
     feature_projection: list[str] = Field(default=[])
-    """Directories of heads whose drafters this verifier saves bytes: it applies the head's first
-    matrix to the hidden states before it sends them, in a third to a fifth of the bytes. It costs
-    the target's device that product for each token. On a GPU, `feature_states` need not name the
+    """Directories of heads whose first matrix this verifier applies to the hidden states before it
+    sends them. They then take a third to a fifth of the bytes. The target's device computes that
+    product for each token. On a GPU, `feature_states` need not name the
     states of these heads."""
 
     threads: int | None = Field(None, ge=1)
@@ -162,9 +162,9 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     the largest step. Drafters on the same GPU need the rest. Unused with `page_count`."""
 
     synthetic_acceptance_rates: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[])
-    """For benchmarks only: ignore the target, and accept drafts up to each position at these rates,
-    which may not rise. Positions after the last one go on at the ratio of the last two; a single
-    rate holds for each token. Every response is marked."""
+    """For benchmarks only: ignore the target. Rate i is the probability that the first i tokens of
+    a draft are accepted; rates may not rise. Later positions go on at the ratio of the last two
+    rates, so a single rate holds for each token. Every response is marked."""
 
     drain_seconds: float = Field(10.0, ge=0)
     """Longest time for running requests to finish after SIGTERM."""

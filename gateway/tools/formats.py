@@ -41,7 +41,7 @@ class ToolFormat:
     """A model may write any of these. They begin alike."""
     style: Style = "json"
     sections: tuple[tuple[str, str], ...] = ()
-    """The texts around all calls together, any of these pairs; none for no such texts."""
+    """Pairs of texts that may enclose all calls together; empty if the format has none."""
     separator: str = "\n"
     """The text between two calls."""
     thought: Thought | None = None
@@ -67,7 +67,7 @@ class ToolFormat:
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All texts of the format."""
+        """All marker texts of the format."""
         of_calls = [text for marks in self.calls for text in (marks.begin, marks.end)]
         of_sections = [text for pair in self.sections for text in pair]
         tags = TAGS.get(self.style)

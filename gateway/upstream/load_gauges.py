@@ -1,6 +1,6 @@
 """The load of a model's verifiers under vLLM's names, for endpoint pickers and autoscalers.
 
-These read them at the server that has OpenAI's API, which is the gateway.
+Pickers and autoscalers read them from the server with OpenAI's API: the gateway.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which replica was last sent which beginnings of prompts: its prefix cache probably has them.
 
-Knows nothing of requests and of replicas beyond their addresses.
+It knows replicas by their addresses alone, and knows no requests.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Pick(NamedTuple):
     def busyness(self) -> tuple[bool, float]:
         """Whether the replica's queue is full, and its load.
 
-        The load is its sequences for each that fits at once, or its sequences alone if the verifier
-        does not report its load.
+        The load is the number of its sequences, divided by the number that fits at once. If the
+        verifier does not report its load, it is the number of sequences.
         """
         own = self.replica.own_count
         load = self.info.load
@@ -279,7 +279,7 @@ class Router:
     def _holder(self, picks: Sequence[Pick], prefixes: Sequence[bytes]) -> Pick | None:
         """The replica that was sent the longest of the prefixes, and has its share of load at most.
 
-        None if no such replica was sent any of them.
+        None if no replica was sent any of them, or each that was has more than its share.
         """
         loads = {pick.replica.address: (pick, *pick.busyness()) for pick in picks}
         most = _MOST_LOAD * sum(load for _, _, load in loads.values()) / len(loads) + _SPARE_LOAD

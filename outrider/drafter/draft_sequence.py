@@ -61,7 +61,7 @@ class DraftSequence:
 
     @property
     def tree_room(self) -> int:
-        """How many more tokens branches may have that the verifier's coming steps can verify.
+        """How many more tokens in branches the verifier's coming steps can verify.
 
         The chain may have guesses for several steps, and each step can use `tree_tokens`. 0 if the
         verifier verifies chains alone, and wherever `branch_room` is 0.

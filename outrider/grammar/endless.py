@@ -38,7 +38,7 @@ class _Finite:
         self._find = find
 
     def note(self, schema: Mapping[str, Any]) -> bool:
-        """Whether a schema is known to be finite, now or from now on."""
+        """Note a schema as finite if its parts are; returns whether it is known to be finite."""
         if self._parts(schema) and self._own(schema):
             self._known.add(id(schema))
         return id(schema) in self._known

@@ -40,7 +40,7 @@ def check_object(schema: Json, refused: Callable[[str], OutriderError]) -> None:
 
 
 def text_terminal(branch: Json) -> str:
-    """A terminal of the texts of a schema without alternatives; "" for none."""
+    """A terminal for the texts of a schema without alternatives; "" if it allows no text."""
     if "string" not in types_of(branch):
         return ""
     # Translated patterns have an anchor at either end, and match the whole text.

@@ -56,9 +56,9 @@ class TargetWeights:
 class HeadSequence:
     """The state that a head keeps for one sequence.
 
-    `tokens` are all committed tokens. `origin` is the token of the head's first row: above 0 where
-    features before it never came. `salt` keeps pages from being shared with other tenants' texts;
-    None shares nothing.
+    `tokens` are all committed tokens. `origin` is the position of the first token that the head
+    read: above 0 if earlier features never came. `salt` keeps pages from being shared with other
+    tenants' texts; None shares nothing.
     """
 
     tokens: list[int]

@@ -68,7 +68,7 @@ class Served(BaseModel):
     way: str
     batch: int = Field(ge=1)
     tokens_per_s: float = Field(gt=0)
-    """Of the load itself, which predictions of it can be compared with."""
+    """Of the calibration's own load, to compare predictions with."""
     client_s: float = Field(ge=0)
     """From a client to the verifier, and the same back: half of the first token's time outside the
     verifier."""

@@ -54,7 +54,7 @@ def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prom
 
 
 def turns(settings: TableSettings, kinds: Mapping[str, Sequence[object]]) -> Iterator[Turn]:
-    """All turns in order: each cell has some of every kind early, if time runs out."""
+    """All turns in order. Each cell gets some of every kind early, in case time runs out."""
     for number in range(settings.rounds):
         for batch in settings.batches:
             for temperature in settings.temperatures:

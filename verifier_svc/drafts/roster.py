@@ -168,7 +168,7 @@ class Roster:
         """Raises OutriderError(DRAFTER_NOT_FOUND) if the options name no drafter's id or family.
 
         Drafters that were lost a short while ago count. Options without a name pass. The error
-        names no drafter of others: any tenant may see it.
+        does not name other drafters, because any tenant may see it.
         """
         known = [*self.connected.values(), *self._missed()]
         field = "speculation.drafter_id"

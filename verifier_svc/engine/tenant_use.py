@@ -50,7 +50,7 @@ class TenantUse:
         self._epoch = now
 
     def light(self, tenants: Collection[str]) -> frozenset[str]:
-        """The tenants that have used much less than an equal share of what all of these used."""
+        """The tenants that have used much less than the average of these tenants."""
         if len(tenants) < 2:
             return frozenset()
         used = {tenant: self._used.get(tenant, 0.0) for tenant in tenants}

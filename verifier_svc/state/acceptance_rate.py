@@ -132,7 +132,7 @@ class AcceptanceRate:
     def prob_all_accepted(self, count: int) -> float:
         """Probability that the first `count` draft tokens are all accepted.
 
-        Beyond the known positions, it is the probability for all known positions.
+        For a longer draft, it is that of all known positions.
         """
         if count == 0:
             return 1.0

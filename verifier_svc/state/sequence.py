@@ -158,7 +158,7 @@ class Assignment:
     def promise(self, draft_tokens: int) -> tuple[float, float]:
         """Tokens that a draft should have if it is asked for `draft_tokens`, and the right ones.
 
-        A drafter of few sure tokens promises no more than these, however sure they are.
+        A drafter that sends few tokens is credited with few, even if they are nearly always right.
         """
         if self.lengths.prob_all_accepted(draft_tokens) == 1.0:
             return draft_tokens, self.rate.expected_tokens(draft_tokens) - 1.0

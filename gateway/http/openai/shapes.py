@@ -151,7 +151,7 @@ class ResponseShape(ABC):
         return self._answer(self.chunk_object, [choice])
 
     def usage_chunk(self, usage: Json) -> Json:
-        """The last chunk of a stream with usage."""
+        """A stream's last chunk, which holds the usage."""
         return self._answer(self.chunk_object, []) | {"usage": usage}
 
     @abstractmethod

@@ -81,7 +81,7 @@ def add_kept_routes(router: APIRouter, store: ResponseStore) -> None:
 
     @router.delete(path, responses=json_responses(401, 404))
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Keep a response no longer."""
+        """Delete a kept response."""
         if not store.remove(identity_of(request).tenant, response_id):
             raise _no_response(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})

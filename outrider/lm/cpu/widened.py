@@ -47,7 +47,7 @@ class _Widened(torch.nn.Module):
         self._layer = layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Widen some rows of the weight after the other."""
+        """Widen the weight in blocks of rows, one block after another."""
         weight = self._layer.weight
         products = [linear(x, rows.float()) for rows in torch.split(weight, _ROWS)]
         out = torch.cat(products, -1)

@@ -149,7 +149,7 @@ class RedisServer:
 def _parsed(url: str) -> dict[str, Any]:
     """redis-py's arguments for a URL.
 
-    Raises OutriderError(INVALID_VALUE) for any other text, and for options but those of TLS.
+    Raises OutriderError(INVALID_VALUE) if the text is no such URL, or has options other than TLS's.
     """
     try:
         parts, parsed = urlsplit(url), dict(parse_url(url))
