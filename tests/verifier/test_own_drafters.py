@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from drafter_svc.families import head_worker
 from drafter_svc.families.forwards import Forwards
 from outrider.errors import OutriderError
+from outrider.lm import streams
 from outrider.lm.runner import ModelRunner
 from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
 from outrider_cli.drafter_spec import DrafterSpec
-from outrider_cli.own_drafters import load_drafters
+from outrider_cli.own_drafters import _beside_others, load_drafters
 from tests.stack import Client
 from tests.waiting import until
 from verifier_svc.config import VerifierSettings
@@ -142,3 +144,31 @@ async def test_a_draft_model_changes_no_text_also_when_it_fails_or_hangs(
             goes_on.set()
         assert await text(address, ALWAYS) == plain
         assert not serving.done()
+
+
+async def test_each_drafter_has_a_stream_on_the_thread_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[str] = []
+
+    def note(device: torch.device) -> None:
+        found.append(threading.current_thread().name.rpartition("_")[0])
+
+    monkeypatch.setattr(streams, "use_own_stream", note)
+    monkeypatch.setattr(head_worker, "use_own_stream", note)
+    settings = VerifierSettings(target=TARGET, device="cpu", dtype="float32")
+    texts = [f"model={DRAFT},page-count=8", f"head={ROOT / 'models/heads/mtp'},page-count=8"]
+    specs = [DrafterSpec.parse(text) for text in texts]
+    own = await load_drafters(specs, settings, VerifierMetrics("target"))
+    assert found == ["draft-model", "head"]
+    assert len({each.name for each in own}) == 2
+
+
+def test_a_drafters_share_of_a_gpu_is_beside_what_the_process_has_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
+    assert _beside_others(0.1, torch.device("cuda", 0)) == pytest.approx(0.3)
+    assert _beside_others(0.9, torch.device("cuda", 0)) == 1.0
+    assert _beside_others(0.1, torch.device("cpu")) == 0.1
