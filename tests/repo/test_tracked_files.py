@@ -1,9 +1,8 @@
-"""The repository has no large files but the bundled models, and test files have unique names."""
+"""The repository has no large files but the bundled models."""
 
 from __future__ import annotations
 
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +27,3 @@ def test_only_the_bundled_models_are_large() -> None:
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     paths = [path for path in listed.split("\0") if path and (ROOT / path).is_file()]
     assert {path for path in paths if (ROOT / path).stat().st_size > MOST_BYTES} == LARGE
-
-
-def test_test_files_have_names_of_their_own() -> None:
-    """pytest imports tests by the files' names, without their folders."""
-    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
-    counts = Counter(name for name in names if name not in ("conftest.py", "__init__.py"))
-    assert [name for name, count in counts.items() if count > 1] == []
