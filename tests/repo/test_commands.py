@@ -45,6 +45,8 @@ CURLS = {"cacert", "data-binary", "protocol", "schema"}
 """Flags of `curl` and `buf curl` that the pages name."""
 PIPS = {"deps"}
 """Flags of `pip` that the pages name, without "no-"."""
+HUBS = {"local-dir"}
+"""Flags of `hf download`."""
 
 
 @cache
@@ -126,7 +128,7 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
         "transcript",
     }
     ours = setting_flags() | others | CERTS | EXPERIMENTS | CHAOS | SIMULATE
-    assert named <= ours | CLIENTS | DOCKERS | CI_UP | CURLS | NUMACTL | PIPS
+    assert named <= ours | CLIENTS | DOCKERS | CI_UP | CURLS | NUMACTL | PIPS | HUBS
 
 
 HELP = """
