@@ -41,9 +41,8 @@ _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"
 _EARLY_S = 0.1
 
 # How long a client may leave an answer unread once the buffers are full. Meanwhile the answer has
-# no part in the verifier's steps, and no place in the admission; then it ends with slow_reader. A
-# client that still reads now and then loses nothing, and a client that is gone frees its buffers
-# soon.
+# no part in the verifier's steps, and no slot; then it ends with slow_reader. A client that still
+# reads now and then loses nothing, and a client that is gone frees its buffers soon.
 _UNREAD_S = 60.0
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
@@ -157,7 +156,7 @@ class _Sequence:
         self._admitted = admitted
         self._prefixes = prefixes
         self._left = False
-        # Whether it has no place in the admission, because the verifier does nothing for it.
+        # Whether it has no slot, because the verifier does nothing for it.
         self._is_unread = False
         self._builder: DeltaBuilder | None = None
         # Every replica draws with it if the request has no seed.
@@ -272,10 +271,10 @@ class _Sequence:
             span.end()
 
     def _set_unread(self, is_unread: bool) -> None:
-        """Give the place in the admission back while the verifier has nothing to do.
+        """Give the slot back while the verifier has nothing to do.
 
         So it is while the client does not read, and once the verifier has ended its answer. A
-        client that reads none of it cannot keep the place.
+        client that reads none of it cannot keep the slot.
         """
         if is_unread == self._is_unread:
             return

@@ -76,7 +76,7 @@ class TextCall(ABC):
 
     @abstractmethod
     def release_slots(self) -> None:
-        """Give back the place that the request has held since it came, if it holds any."""
+        """Give back the slots that the request has held since it came, if it holds any."""
 
     @abstractmethod
     def responding(self, span: Span) -> AbstractContextManager[None]:

@@ -52,7 +52,7 @@ class RoundGraphs:
             for batch in reversed(_BATCHES):
                 for choices in widths:
                     if choices == 1 or choices >= WIDTH:
-                        self._capture(_Size(model, table, batch, choices), capture)
+                        self._capture(model, table, (batch, choices), capture)
         except torch.AcceleratorError:
             raise  # this process cannot use the device again
         except RuntimeError as cause:
@@ -60,14 +60,21 @@ class RoundGraphs:
         else:
             log.info("captured %d CUDA graphs of the head", self.count)
 
-    def _capture(self, size: _Size, capture: graphs.CaptureGraph) -> None:
-        """Capture a size; log a warning instead if memory does not suffice."""
+    def _capture(
+        self,
+        model: AutoregressiveModel,
+        table: BlockTable,
+        key: tuple[int, int],
+        capture: graphs.CaptureGraph,
+    ) -> None:
+        """Capture the size `key`; log a warning instead if memory does not suffice."""
         try:
+            size = _Size(model, table, *key)
             size.capture(capture)
         except torch.OutOfMemoryError as cause:
-            log.warning("no CUDA graphs of the head for %d sequences: %s", size.key[0], cause)
+            log.warning("no CUDA graphs of the head for %d sequences: %s", key[0], cause)
         else:
-            self._sizes[size.key] = size
+            self._sizes[key] = size
 
     @property
     def count(self) -> int:
@@ -107,7 +114,6 @@ class _Size:
         self, model: AutoregressiveModel, table: BlockTable, batch: int, choices: int
     ) -> None:
         self._model = model
-        self.key = batch, choices
         self._rows = 1 if choices == 1 else WIDTH
         self._inputs = Inputs(Bucket(batch, batch * self._rows, self._rows), table)
         self._inputs.write([])

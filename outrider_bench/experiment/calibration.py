@@ -42,7 +42,7 @@ class Step(BaseModel):
 
     forward_s: float = Field(gt=0)
     before_s: float = Field(ge=0)
-    """The host's work before the forward."""
+    """The host's work before the forward, and its layout, for which a GPU does not wait."""
     after_s: float = Field(ge=0)
     """The host's work after the forward."""
     wait_s: float = Field(ge=0)

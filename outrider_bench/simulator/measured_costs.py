@@ -21,7 +21,7 @@ from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.pools.memory import NgramOptions
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider.protocol.draft_messages import Opened, Verdict, Window
 from outrider.protocol.messages import DraftDistribution, SamplingParams
 from outrider_bench.experiment.machine import processor_name
@@ -64,7 +64,7 @@ def measure(
     on two cores.
     """
     sequences = sequences_up_to(most_sequences)
-    target = ModelRunner.load(str(target_path), dtype=dtype, threads=threads)
+    target = _served(target_path, dtype, "auto", threads, sequences)
     forwards = _forwards(target, sequences)
     step_s, token_s = _prompts(target, forwards[0].seconds)
     host_step_s, host_sequence_s = _host()
@@ -87,6 +87,14 @@ def measure(
         host_sequence_s=host_sequence_s,
         drafting=drafting,
     )
+
+
+def _served(path: Path, dtype: str, device: str, threads: int, sequences: list[int]) -> ModelRunner:
+    """A model as a service loads it: on a GPU with the graphs of all forwards to measure."""
+    bounds = Bounds(max(sequences), max(_TOKENS), _MAX_TOKENS)
+    runner = ModelRunner.load(str(path), dtype=dtype, device=device, threads=threads, bounds=bounds)
+    runner.capture(bounds)
+    return runner
 
 
 def sequences_up_to(most: int) -> list[int]:
@@ -117,7 +125,7 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
 def _draft_cost(
     path: Path, dtype: str, device: str, threads: int, sequences: list[int]
 ) -> DraftingCost:
-    draft = ModelRunner.load(str(path), dtype=dtype, device=device, threads=threads)
+    draft = _served(path, dtype, device, threads, sequences)
     token_s = _in_rounds(sequences, lambda count: _draft_s(draft, count))
     run_s: dict[int, float] = {}
     if draft.continues:

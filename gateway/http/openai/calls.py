@@ -64,7 +64,7 @@ class HttpCall(TextCall, Generic[_Body]):
         return Demand(self.prompt_count, n, timeout)
 
     def release_slots(self) -> None:
-        """Give back the place that the request took when its headers came."""
+        """Give back the slots that the request took when its headers came."""
         admitted_request(self.request).release_slots()
 
     @contextmanager
