@@ -310,7 +310,7 @@ class HeadWorker:
         return offers
 
     def _extend(self, news: list[tuple[HeadDraft, News]]) -> None:
-        """Read what is new of some drafts; those without pages begin anew with later features."""
+        """Read new tokens and features; a draft without pages begins anew with later features."""
         batch = []
         for draft, new in news:
             if draft.read is None:

@@ -182,7 +182,7 @@ class GrammarCompiler:
 
 
 def _check_texts(own: Worker, grammar: Grammar) -> None:
-    """Have random texts of a compiled grammar checked, within a time of their own."""
+    """Have the worker check random texts of a compiled grammar, for at most GUARD_SECONDS."""
     with suppress(OutOfTime):
         worker.raise_from(own.call(worker.texts_request_for(grammar), GUARD_SECONDS))
 

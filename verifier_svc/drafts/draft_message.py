@@ -183,8 +183,8 @@ def _record_tree(
 ) -> None:
     """As `record_draft`, for a draft with branches or of several drafters.
 
-    The rate of an assignment is that of its main guesses alone. The commit measures the guesses
-    beside them, verified or not, see `observe_siblings`.
+    The rate of an assignment counts its main guesses alone. `observe_siblings` measures the other
+    guesses by the committed tokens, whether a step verified them or not.
     """
     own_id = assignment.drafter.id
     assignment.observe_acceptance(*main_path_outcome(draft, own_id, rows))

@@ -108,7 +108,7 @@ class FeatureSender:
     ) -> None:
         """Take the features of the last forward, before its tokens are committed.
 
-        `found` has each sequence's result, as the commit gets it.
+        `found` has the result of each sequence, the same that is committed afterwards.
         """
         if not self._has_readers:
             return

@@ -96,7 +96,7 @@ class Drafter:
     on_target_device: bool = False
     """Whether it computes on the GPU, or on cores, that the target computes on."""
     busy_until: float = 0.0
-    """When it should have filled its windows (seconds)."""
+    """Until when it is expected to draft, to fill all windows that it was told (seconds)."""
     draining: bool = False
     # One more than it was told for, so that an id that was never opened gets its own error.
     proposals_left: int = 1

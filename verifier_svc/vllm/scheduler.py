@@ -196,7 +196,7 @@ def _generates(request: Request) -> bool:
 
 
 def _decodes(request: Request) -> bool:
-    """Whether the next step computes one token of a request, and then draws."""
+    """Whether the next step computes one token of a request and samples the token after it."""
     return bool(
         request.num_tokens - request.num_computed_tokens == 1
         and not request.is_prefill_chunk

@@ -221,7 +221,8 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
 def _prompt_alternatives(body: GenerationBody) -> int | None:
     """The same, unchecked.
 
-    An echo has as many as the generated tokens unless `prompt_logprobs` says otherwise.
+    With `echo`, the prompt's tokens have as many as generated tokens, unless `prompt_logprobs` is
+    given.
     """
     if body.prompt_logprobs is None and isinstance(body, CompletionBody) and body.echo:
         return body.logprobs
