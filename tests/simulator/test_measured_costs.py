@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from outrider.lm.runner import Bounds
 from outrider_bench.simulator import measured_costs
 from outrider_bench.simulator.costs import DraftingCost, Forward
 
@@ -45,7 +46,8 @@ def test_a_draft_model_is_measured_on_the_cpu_and_on_the_targets_gpu(
         asked.append((device, threads))
         return DraftingCost(round_s=0.0, token_s={1: 0.001 * len(asked)})
 
-    target = SimpleNamespace(device=device, dtype="bfloat16")
+    captured: list[Bounds] = []
+    target = SimpleNamespace(device=device, dtype="bfloat16", capture=captured.append)
     forward = Forward(sequences=1, tokens=1, seconds=0.01)
     for name, value in {
         "_forwards": lambda *_: [forward],
@@ -60,3 +62,5 @@ def test_a_draft_model_is_measured_on_the_cpu_and_on_the_targets_gpu(
     places = [("model", "cpu", 1), ("model-72", "cpu", 72), *on_gpu]
     assert [*table.drafting] == ["ngram", *(name for name, *_ in places)]
     assert asked == [(where, threads) for _, where, threads in places]
+    [bounds] = captured
+    assert bounds.sequences == 128
