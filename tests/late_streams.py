@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -29,6 +30,11 @@ class _Event:
     def set(self) -> bool:
         self.done = True
         return True
+
+
+def _overwrite(tensor: torch.Tensor) -> bool:
+    tensor.fill_(-1)
+    return True
 
 
 class LateStream:
@@ -109,7 +115,7 @@ class LateStreams(TorchDispatchMode):
         """
         for address, (tensor, name) in self._makers.items():
             if name == maker and reader not in self._readers.get(address, ()):
-                self._all[maker].queue.append(lambda tensor=tensor: [tensor.fill_(-1)] != [])
+                self._all[maker].queue.append(partial(_overwrite, tensor))
 
     def run(self, most: int = 10**9) -> None:
         """Run what is queued: at most so many steps, each of a stream that need not wait."""

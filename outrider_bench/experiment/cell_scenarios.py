@@ -88,7 +88,9 @@ def cost_of(drafter: Drafter, cores: list[int]) -> str:
         return drafter.cost
     if drafter.family != "model":
         return drafter.family
-    return way_of("model", drafter.threads or len(_cores(drafter.cores, cores)))
+    # In the verifier's process it computes on one.
+    threads = 1 if drafter.in_process else len(_cores(drafter.cores, cores))
+    return way_of("model", drafter.threads or threads)
 
 
 def _cores(text: str | None, all_cores: list[int]) -> list[int]:

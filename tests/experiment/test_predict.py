@@ -24,6 +24,7 @@ DRAFTERS = {
     "there": {"family": "model", "threads": 1, "host": "far"},
     "socket": {"family": "ngram", "transport": "unix"},
     "card": {"family": "model", "threads": 1, "device": "cuda"},
+    "inside": {"family": "model", "transport": "in-process"},
 }
 
 
@@ -61,6 +62,11 @@ def test_a_link_of_the_cell_is_added_to_the_profiles_round_trip() -> None:
     # 0.5 ms as served over TCP, and 20 ms.
     assert drafter.round_trip_ms == pytest.approx(0.5 + 20)
     assert (drafter.jitter_ms, drafter.mbit_s, drafter.loss) == (1, 8, 0.01)
+
+
+def test_a_drafter_in_the_verifiers_process_has_no_round_trip() -> None:
+    [drafter] = scenario(use=["inside"]).drafters
+    assert (drafter.in_process, drafter.round_trip_ms) == (True, 0.0)
 
 
 def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards() -> None:
