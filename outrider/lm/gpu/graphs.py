@@ -307,7 +307,8 @@ class _CudaCapture:
 def _run_without_waits(run: Callable[[], object]) -> None:
     """Call `run`; raise RuntimeError if it waits for the device.
 
-    The error comes before any capture has begun, so nothing has to be undone.
+    The error comes before any capture has begun, so nothing has to be undone. It would come to all
+    threads that wait meanwhile: a process captures while it loads, before any drafter in it runs.
     """
     with warnings.catch_warnings():
         # Torch warns that the mode is a prototype.
