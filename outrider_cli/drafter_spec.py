@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +15,7 @@ from drafter_svc.config import DrafterSettings, required_setting, settings_schem
 from drafter_svc.families.registry import find_family, known_families
 from drafter_svc.families.settings import OF_FAMILIES, FamilySettings
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.process.settings.config import Settings, load
+from outrider.process.settings.config import DEVICE, Settings, load
 
 Place = Literal["process", "in-process"]
 
@@ -51,6 +52,9 @@ class DrafterSpec:
         if not all(key and option for key, option in options.items()):
             families = f"{', '.join(known_families())} or package.module:Class"
             raise invalid(field, f"must be {families}, then key=value, not {text!r}")
+        if not re.fullmatch(DEVICE, options.get("device", "auto")):
+            message = f"device must be auto, cpu, cuda or cuda:N, not {options['device']!r}"
+            raise invalid(field, message)
         place = options.pop("place", None)
         if place not in (None, *get_args(Place)):
             raise invalid(field, f"place: must be {' or '.join(get_args(Place))}, not {place!r}")

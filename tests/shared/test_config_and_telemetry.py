@@ -107,7 +107,7 @@ def test_unknown_or_wrong_settings_of_a_file_are_refused_by_name(
     "text",
     [
         *("", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3", "model=x,place=there"),
-        *("ngram,place=in-process", "model=x,place=in-process,cores=1"),
+        *("ngram,place=in-process", "model=x,place=in-process,cores=1", "model=x,device=gpu"),
         *("model=x,place=in-process,page-count=few", "model=x,device=cpu,place=in-process"),
     ],
 )

@@ -117,11 +117,12 @@ async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier(
 async def test_a_draft_model_changes_no_text_also_when_it_fails_or_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    grow, goes_on = Forwards.grow, threading.Event()
+    grow, hangs, goes_on = Forwards.grow, threading.Event(), threading.Event()
     faults = {"fails": False, "hangs": False}
 
     def faulty(*arguments: Any) -> None:
         if faults["hangs"]:
+            hangs.set()
             goes_on.wait()
         if faults["fails"]:
             raise ArithmeticError("planted")
@@ -140,8 +141,9 @@ async def test_a_draft_model_changes_no_text_also_when_it_fails_or_hangs(
         for fault, options in {"fails": ALWAYS, "hangs": SpeculationOptions()}.items():
             faults[fault] = True
             assert await text(address, options) == plain
+            assert hangs.is_set() is faults["hangs"]
             faults[fault] = False
-            goes_on.set()
+        goes_on.set()
         assert await text(address, ALWAYS) == plain
         assert not serving.done()
 

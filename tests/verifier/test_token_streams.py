@@ -32,7 +32,8 @@ FOREVER = 60.0
 class Verifier(TokenStreamServiceServicer):
     """Answers each request with the steps for its first prompt token.
 
-    A step is a list of token ids to send, a time to wait in seconds, or an error to raise.
+    A step is a list of token ids to send, an event or a time in seconds to wait for, or an error
+    to raise.
     """
 
     def __init__(self, steps: Callable[[int], list[Any]]) -> None:
@@ -60,6 +61,8 @@ class Verifier(TokenStreamServiceServicer):
                     raise step
                 if isinstance(step, float):
                     await asyncio.sleep(step)
+                elif isinstance(step, asyncio.Event):
+                    await step.wait()
                 else:
                     reason = common_pb2.FINISH_REASON_LENGTH if i == len(steps) else None
                     yield Tokens(token_ids=step, finish_reason=reason)
@@ -112,18 +115,21 @@ async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
 
 
 async def test_tokens_of_one_turn_of_the_loop_share_a_message() -> None:
-    verifier = Verifier(lambda prompt: [0.3, [prompt], 0.3, [prompt, prompt]])
+    gates = asyncio.Event(), asyncio.Event()
+    verifier = Verifier(lambda prompt: [gates[0], [prompt], gates[1], [prompt, prompt]])
     async with calling(verifier) as call:
         for number in (1, 2, 3):
             await call.write(begin(number, 10 * number))
         await call.done_writing()
-        sent = await messages(call)
-    assert [part for message in sent for part in message] == [
-        *((number, [10 * number]) for number in (1, 2, 3)),
-        *((number, [10 * number] * 2) for number in (1, 2, 3)),
-    ]
-    # Three requests may begin in three turns of the loop, but equal timers end together.
-    assert len(sent) < 6
+        await until(lambda: verifier.running == 3)
+        gates[0].set()
+        first = await call.read()
+        gates[1].set()
+        second = await call.read()
+    for message, count in ((first, 1), (second, 2)):
+        assert [(part.call_id, list(part.tokens.token_ids)) for part in message.parts] == [
+            (number, [10 * number] * count) for number in (1, 2, 3)
+        ]
 
 
 async def test_a_failed_sequence_gets_its_error_and_the_others_go_on() -> None:

@@ -43,8 +43,12 @@ _Settings = TypeVar("_Settings", bound="Settings")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+DEVICE = r"auto|cpu|cuda(:\d+)?"
+"""The pattern of a device's name."""
+
+
 def _check_device(text: str) -> str:
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+    if re.fullmatch(DEVICE, text) is None:
         raise ValueError(f"must be auto, cpu, cuda or cuda:N, not {text!r}")
     return text
 
