@@ -1,5 +1,6 @@
 """Commands, flags, targets and files that the documentation names exist."""
 
+import json
 import re
 import subprocess
 import sys
@@ -131,6 +132,76 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
     assert named <= ours | CLIENTS | DOCKERS | CI_UP | CURLS | NUMACTL | PIPS | HUBS
 
 
+FLAGS = """
+import io, json, re, sys
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from drafter_svc.families.settings import OF_FAMILIES
+from outrider_cli.main import app, keys
+from outrider.process.settings.usage import invoke
+
+lines = {name: [[name]] for name in app.commands}
+lines |= {f"keys {name}": [["keys", name]] for name in keys.commands}
+lines["drafter"] = [["drafter", "--family", name] for name in OF_FAMILIES]
+lines["drafter"] += [["drafter", "erase"]]
+calls = {
+    name: [lambda each=each: invoke(app, "outrider", [*each, "--help"]) for each in own]
+    for name, own in lines.items()
+}
+for point in sys.argv[1].split():
+    module = import_module(point)
+    calls["lab " + point.rpartition(".")[2]] = [lambda module=module: module.main(["--help"])]
+flags = {}
+for name, own in calls.items():
+    shown = io.StringIO()
+    for call in own:
+        with redirect_stdout(shown), suppress(SystemExit):
+            call()
+    flags[name] = sorted(set(re.findall(r"--[a-z][a-z0-9-]*", shown.getvalue())))
+print(json.dumps(flags))
+"""
+
+
+def lab_modules() -> list[str]:
+    """The modules of the commands of `outrider lab`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]["outrider.commands"].values()
+    return [point.partition(":")[0] for point in points]
+
+
+@cache
+def flags_by_command() -> dict[str, set[str]]:
+    """The flags that each command's help names."""
+    words = [sys.executable, "-c", FLAGS, " ".join(lab_modules())]
+    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {name: set(flags) for name, flags in json.loads(shown).items()}
+
+
+def shown_commands(page: str) -> list[list[str]]:
+    """The words after `outrider` of each command in a page's blocks of shell."""
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    found = []
+    for line in lines:
+        for part in re.split(r"&&|\||;|\$\(", line):
+            words = re.sub(r"(^|\s)#.*", "", part).split()
+            starts = [i for i, word in enumerate(words) if re.fullmatch(r"(\S*/)?outrider", word)]
+            if starts:
+                found.append(words[starts[0] + 1 :])
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_command_that_a_page_shows_takes_its_flags(path: Path) -> None:
+    for words in shown_commands(path.read_text()):
+        name = " ".join(words[: 2 if words[:1] in (["lab"], ["keys"]) else 1])
+        flags = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+        # The family of another package has flags of its own.
+        if name in flags_by_command() and not any("." in word and ":" in word for word in words):
+            unknown = flags - flags_by_command()[name] - {"--help"}
+            assert not unknown, f"{' '.join(words)}: {name} has no {unknown}"
+
+
 HELP = """
 import io, sys
 from contextlib import redirect_stdout
@@ -165,10 +236,7 @@ HEAVY = (
 
 def test_the_help_of_every_command_loads_no_large_library() -> None:
     """So it answers within half a second."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    points = project["entry-points"]["outrider.commands"].values()
-    modules = [point.partition(":")[0] for point in points]
-    words = [sys.executable, "-c", HELP, " ".join(modules), HEAVY]
+    words = [sys.executable, "-c", HELP, " ".join(lab_modules()), HEAVY]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
