@@ -132,8 +132,3 @@ class LateStreams(TorchDispatchMode):
             return False
         queue.popleft()
         return True
-
-
-def _overwrite(tensor: torch.Tensor) -> bool:
-    tensor.fill_(-1)
-    return True
