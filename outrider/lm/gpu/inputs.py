@@ -203,7 +203,8 @@ class Inputs:
         places_T = torch.add(slots_T // shape.page_size, table_rows_T, alpha=shape.pages_each)
         pages_T = self._table.pages_RP.view(-1).index_select(0, places_T)
         in_page_T = torch.remainder(slots_T, shape.page_size)
-        self._arrays["slot_mapping"].copy_(in_page_T.add_(pages_T, alpha=shape.page_size))
+        slot_mapping_T = self._arrays["slot_mapping"]
+        torch.add(in_page_T, pages_T, alpha=shape.page_size, out=slot_mapping_T)
 
     def write(self, slices: Sequence[SequenceSlice], ahead: int = 0) -> torch.Tensor | None:
         """Write a batch and the padding after it, and the pages of `ahead` further tokens.
