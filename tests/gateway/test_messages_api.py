@@ -775,7 +775,7 @@ async def test_a_full_gateway_refuses_a_message_unread(
     def full(*_: Any) -> None:
         raise OutriderError(Reason.OVERLOADED, "full")
 
-    monkeypatch.setattr(rig.gateway.generation.admission, "enter", full)
+    monkeypatch.setattr(rig.gateway.generation.admission, "admit", full)
     response = await rig.http.post(URL, content=b"never read")
     assert error_of(response, 429) == {"type": "rate_limit_error", "message": "full"}
 
