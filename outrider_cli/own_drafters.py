@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # More would meet at barriers on the cores that the target's threads compute on.
 _PLACE = PlacementPlan("local", (), None, threads=1)
-# What a drafter takes over from its verifier.
+# The verifier's settings that its drafters use too.
 _SHARED = ("target", "device", "dtype", "trust_remote_code")
 
 

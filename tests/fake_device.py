@@ -65,7 +65,7 @@ class Far(torch.Tensor):
         return self.cpu().tolist()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """What lies there. A list is copied to the device first, and the copy blocks."""
+        """The indexed numbers. A list of indices is first copied to the device, which blocks."""
         return super().__getitem__(_on_device(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -166,7 +166,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        """Let operators pass through here that stand for the one that has come."""
+        """Let the operators that implement the called operator pass uncounted."""
         super().__enter__()
         try:
             yield

@@ -56,7 +56,7 @@ class LateStream:
 
 
 class LateStreams(TorchDispatchMode):
-    """Several streams, of which one is the current one."""
+    """Several streams. One of them is current."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class LateStreams(TorchDispatchMode):
                 self._all[maker].queue.append(partial(_overwrite, tensor))
 
     def run(self, most: int = 10**9) -> None:
-        """Run what is queued: at most so many steps, each of a stream that need not wait."""
+        """Run at most `most` queued steps, each of a stream that need not wait."""
         for _ in range(most):
             able = [each.queue for each in self._all.values() if each.queue]
             self._random.shuffle(able)

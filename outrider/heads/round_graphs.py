@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BATCHES = (1, 2, 4, 8, 16, 32)
-# Levels after the first. A tree of so many has as many rows as a tree may have.
+# The most levels after the first: with one more, a tree would have too many rows.
 _LEVELS = MAX_TREE_TOKENS // WIDTH
 
 

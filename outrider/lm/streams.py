@@ -67,7 +67,8 @@ class SharedRows:
         stream = _stream_of(self._tensor)
         if stream is not None:
             stream.wait_event(self._ready)
-            # Else the maker's stream could get the memory again before this one has read it.
+            # Otherwise the allocator could give the memory to the maker's stream before this stream
+            # has read it.
             _keep(self._tensor, stream)
         return self._tensor
 

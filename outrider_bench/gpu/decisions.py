@@ -1,4 +1,4 @@
-"""What the figures of `bench/gpu.sh stack` decide, each beside its prediction."""
+"""Compares each figure of `bench/gpu.sh stack` with its prediction, and says what follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Row = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """What a drafter has to bring over plain decoding, and what to do if it does not."""
+    """The least speed of a drafter over plain decoding, and advice if the drafter is slower."""
 
     use: str
     batch: int

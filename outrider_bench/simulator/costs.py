@@ -105,7 +105,7 @@ class Costs(_Table):
     """The host's work before a step's forward. `plan_sequence_s` is added for each sequence."""
     plan_sequence_s: NotNegative = 0.0
     drafted_sequence_s: NotNegative = 0.0
-    """What the host's work after a step takes longer for each sequence with a draft."""
+    """Seconds that each sequence with a draft adds to the host's work after a step."""
     drafting: dict[str, DraftingCost] = Field(default_factory=dict)
     """By the name in a drafter's `cost` setting."""
 

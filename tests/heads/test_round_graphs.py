@@ -114,7 +114,7 @@ def test_a_round_that_was_not_captured_is_guessed_by_forwards(
     model, plain = captured(rig), rig.model(pages=200)
     assert model.graphs is not None
     assert model.graphs.count == count
-    # The size that failed is that of the most sequences, in chains.
+    # Memory failed for chains of the largest batch.
     texts = [rig.text(3) for _ in range(17)]
     reads = [[rig.read(each, text) for text in texts] for each in (model, plain)]
     assert_equal(model.propose(reads[0], 2), plain.propose(reads[1], 2))

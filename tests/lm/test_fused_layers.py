@@ -177,7 +177,7 @@ def test_a_later_model_of_the_type_is_compared_with_its_own_rotary_embedding(
         made = runner(CONFIGS["llama"], fused=True)
     assert modeling_llama.apply_rotary_pos_emb is not ROTARY
     torch.testing.assert_close(references[-1], references[0], atol=0, rtol=0)
-    # What was put in computes something else.
+    # The planted function computes something else.
     assert not torch.allclose(logits_of(made), plain)
 
 

@@ -25,7 +25,7 @@ class Text:
 
 
 class Head:
-    """What a head reads of two texts on a stream of its own."""
+    """The features of two texts, as a head reads them on its own stream."""
 
     def __init__(self, late: LateStreams, drafter: ScriptedDrafter, text: list[int]) -> None:
         self._late = late

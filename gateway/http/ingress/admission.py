@@ -144,7 +144,7 @@ def _seconds(text: str) -> float | None:
 
 
 def admitted_request(request: HTTPConnection) -> AdmittedRequest:
-    """What its admission holds. The path must be one of `PATHS`."""
+    """The admitted request behind an HTTP request, whose path must be in `PATHS`."""
     found: AdmittedRequest = request.scope[_SCOPE_KEY]
     return found
 

@@ -141,8 +141,8 @@ class Inputs:
         self._table = table
         rows = bucket.rows
         by_token = ("token_ids", "slot_mapping", "logits_indices")
-        # First the 64-bit words, because their addresses must be multiples of 8. What counts up
-        # from token to token lies together.
+        # First the 64-bit words, because their addresses must be multiples of 8. The
+        # arrays that grow by 1 with each token lie together, so that one kernel adds to them.
         sizes = {
             "ancestors": 2 * rows,
             **dict.fromkeys(by_token, rows),
