@@ -143,9 +143,6 @@ def _loader(
     """The loader of the engine that the settings name."""
     if settings.engine == "native":
         return Loader(settings, servicer, metrics, own_drafters)
-    if own_drafters:
-        message = "is for the native engine: vLLM takes the device's memory for itself"
-        raise invalid("in_process", message)
     need_vllm()
     from verifier_svc.vllm.loader import VllmLoader
 
