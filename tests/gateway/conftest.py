@@ -10,10 +10,22 @@ import pytest_asyncio
 
 from gateway.text.prompts import Prompts
 from gateway.upstream import routing
-from tests.gateway.gateway_rig import TARGET, Rig, echo, is_ready, own_rig
+from tests.gateway.gateway_rig import TARGET, Rig, echo, is_ready, own_rig, rig_with_template
 from tests.gateway.mortal_verifiers import Site, running_site
 from tests.gateway.scripted_verifier import Script, ready
 from tests.waiting import until
+
+# Of a model that thinks, and calls tools as Hermes does. It leaves some texts out.
+_THINKERS_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% if 'hidden' not in m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c | tojson }}</tool_call>{% endfor %}"
+    "{{ m.tool_call_id }}<|end|>{% endfor %}{{ reasoning_effort }}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined %}"
+    "{% if enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +55,20 @@ async def rig(shared_rig: Rig) -> Rig:
     await until(lambda: is_ready(shared_rig.http))
     await until(lambda: shared_rig.gateway.router.replicas[0].info == script.info)
     return shared_rig
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def _shared_thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    async with rig_with_template(tmp_path_factory.mktemp("thinker"), _THINKERS_TEMPLATE) as rig:
+        yield rig
+
+
+@pytest.fixture
+def thinker(_shared_thinker: Rig) -> Rig:
+    """A gateway whose model thinks and calls tools, with a verifier that has seen nothing."""
+    _shared_thinker.script.requests.clear()
+    _shared_thinker.script.answer = echo
+    return _shared_thinker
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -43,6 +43,7 @@ class Rig:
         chunk: int = 1,
         reason: FinishReason = FinishReason.STOP,
         pause_s: float = 0.0,
+        cached: int = 0,
     ) -> list[int]:
         """Let the verifier answer every request with a text, `chunk` tokens at a time.
 
@@ -54,7 +55,8 @@ class Rig:
             steps.append(plain(ids[at : at + chunk]))
             if pause_s:
                 steps.append(pause_s)
-        steps.append(last([3] if reason is FinishReason.STOP else [], reason))
+        end = [3] if reason is FinishReason.STOP else []
+        steps.append(last(end, reason, cached=cached))
         self.script.answer = lambda request: steps
         return ids
 

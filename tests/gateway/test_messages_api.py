@@ -1,19 +1,18 @@
-"""Anthropic's Messages: the same answers as chats have, in the shapes of Anthropic's own client."""
+"""Anthropic's Messages, as Anthropic's own clients use them; test_golden_answers.py has shapes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import anthropic
 import pytest
 import pytest_asyncio
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import Message, MessageTokensCount
 from anthropic.types.shared import ErrorResponse
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from gateway.access.gate import tenant_of
 from gateway.http.ingress.request_body import MAX_BODY_BYTES
@@ -21,8 +20,8 @@ from gateway.text.prompts import Prompts
 from gateway.tools.definitions import MAX_TOOLS
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.limits import MAX_MESSAGES
-from outrider.protocol.messages import FinishReason, TokenRequest
-from tests.gateway.gateway_rig import Rig, echo, rig_with_template
+from outrider.protocol.messages import FinishReason
+from tests.gateway.gateway_rig import Rig
 from tests.gateway.keyed_rig import ALICE, BOB, EXPIRED, auth, entry, keyed_rig
 from tests.gateway.scripted_verifier import last, plain
 
@@ -54,32 +53,6 @@ CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_ca
 CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
 TEXT = "def add(a, b):\n    return a + b  # 😀"
 EVERYTHING = f"<think>\nlet me\n</think>\n\nLook. {CALL}\n{CLOCK_CALL}\nDone."
-# A model that thinks, and calls tools as Hermes does. Its template leaves some texts out.
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{% if 'hidden' not in m.content %}{{ m.content }}{% endif %}"
-    "{% for c in m.tool_calls %}<tool_call>{{ c | tojson }}</tool_call>{% endfor %}"
-    "{{ m.tool_call_id }}<|end|>{% endfor %}{{ reasoning_effort }}"
-    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined %}"
-    "{% if enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-    "{% endif %}"
-)
-EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def shared_thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    async with rig_with_template(tmp_path_factory.mktemp("thinker"), TEMPLATE) as rig:
-        yield rig
-
-
-@pytest.fixture
-def thinker(shared_thinker: Rig) -> Rig:
-    """A gateway whose model thinks and calls tools, with a verifier that has seen nothing."""
-    shared_thinker.script.requests.clear()
-    shared_thinker.script.answer = echo
-    return shared_thinker
 
 
 def client_of(rig: Rig, **given: Any) -> anthropic.AsyncAnthropic:
@@ -98,24 +71,6 @@ async def whole_of(rig: Rig, **given: Any) -> dict[str, Any]:
     return answer
 
 
-async def events_of(rig: Rig, **given: Any) -> list[dict[str, Any]]:
-    """The events of a streamed answer but for ping, each valid by Anthropic's type."""
-    body = {"messages": ASK, "max_tokens": 500, "stream": True} | given
-    response = await rig.http.post(URL, json=body)
-    assert response.status_code == 200, response.text
-    assert response.text.isascii()
-    found = []
-    for lines in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = lines.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        if event != {"type": "ping"}:
-            EVENT.validate_python(event)
-            found.append(event)
-    assert response.headers["request-id"] == found[0]["message"]["id"]
-    return found
-
-
 async def chat_of(rig: Rig, **given: Any) -> dict[str, Any]:
     body = {"messages": ASK, "max_tokens": 500} | given
     response = await rig.http.post("/v1/chat/completions", json=body)
@@ -124,123 +79,11 @@ async def chat_of(rig: Rig, **given: Any) -> dict[str, Any]:
     return answer
 
 
-def unnamed(request: TokenRequest) -> TokenRequest:
-    """The verifier's request without what is drawn anew for each."""
-    return replace(request, request_id="", traceparent="", noise_seed=0)
-
-
-def as_chat(content: list[dict[str, Any]]) -> dict[str, Any]:
-    """A message's content as a chat's message has it."""
-    joined: dict[str, Any] = {"role": "assistant", "refusal": None}
-    texts = [block["text"] for block in content if block["type"] == "text"]
-    thoughts = [block["thinking"] for block in content if block["type"] == "thinking"]
-    calls = [(b["name"], b["input"]) for b in content if b["type"] == "tool_use"]
-    joined["content"] = "".join(texts)
-    if thoughts:
-        joined["reasoning_content"] = "".join(thoughts)
-    if calls:
-        joined["content"] = joined["content"] or None
-        joined["tool_calls"] = calls
-    return joined
-
-
-def read_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A chat's message with its calls as pairs of a name and an object."""
-    if "tool_calls" not in message:
-        return message
-    called = [call["function"] for call in message["tool_calls"]]
-    return message | {"tool_calls": [(f["name"], json.loads(f["arguments"])) for f in called]}
-
-
 def choice(kind: str, **more: Any) -> dict[str, Any]:
     return {"tool_choice": {"type": kind, **more}}
 
 
-NAMED = {"type": "function", "function": {"name": "weather"}}
 FORMAT = {"type": "json_schema", "schema": SCHEMA}
-CHAT_FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
-# What the model says; the request, and the same request as a chat's.
-PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    (TEXT, {}, {}),
-    (
-        TEXT,
-        {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 60},
-        {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 60},
-    ),
-    (TEXT, {"temperature": 0}, {"temperature": 0}),
-    (TEXT, {"stop_sequences": ["return"]}, {"stop": ["return"]}),
-    (
-        TEXT,
-        {"system": "Be brief."},
-        {"messages": [{"role": "system", "content": "Be brief."}, *ASK]},
-    ),
-    (
-        "because\n</think>\n\nYes.",
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-        {"enable_thinking": True},
-    ),
-    ("because\n</think>\n\nYes.", {"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
-    (
-        "because\n</think>\n\nYes.",
-        {"thinking": {"type": "adaptive", "display": "omitted"}},
-        {"enable_thinking": True, "include_reasoning": False},
-    ),
-    ("Yes.", {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
-    ("Yes.", {"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
-    ("Yes.", {"output_config": {"effort": "max"}}, {"reasoning_effort": "xhigh"}),
-    (ARGUMENTS, {"output_config": {"format": FORMAT}}, {"response_format": CHAT_FORMAT}),
-    (ARGUMENTS, {"output_format": FORMAT}, {"response_format": CHAT_FORMAT}),
-    (EVERYTHING, {"tools": TOOLS}, {"tools": CHAT_TOOLS}),
-    (EVERYTHING, {"tools": TOOLS, **choice("auto")}, {"tools": CHAT_TOOLS, "tool_choice": "auto"}),
-    ("No.", {"tools": TOOLS, **choice("none")}, {"tools": CHAT_TOOLS, "tool_choice": "none"}),
-    (CALL, {"tools": TOOLS, **choice("any")}, {"tools": CHAT_TOOLS, "tool_choice": "required"}),
-    (
-        CALL,
-        {"tools": TOOLS, **choice("tool", name="weather")},
-        {"tools": CHAT_TOOLS, "tool_choice": NAMED},
-    ),
-    (
-        CALL,
-        {"tools": TOOLS, **choice("auto", disable_parallel_tool_use=True)},
-        {"tools": CHAT_TOOLS, "parallel_tool_calls": False},
-    ),
-]
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: json.dumps(pair[1])[:70])
-async def test_an_answer_is_that_of_the_same_chat(
-    thinker: Rig, pair: tuple[str, dict[str, Any], dict[str, Any]]
-) -> None:
-    said, given, chat_given = pair
-    thinker.says(said, 3)
-    answer = await whole_of(thinker, **given)
-    chat = await chat_of(thinker, **chat_given)
-    first, second = map(unnamed, thinker.script.requests)
-    assert first == second
-    assert as_chat(answer["content"]) == read_calls(chat["choices"][0]["message"])
-    usage = answer["usage"]
-    assert (usage["input_tokens"], usage["output_tokens"]) == (
-        chat["usage"]["prompt_tokens"],
-        chat["usage"]["completion_tokens"],
-    )
-    if "stop_sequences" not in given:
-        reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-        assert answer["stop_reason"] == reasons[chat["choices"][0]["finish_reason"]]
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-async def test_blocks_come_in_the_order_of_the_models_text(thinker: Rig, chunk: int) -> None:
-    thinker.says(EVERYTHING, chunk)
-    content = (await whole_of(thinker, tools=TOOLS))["content"]
-    for block in content:
-        block.pop("id", None)
-    assert content == [
-        {"type": "thinking", "thinking": "let me", "signature": "unsigned"},
-        {"type": "text", "text": "Look."},
-        {"type": "tool_use", "name": "weather", "input": json.loads(ARGUMENTS)},
-        {"type": "tool_use", "name": "clock", "input": {}},
-        {"type": "text", "text": "Done."},
-    ]
 
 
 async def final_message(rig: Rig, **given: Any) -> dict[str, Any]:
@@ -250,64 +93,6 @@ async def final_message(rig: Rig, **given: Any) -> dict[str, Any]:
         client.messages.stream(model="", messages=ASK, max_tokens=500, **given) as stream,
     ):
         return (await stream.get_final_message()).to_dict(exclude_unset=True)
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-@pytest.mark.parametrize("said", [TEXT, EVERYTHING, CALL, "", "<think>on and on"])
-async def test_a_stream_adds_up_to_the_whole_answer(thinker: Rig, said: str, chunk: int) -> None:
-    thinker.says(said, chunk)
-    whole = await whole_of(thinker, tools=TOOLS)
-    streamed = await final_message(thinker, tools=TOOLS)
-    # The client sets it to null.
-    assert streamed.pop("stop_details") is None
-    for answer in (whole, streamed):
-        answer.pop("id")
-        for block in answer["content"]:
-            block.pop("id", None)
-    assert streamed == whole
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-async def test_the_events_of_a_stream_are_in_anthropics_order(thinker: Rig, chunk: int) -> None:
-    thinker.says(EVERYTHING, chunk)
-    start, *inner, delta, stop = await events_of(thinker, tools=TOOLS)
-    assert (start["type"], delta["type"], stop["type"]) == (
-        "message_start",
-        "message_delta",
-        "message_stop",
-    )
-    prompt = len(thinker.script.requests[-1].prompt)
-    assert start["message"]["usage"]["input_tokens"] == prompt
-    assert (start["message"]["content"], start["message"]["stop_reason"]) == ([], None)
-    assert delta["usage"]["input_tokens"] == prompt
-    open_block = None
-    seen: list[list[str]] = []
-    for event in inner:
-        if event["type"] == "content_block_start":
-            assert open_block is None
-            open_block = event["index"]
-            assert open_block == len(seen)
-            seen.append([event["content_block"]["type"]])
-        assert event["index"] == open_block
-        if event["type"] == "content_block_delta":
-            seen[-1].append(event["delta"]["type"])
-        if event["type"] == "content_block_stop":
-            open_block = None
-    assert open_block is None
-    assert [(block[0], block[-1], set(block[1:])) for block in seen] == [
-        ("thinking", "signature_delta", {"thinking_delta", "signature_delta"}),
-        ("text", "text_delta", {"text_delta"}),
-        ("tool_use", "input_json_delta", {"input_json_delta"}),
-        ("tool_use", "input_json_delta", {"input_json_delta"}),
-        ("text", "text_delta", {"text_delta"}),
-    ]
-
-
-async def test_a_stream_pings_once_it_has_begun(rig: Rig) -> None:
-    rig.says("x")
-    body = {"messages": ASK, "max_tokens": 5, "stream": True}
-    text = (await rig.http.post(URL, json=body)).text
-    assert text.split("\n\n")[1] == 'event: ping\ndata: {"type":"ping"}'
 
 
 async def test_a_call_that_the_limit_cuts_off_has_the_input_so_far(thinker: Rig) -> None:
@@ -320,42 +105,6 @@ async def test_a_call_that_the_limit_cuts_off_has_the_input_so_far(thinker: Rig)
         assert set(block["input"]) <= {"city", "days"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("said", "ended", "given", "expected"),
-    [
-        (TEXT, FinishReason.STOP, {}, ("end_turn", None)),
-        (TEXT, FinishReason.LENGTH, {"max_tokens": 0}, ("max_tokens", None)),
-        (TEXT, FinishReason.LENGTH, {"max_tokens": 9999}, ("model_context_window_exceeded", None)),
-        (
-            TEXT,
-            FinishReason.STOP,
-            {"stop_sequences": ["a +", "+ b", "x"]},
-            ("stop_sequence", "a +"),
-        ),
-        (TEXT, FinishReason.STOP, {"stop_sequences": ["+", "a +"]}, ("stop_sequence", "a +")),
-        (CALL, FinishReason.STOP, {"tools": TOOLS}, ("tool_use", None)),
-        (CALL[:-20], FinishReason.LENGTH, {"tools": TOOLS, "max_tokens": 0}, ("max_tokens", None)),
-    ],
-)
-async def test_the_reason_of_the_end_is_anthropics(
-    thinker: Rig,
-    said: str,
-    ended: FinishReason,
-    given: dict[str, Any],
-    expected: tuple[str, str | None],
-    stream: bool,
-) -> None:
-    ids = thinker.says(said, reason=ended)
-    # 0 stands for as many tokens as the answer has.
-    given = given | {"max_tokens": given.get("max_tokens", 500) or len(ids)}
-    if stream:
-        found = (await events_of(thinker, **given))[-2]["delta"]
-    else:
-        found = await whole_of(thinker, **given)
-    assert (found["stop_reason"], found["stop_sequence"]) == expected
-
-
 async def test_max_tokens_beyond_the_context_takes_what_is_left(rig: Rig) -> None:
     rig.says("x")
     await whole_of(rig, max_tokens=32_000)
@@ -366,9 +115,7 @@ async def test_max_tokens_beyond_the_context_takes_what_is_left(rig: Rig) -> Non
 async def test_cached_tokens_are_counted_apart(rig: Rig) -> None:
     rig.script.answer = lambda _: [last([5], FinishReason.STOP, cached=4)]
     usage = (await whole_of(rig))["usage"]
-    delta = (await events_of(rig))[-2]["usage"]
     prompt = len(rig.script.requests[0].prompt)
-    assert usage == delta
     assert usage["cache_read_input_tokens"] == 4
     assert usage["input_tokens"] + 4 == prompt
     counted = (await rig.http.post(COUNT, json={"messages": ASK})).json()
@@ -380,66 +127,14 @@ def text(words: str) -> dict[str, Any]:
 
 
 USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "é"}}
-CHAT_USE = {"id": "t1", "function": {"name": "weather", "arguments": '{"city": "é"}'}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "cold", "is_error": False}
 THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s"}
-REDACTED = {"type": "redacted_thinking", "data": "x"}
-# A conversation, and the same one in a chat's shape.
-HISTORIES: list[tuple[list[Any], list[Any]]] = [
-    ([{"role": "user", "content": [text("a"), text("b")]}], [{"role": "user", "content": "a\nb"}]),
-    (
-        [{"role": "user", "content": "a"}, {"role": "user", "content": [text("b")]}],
-        [{"role": "user", "content": "a\nb"}],
-    ),
-    (
-        [*ASK, {"role": "system", "content": "Now."}, *ASK],
-        [*ASK, {"role": "system", "content": "Now."}, *ASK],
-    ),
-    (
-        [
-            *ASK,
-            {"role": "assistant", "content": [REDACTED, THOUGHT, text("I "), USE, text("look.")]},
-            {
-                "role": "user",
-                "content": [RESULT, {**RESULT, "content": [text("x"), text("y")]}, text("So?")],
-            },
-        ],
-        [
-            *ASK,
-            {
-                "role": "assistant",
-                "reasoning_content": "hm",
-                "content": "I look.",
-                "tool_calls": [CHAT_USE],
-            },
-            {"role": "tool", "tool_call_id": "t1", "content": "cold"},
-            {"role": "tool", "tool_call_id": "t1", "content": "x\ny"},
-            {"role": "user", "content": "So?"},
-        ],
-    ),
-    (
-        [
-            *ASK,
-            {"role": "assistant", "content": [USE]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]},
-        ],
-        [
-            *ASK,
-            {"role": "assistant", "content": None, "tool_calls": [CHAT_USE]},
-            {"role": "tool", "tool_call_id": "t1", "content": ""},
-        ],
-    ),
+# A call, two results, and a text behind them.
+HISTORY = [
+    *ASK,
+    {"role": "assistant", "content": [THOUGHT, text("I "), USE, text("look.")]},
+    {"role": "user", "content": [RESULT, {**RESULT, "content": [text("x")]}, text("So?")]},
 ]
-
-
-@pytest.mark.parametrize("index", range(len(HISTORIES)))
-async def test_a_history_becomes_the_chats_prompt(thinker: Rig, index: int) -> None:
-    messages, chat = HISTORIES[index]
-    await whole_of(thinker, messages=messages, system=[text("Be"), text("brief.")])
-    system = {"role": "system", "content": "Be\nbrief."}
-    await chat_of(thinker, messages=[system, *chat])
-    first, second = thinker.script.requests
-    assert thinker.prompts.decode(first.prompt) == thinker.prompts.decode(second.prompt)
 
 
 async def test_an_answer_sent_back_is_the_chats_answer_sent_back(thinker: Rig) -> None:
@@ -475,7 +170,7 @@ async def test_an_answer_goes_on_with_the_answer_at_the_conversations_end(thinke
         {},
         {"system": "Be brief.", "tools": TOOLS, **choice("any")},
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-        {"messages": HISTORIES[3][0]},
+        {"messages": HISTORY},
         {"messages": [*ASK, {"role": "assistant", "content": "It is"}]},
     ],
 )
