@@ -2,7 +2,7 @@
 
 `python -m pytest -m slow -s tests/e2e/test_bfloat16_texts.py` prints a row for each drafter.
 OUTRIDER_TEST_CHATS sets the number of chats. tests/losslessness/test_same_request.py has the ways
-of one engine, and test_survival.py has verifiers that are lost.
+of one engine, and texts that go on at another engine.
 """
 
 from __future__ import annotations
