@@ -84,8 +84,9 @@ async def test_a_seed_gives_the_same_guided_text_with_and_without_drafters(stack
             assert texts == [texts[0]] * len(texts)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["schema", "tools", "thought"])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("schema", 1.0), ("tools", 0.0), ("thought", 1.0)]
+)
 async def test_the_grammars_drafter_leaves_the_text_as_it_is_and_saves_forwards(
     stack: Stack, kind: str, temperature: float
 ) -> None:
@@ -100,7 +101,7 @@ async def test_the_grammars_drafter_leaves_the_text_as_it_is_and_saves_forwards(
         grammar = replace(grammar, thought=FreeThought("", " "))
     forwards = dict.fromkeys(("none", "grammar", "all"), 0)
     async with Client(stack.address) as client:
-        for i, (_, prompt) in enumerate(KINDS[of_prompts][:3]):
+        for i, (_, prompt) in enumerate(KINDS[of_prompts][:2]):
             texts = set()
             for name in forwards:
                 chunks = await client.generate(
