@@ -21,6 +21,7 @@ async def test_another_tokenizer_is_refused_with_both_fingerprints(stack: Stack)
         error = await drafter.error()
         assert await drafter.call.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert error.reason is Reason.TOKENIZER_MISMATCH
+        assert "if its setting target names the target" in error.message
         assert error.metadata == {
             "drafter": "f00d",
             "target": (await client.model()).tokenizer_fingerprint,

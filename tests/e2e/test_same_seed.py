@@ -1,4 +1,4 @@
-"""The same seed gives the same text with any drafters, in any batch and after preemption.
+"""The same seed gives the same text with any drafters and in any batch.
 
 A text may differ where the two best candidates of a draw are as close as float32 rounding. None of
 these prompts has such a draw.
@@ -12,11 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
-from outrider_bench.sample import counters
-from tests.stack import TARGET, Answers, Client, Stack, running
+from tests.stack import TARGET, Answers, Client, Stack
 
 TEXTS = (
     "def read(path):\n    ",
@@ -83,20 +81,3 @@ async def test_a_seed_gives_the_same_text_with_every_set_of_drafters(
             found.add(chunks)
         assert found.texts == expected
         assert found.accepted_token_count > 0
-
-
-@pytest.mark.slow
-async def test_a_seed_gives_the_same_text_when_sequences_are_preempted(client: Client) -> None:
-    metrics_port = free_port()
-    # A page has 16 tokens, so three of the eight texts fit at once.
-    small = Stack("--always-draft", "--page-count", "20", "--metrics-port", str(metrics_port))
-    small.add_drafter("ngram-1", "ngram")
-    with running(small):
-        async with Client(small.address) as one:
-            expected = await texts(client, PLAIN)
-            together = await asyncio.gather(
-                *(one.tokens(request(i, SpeculationOptions())) for i in range(len(PROMPTS)))
-            )
-        counted = await counters(metrics_port)
-    assert together == expected
-    assert next(count for name, count in counted.items() if name.endswith("num_preemptions")) > 0
