@@ -48,7 +48,7 @@ def guided(
 async def check(stack: Stack, values: list[Any], options: SpeculationOptions) -> int:
     """Check that every answer is complete and valid; return the number of accepted draft tokens."""
     # On a busy machine more grammars at once would be refused after 5 s in the queue.
-    places = asyncio.Semaphore(4)
+    places = asyncio.Semaphore(2)
 
     async def one(client: Client, i: int, value: Any) -> int:
         async with places:
