@@ -1,11 +1,14 @@
 """Sets variables that libraries read once, when they are imported, and Hypothesis' profile.
 
+Each test process has one core, since several run at once, and collects garbage seldom.
+
 Without a GPU, Triton interprets its kernels. gRPC must not handle forks; `outrider` sets that too,
 but a test may import gRPC before it.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+torch.set_num_threads(1)
+# With the default thresholds, a fifth of the time of imports and up to a third of a test's goes
+# into looking for cycles.
+gc.set_threshold(200_000, 50, 100)
 
 
 def _is_not_of_an_ended_test(record: logging.LogRecord) -> bool:

@@ -127,7 +127,6 @@ class Reference:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        torch.set_num_threads(1)
         path = pretrained(self.file)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return model

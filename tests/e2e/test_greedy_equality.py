@@ -73,7 +73,6 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    torch.set_num_threads(1)
     return Reference()
 
 

@@ -1,11 +1,8 @@
-"""Runs torch on one thread, and records CUDA graphs in place of making them."""
+"""Records CUDA graphs in place of making them."""
 
 from typing import Any
 
 import pytest
-import torch
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture

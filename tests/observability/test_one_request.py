@@ -1,4 +1,7 @@
-"""One request is found by its id in the access log, from there in the metrics and in its trace."""
+"""One request is found by its id in the access log, from there in the metrics and in its trace.
+
+The trace is connected through gateway, verifier and drafters.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.process.network.ports import free_port
@@ -20,6 +24,10 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 REQUEST_ID = "complaint-7"
+LEFT = "c" * 32
+"""Trace id of a request whose client leaves."""
+Spans = list[tuple[str, Any]]
+"""Each with its service."""
 
 
 def lines(output: str, logger: str) -> list[dict[str, Any]]:
@@ -48,11 +56,23 @@ def sample(text: str, name: str, **labels: str) -> float:
 async def asked(gateway: GatewayProcess) -> dict[str, Any]:
     """The answer's usage and error."""
     headers = {"x-request-id": REQUEST_ID, "authorization": "Bearer somebody"}
-    body = {"prompt": "def read(path):\n    ", "max_tokens": 32, "temperature": 0}
+    prompt = "def read_file(path, encoding=None):\n    "
+    body = {"prompt": prompt, "max_tokens": 64, "temperature": 0}
     async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60) as client:
         answer = await client.post("/v1/completions", json=body)
         assert answer.json()["id"] == answer.headers["x-request-id"] == REQUEST_ID
         return answer.json()["usage"]
+
+
+async def hang_up(url: str) -> None:
+    """Request a streamed completion, and leave after the first chunk."""
+    body = {"prompt": "def read_file(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    headers = {"traceparent": f"00-{LEFT}-{'b' * 16}-01"}
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=30) as client,
+        client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
+    ):
+        await anext(response.aiter_lines())
 
 
 def check_logs(gateway: str, verifier: str, usage: dict[str, Any]) -> dict[str, Any]:
@@ -68,15 +88,59 @@ def check_logs(gateway: str, verifier: str, usage: dict[str, Any]) -> dict[str, 
     return line
 
 
+def check_kinds(spans: Spans) -> None:
+    """What goes from one service to another has a pair of kinds, so that a graph has the edge."""
+    by_id = {span.span_id: (service, span) for service, span in spans}
+    edges = set()
+    for service, span in spans:
+        if span.parent_span_id in by_id:
+            caller, parent = by_id[span.parent_span_id]
+            if caller != service:
+                edges.add((caller, service, parent.kind, span.kind))
+    verifier, gateway, drafter = "outrider-verifier", "outrider-gateway", "outrider-drafter"
+    assert (gateway, verifier, Span.SPAN_KIND_CLIENT, Span.SPAN_KIND_SERVER) in edges
+    assert (verifier, drafter, Span.SPAN_KIND_PRODUCER, Span.SPAN_KIND_CONSUMER) in edges
+
+
+def check_tree(spans: Spans) -> None:
+    """The spans of a request are those of all three services, below one root of the gateway."""
+    assert {(service.removeprefix("outrider-"), span.name) for service, span in spans} == {
+        ("gateway", f"text_completion {TARGET}"),
+        ("gateway", "generate_tokens"),
+        ("verifier", "generate_tokens"),
+        ("verifier", "queue"),
+        ("verifier", "prefill"),
+        ("verifier", "verify"),
+        ("drafter", "propose"),
+        ("drafter", "rewind"),
+    }
+    names = {span.span_id: span.name for _, span in spans}
+    roots = [service for service, span in spans if span.parent_span_id not in names]
+    assert roots == ["outrider-gateway"]
+    # The first proposal follows the prompt, later ones follow a step.
+    parents = {names[span.parent_span_id] for _, span in spans if span.name == "propose"}
+    assert parents == {"generate_tokens", "verify"}
+
+
+def check_attributes(spans: Spans) -> None:
+    """Proposals have family and length, steps have their wait and the lookups of drafts."""
+    proposals = [attributes(span) for _, span in spans if span.name == "propose"]
+    families = {proposal["outrider.family"].string_value for proposal in proposals}
+    assert families == {"ngram", "model"}
+    assert all(proposal["outrider.draft_tokens"].int_value > 0 for proposal in proposals)
+    steps = [attributes(span) for _, span in spans if span.name == "verify"]
+    assert all(step["outrider.wait_seconds"].double_value >= 0 for step in steps)
+    lookups = [step["outrider.lookups"] for step in steps if "outrider.lookups" in step]
+    assert any("wasted" in value.string_value for value in lookups)
+
+
 def check_trace(collector: Collector, line: dict[str, Any], usage: dict[str, Any]) -> None:
     """The spans of the line's trace are those of the request, in all services."""
     trace = bytes.fromhex(line["trace_id"])
     spans = [(service, span) for service, span in collector.spans if span.trace_id == trace]
-    assert {service.removeprefix("outrider-") for service, _ in spans} == {
-        "gateway",
-        "verifier",
-        "drafter",
-    }
+    check_tree(spans)
+    check_kinds(spans)
+    check_attributes(spans)
     ids = {span.name: attributes(span) for service, span in spans if "verify" not in span.name}
     assert ids[f"text_completion {TARGET}"]["gen_ai.response.id"].string_value == REQUEST_ID
     [served] = [
@@ -85,7 +149,13 @@ def check_trace(collector: Collector, line: dict[str, Any], usage: dict[str, Any
         if (service, span.name) == ("outrider-verifier", "generate_tokens")
     ]
     assert served["outrider.request_id"].string_value == REQUEST_ID
+    assert served["outrider.outcome"].string_value in ("stop", "length")
     assert served["gen_ai.usage.output_tokens"].int_value == usage["completion_tokens"]
+    assert {"ngram-traced", "model-traced"} <= collector.instances
+    states = {span.status.code for _, span in collector.spans}
+    assert states == {Status.STATUS_CODE_UNSET}, "a client that leaves is not an error"
+    served_traces = {span.trace_id for _, span in collector.spans if span.name == "generate_tokens"}
+    assert served_traces == {trace, bytes.fromhex(LEFT)}
 
 
 def check_metrics(gateway: str, verifier: str, line: dict[str, Any]) -> None:
@@ -104,7 +174,8 @@ def running() -> Iterator[tuple[Stack, GatewayProcess, str]]:
     """A stack with its gateway, which log JSON, and the URL of the verifier's metrics."""
     port = free_port()
     stack = Stack("--always-draft", "--log-format", "json", "--metrics-port", str(port))
-    stack.add_drafter("n", "ngram")
+    stack.add_drafter("ngram-traced", "ngram")
+    stack.add_drafter("model-traced", "model")
     # Each process sends its last spans when it stops.
     with behind_gateway(stack, "--log-format", "json") as gateway:
         yield stack, gateway, f"http://127.0.0.1:{port}/metrics"
@@ -124,5 +195,6 @@ async def test_a_request_is_followed_by_its_id(monkeypatch: pytest.MonkeyPatch) 
             own = (await client.get(f"{gateway.url}/metrics")).text
             theirs = (await client.get(metrics)).text
         check_metrics(own, theirs, line)
+        await hang_up(gateway.url)
         await exits.aclose()
         check_trace(collector, line, usage)
