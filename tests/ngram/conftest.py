@@ -9,6 +9,9 @@ import pytest
 
 from tests.redis_servers import Certificates, Cluster, Deployment, Standalone
 
+# In the quick suite, test_redis_topologies.py alone has a cluster.
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[Standalone]:
@@ -30,7 +33,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
-@pytest.fixture(scope="session", params=[Standalone, Cluster])
+@pytest.fixture(scope="session", params=[Standalone, pytest.param(Cluster, marks=SLOW)])
 def _deployment(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
