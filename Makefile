@@ -94,10 +94,6 @@ pinned: $(SUPPLY)/installed
 	awk '/^[^ ]/ {keep = !/^(torch|nvidia-|cuda-)/} keep' $(PINNED)/heavy.txt \
 	  >$(SUPPLY)/heavy.txt
 	mv $(SUPPLY)/heavy.txt $(PINNED)/heavy.txt
-	cp $(PINNED)/gpu.txt $(SUPPLY)/gpu.txt
-	$(PIN) pyproject.toml --extra models --extra fused --constraint constraints.txt \
-	  --constraint $(PINNED)/heavy.txt --output-file $(SUPPLY)/gpu.txt
-	awk '/^[^ ]/ {keep = /^liger-kernel/} keep' $(SUPPLY)/gpu.txt >$(PINNED)/gpu.txt
 	$(PYTHON) -c "import tomllib; \
 	system = tomllib.load(open('pyproject.toml', 'rb'))['build-system']; \
 	print(*system['requires'], sep='\n')" >$(SUPPLY)/build.in
@@ -106,7 +102,7 @@ pinned: $(SUPPLY)/installed
 # Asks a database of advisories about these versions.
 audit: $(SUPPLY)/installed
 	$(SUPPLY)/bin/python compose/audit.py $(SUPPLY)/bin/pip-audit $(PINNED)/heavy.txt \
-	  $(PINNED)/gpu.txt $(PINNED)/build.txt constraints.txt
+	  $(PINNED)/build.txt constraints.txt
 
 .PHONY: tools suffix agents lm-eval speculators vllm test-vllm
 tools:

@@ -189,7 +189,6 @@ PY
     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
   rm -rf bench/wheels
   "${fetch[@]}" "${wanted[@]}"
-  "${fetch[@]}" --no-deps liger-kernel
   # The stack runs without TLS, and calls no Connect service.
   for name in $there cryptography pyqwest; do
     rm -f bench/wheels/"${name//-/_}"-*.whl

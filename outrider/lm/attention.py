@@ -162,8 +162,7 @@ class LayerCache:
         query_THD = query[0].transpose(0, 1)
         if self._use_kernel:
             store.write(layout.slot_mapping, key, value)
-            out = self._by_kernel(store, layout.kernel, query_THD, softmax)
-            return out.unsqueeze(0)
+            return self._by_kernel(store, layout.kernel, query_THD, softmax).unsqueeze(0)
         if isinstance(layout, StaticLayout):
             raise RuntimeError("the layout is for the GPU kernel, which this layer does not use")
         if self.cpu_attention is not None:
@@ -180,6 +179,15 @@ class LayerCache:
                 rows = group.rows_BQ[group.is_real_BQ]
             out[rows] = _attend_group(store, query_THD, group, softmax)
         return out.unsqueeze(0)
+
+    def attend_stored(self, query_THD: torch.Tensor, batch: KernelArguments) -> torch.Tensor:
+        """Attend by the GPU kernel over keys and values that are stored: [T, H, D].
+
+        Raises RuntimeError before `allocate`, and if this layer does not use the kernel.
+        """
+        if self._store is None or not self._use_kernel:
+            raise RuntimeError("the layer does not use the GPU kernel")
+        return self._by_kernel(self._store, batch, query_THD, self.softmax)
 
     def _by_kernel(
         self,

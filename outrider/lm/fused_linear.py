@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
-SIBLINGS = (ATTENTION, ("gate_proj", "up_proj"))
+GATED = ("gate_proj", "up_proj")
+SIBLINGS = (ATTENTION, GATED)
 """Children of one module that models call in turn with the same input."""
 
 MakeLayer = Callable[[torch.nn.Linear, torch.Tensor, torch.Tensor | None], torch.nn.Module]
@@ -22,6 +23,13 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.n
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias, requires_grad=False)
     return layer
+
+
+def joined(layers: Sequence[torch.nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weights [out, in] and the biases [out] of `layers`, one after the other."""
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    return weight, torch.cat(biases) if biases else None
 
 
 class FusedLinear:
@@ -39,9 +47,7 @@ class FusedLinear:
         numbers with other bits, and the outputs of a single row are contiguous without a copy.
         """
         self._contiguous = contiguous
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        self.layer = make(layers[0], weight, torch.cat(biases) if biases else None)
+        self.layer = make(layers[0], *joined(layers))
         self._sizes = [layer.out_features for layer in layers]
         self._input: torch.Tensor | None = None
         self._outputs: Sequence[torch.Tensor] = ()

@@ -63,6 +63,11 @@ class HiddenStates:
         """Return memory for a state of `token_count` tokens."""
         return self._parameter.new_empty(token_count, self._size)
 
+    def put(self, state: int, rows: torch.Tensor) -> None:
+        """Keep a state [T, H] if it is watched: for a forward that does not call the layers."""
+        if state in self.watched:
+            self._kept[state] = rows
+
     def take(self) -> Mapping[int, torch.Tensor]:
         """Return the watched states of the last forward, each [T, H] for all its tokens."""
         kept = self._kept

@@ -16,7 +16,6 @@ from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.devices import find_device
 from outrider.lm.gpu import memory
-from outrider.lm.gpu.fused_layers import join_projections, own_functions, use_kernels
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.hidden_states import FeatureProjection, HiddenStates
@@ -24,12 +23,14 @@ from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.same_bits import reason_against
 from outrider.lm.streams import SharedRows
 from outrider.lm.trial import OwnLogits, Texts
+from outrider.lm.widened import worse_than_own
 from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.tensors import on, triton_works
 from outrider.tokenizer import end_token_ids, token_ids
 
 if TYPE_CHECKING:
+    from outrider.lm.gpu.fused_layers import FusedForward
     from outrider.lm.gpu.move_tokens import TokenMover
 
 __all__ = ["Bounds", "ModelRunner", "SequenceSlice"]
@@ -72,8 +73,7 @@ class ModelRunner:
         texts = support.make_texts(
             self._name, self.vocab_size, self.context_length, self._layers, self.page_size
         )
-        with own_functions():
-            own = support.own_logits(self._model, self._name, self.vocab_size, texts)
+        own = support.own_logits(self._model, self._name, self.vocab_size, texts)
         self._states = _hidden_states(self._model)
         self._kept: Mapping[int, torch.Tensor] = {}
         self.projections: Mapping[str, FeatureProjection] = {}
@@ -81,7 +81,9 @@ class ModelRunner:
         self._graphs: Graphs | None = None
         self.decoder: CpuDecoder | None = None
         """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
-        if fused_layers:
+        self.fused: FusedForward | None = None
+        """Replaces it on a GPU, where its kernels support the model."""
+        if fused_layers and triton_works(self.device):
             # Before the memory of a step is measured.
             self._fuse(texts, own)
         self.page_count = page_count or self._default_page_count(bounds, memory_share)
@@ -142,18 +144,34 @@ class ModelRunner:
 
     def _fuse(self, texts: Texts, own: OwnLogits) -> None:
         """Have a GPU compute by fewer kernels, unless they give other logits than the model."""
-        undo = use_kernels(self._model, self._name, self.device)
-        if undo is None:
+        # Imported here, because not every machine has Triton.
+        from outrider.lm.gpu.fused_layers import FusedForward, join_projections
+
+        fused = FusedForward.of(self._model, self._name, self._layers, self._states)
+        if fused is None:
+            join_projections(self._model)
             return
+        self.fused = fused
         pages = texts.page_count
         self._allocate(pages, min(self._most_slots, pages * self.page_size))
         try:
             self._compare(texts, own)
+            self._compare_rounding(fused)
         except OutriderError as cause:
-            log.warning("no kernel of Liger-Kernel is used; with them, %s", cause.message)
-            undo()
-        else:
-            join_projections(self._model)
+            log.warning("its own layers are used; with fused layers, %s", cause.message)
+            self.fused = None
+
+    def _compare_rounding(self, fused: FusedForward) -> None:
+        """Raise OutriderError(INVALID_VALUE) if `fused` is further from float32 than the model."""
+        with support.refusals(self._name):
+            why = worse_than_own(
+                self._model,
+                self._layers,
+                self.page_size,
+                lambda layout: fused.logits(layout.token_ids, layout.positions, layout),
+            )
+        if why is not None:
+            raise support.unsupported(self._name, f"its trial was {why}")
 
     def _compare(self, texts: Texts, own: OwnLogits) -> None:
         """Raise OutriderError(INVALID_VALUE) if `forward` gives other logits than the model."""
@@ -354,7 +372,9 @@ class ModelRunner:
         layout: BatchLayout | StaticLayout,
         rows: torch.Tensor | int = 0,
     ) -> torch.Tensor:
-        """Run the model's own forward; return its logits for `rows`, 0 for all."""
+        """Run a forward of the whole model; return its logits for `rows`, 0 for all."""
+        if self.fused is not None:
+            return self.fused.logits(token_ids, positions, layout, rows)
         for layer in self._layers.values():
             layer.layout = layout
         output = self._model(

@@ -20,6 +20,7 @@ _CHUNKED = "chunked_attention"
 _WINDOWED = ("sliding_attention", _CHUNKED)
 _VLLM = "--engine vllm may serve it"
 _HYBRID = "for state-space, linear-attention and hybrid models, use --engine vllm"
+_LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Most characters of another library's error that a refusal repeats.
 _CAUSE_CHARACTERS = 300
 
@@ -27,6 +28,15 @@ _CAUSE_CHARACTERS = 300
 def unsupported(model: str, why: str) -> OutriderError:
     """Return the INVALID_VALUE error for a model that cannot be served."""
     return OutriderError(Reason.INVALID_VALUE, f"{model} cannot be served: {why}", "model")
+
+
+def is_built_like_llama(model: Any) -> bool:
+    """Whether a forward of ours for Llama's layers can replace the model's own.
+
+    Other types may differ only at lengths that no trial reaches, so agreement is not enough.
+    """
+    kind = type(model)
+    return kind.__name__ in _LLAMA_LIKE and kind.__module__.startswith("transformers.")
 
 
 @contextmanager

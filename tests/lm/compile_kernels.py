@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.lm.gpu import move_tokens, tiles, triton_attention
+from outrider.lm.gpu import layer_kernels, move_tokens, tiles, triton_attention
 from outrider.sampling import noise_kernel, penalty_kernel
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -134,6 +134,52 @@ def join(
     return compiled(triton_attention._join, architecture, types, constants, num_warps=1)
 
 
+def add_norm(architecture: int, dtype: torch.dtype, size: int) -> Any:
+    names = ("stream", "delta", "weight", "total", "out")
+    lanes = triton.next_power_of_2(size)
+    constants = {"SIZE": size, "LANES": lanes, "EPSILON": 1e-5, "ADDS": True}
+    return compiled(
+        layer_kernels._add_norm,
+        architecture,
+        dict.fromkeys(names, "*" + TYPES[dtype]),
+        constants,
+        num_warps=layer_kernels.norm_warps(lanes),
+    )
+
+
+def rotate(architecture: int, dtype: torch.dtype, size: int, *, norms: bool) -> Any:
+    names = ("heads", "cos", "sin", "query_weight", "key_weight", "query", "keys", "values")
+    types = dict.fromkeys(names, "*" + TYPES[dtype]) | {"slots": "*i64"}
+    constants = {
+        "QUERY_HEADS": 32,
+        "KV_HEADS": 8,
+        "SIZE": size,
+        "LANES": triton.next_power_of_2(size // 2),
+        "EPSILON": 1e-6,
+        "NORMS": norms,
+    }
+    return compiled(layer_kernels._rotate_and_store, architecture, types, constants, num_warps=1)
+
+
+def silu_product(architecture: int, dtype: torch.dtype) -> Any:
+    types = dict.fromkeys(("gate_up", "out"), "*" + TYPES[dtype])
+    return compiled(layer_kernels._silu_product, architecture, types, {"SIZE": 14336})
+
+
+def layer_kernels_of(architecture: int) -> dict[str, Any]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return {
+        "sum and norm, bfloat16": add_norm(architecture, bf16, 4096),
+        "sum and norm of 576, bfloat16": add_norm(architecture, bf16, 576),
+        "sum and norm of 16384, float32": add_norm(architecture, fp32, 16384),
+        "heads, bfloat16": rotate(architecture, bf16, 128, norms=False),
+        "normed heads, bfloat16": rotate(architecture, bf16, 128, norms=True),
+        "normed heads of 256, float32": rotate(architecture, fp32, 256, norms=True),
+        "gated product, bfloat16": silu_product(architecture, bf16),
+        "gated product, float32": silu_product(architecture, fp32),
+    }
+
+
 def move(architecture: int) -> Any:
     types = {"addresses": "*i64", "widths": "*i32", "moves": "*i64", "count": "i32"}
     constants = {"MOVES": move_tokens._MOVES, "LANES": move_tokens._LANES}
@@ -238,7 +284,11 @@ def other_kernels(architecture: int) -> dict[str, Any]:
 
 def kernel_rows() -> Iterator[dict[str, object]]:
     for architecture in CARDS:
-        kernels = attention_kernels(architecture) | other_kernels(architecture)
+        kernels = {
+            **attention_kernels(architecture),
+            **layer_kernels_of(architecture),
+            **other_kernels(architecture),
+        }
         for name, kernel in kernels.items():
             yield {
                 "architecture": architecture,

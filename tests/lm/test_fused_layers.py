@@ -1,97 +1,139 @@
-"""With Liger-Kernel's kernels, a model gives its own logits with fewer launches.
+"""A model with fused layers gives its own logits with fewer launches.
 
-Runs on a GPU, or by Triton's interpreter on a CPU.
+The kernels of a layer are by Triton's interpreter where `kernels` says so, else plain versions.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedConfig
-from transformers.models.llama import modeling_llama
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
-from outrider.lm import attention
+from outrider.lm import attention, runner
 from outrider.lm.fused_linear import FusedLinearPart
 from outrider.lm.gpu import fused_layers, triton_attention
-from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.lm.trial import OwnLogits
+from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
+from outrider.protocol.draft_messages import FINAL_STATE
+from tests.lm import reference_layers
+from tests.lm.recorded_graphs import Capture
 from tests.lm.reference_kernel import paged_attention
-from tests.lm.tiny_models import CONFIGS, build
+from tests.lm.tiny_models import CONFIGS, SIZES, build
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCH = [SequenceSlice([5, 9, 11, 3], 0, [0], 4), SequenceSlice([7, 2], 0, [3], 2)]
-ROTARY = modeling_llama.apply_rotary_pos_emb
-NAMES = [
-    "llama",
-    "qwen3",
-    "mistral, sliding window",
-    "phi3, fused projections",
-    "gemma",
-    "gemma2, soft cap and alternating windows",
-    "gemma3, alternating windows",
-]
-
-
-def complete_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give Triton's interpreter what Liger-Kernel needs of a GPU: float arguments, libdevice."""
-    interpreter = import_module("triton.runtime.interpreter")
-    convert = interpreter._implicit_cvt
-
-    def converted(argument: Any) -> Any:
-        if not isinstance(argument, float):
-            return convert(argument)
-        handle = interpreter.TensorHandle(np.array([argument], np.float32), tl.float32)
-        return tl.tensor(handle, tl.float32)
-
-    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
-    # Found when they are called, because the interpreter replaces what `tl` has.
-    ops = "liger_kernel.ops"
-    monkeypatch.setattr(import_module(f"{ops}.rms_norm"), "rsqrt", lambda x: tl.rsqrt(x))
-    monkeypatch.setattr(import_module(f"{ops}.geglu"), "tanh", lambda x: 2 * tl.sigmoid(2 * x) - 1)
+SHORT = [SequenceSlice([5, 9], 0, [0], 2), SequenceSlice([7], 0, [3], 1)]
+LLAMA_LIKE: dict[str, PreTrainedConfig] = {
+    "llama": CONFIGS["llama"],
+    "mistral, sliding window": CONFIGS["mistral, sliding window"],
+    "mistral, large heads": MistralConfig(**SIZES, head_dim=40, sliding_window=None),
+    "qwen2, biases": Qwen2Config(**SIZES),
+    "qwen3, norms of heads": CONFIGS["qwen3"],
+}
+OTHERS = ("gemma", "phi3, fused projections", "gpt2, learned positions")
+KERNELS = ("add_norm", "rotate_and_store", "silu_product")
 
 
 @pytest.fixture
-def liger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take Liger-Kernel on any device, and its replacements back after the test."""
-    pytest.importorskip("liger_kernel")
-    monkeypatch.setattr(fused_layers, "triton_works", lambda device: True)
-    if DEVICE.type == "cpu":
-        complete_interpreter(monkeypatch)
-        # A start's comparison of 43 tokens takes the interpreter a minute.
-        monkeypatch.setattr(ModelRunner, "_compare", lambda self, texts, own: None)
-    for kind in {CONFIGS[name].model_type.removesuffix("_text") for name in NAMES}:
-        module = import_module(f"transformers.models.{kind}.modeling_{kind}")
-        for name, value in vars(module).copy().items():
-            if name == "apply_rotary_pos_emb" or name.endswith(("RMSNorm", "MLP")):
-                monkeypatch.setattr(module, name, value)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take our kernels on a CPU, and plain versions of them."""
+    monkeypatch.setattr(runner, "triton_works", lambda device: True)
+    monkeypatch.setattr(attention.LayerCache, "supports_kernel", lambda self, device: True)
+    monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: False)
+    monkeypatch.setattr(triton_attention, "paged_attention", paged_attention)
+    for name in KERNELS:
+        monkeypatch.setattr(fused_layers, name, getattr(reference_layers, name))
 
 
-def runner(config: PreTrainedConfig, *, fused: bool) -> ModelRunner:
-    made = ModelRunner(build(config).to(DEVICE), page_count=16, fused_layers=fused)
-    # On a CPU, it would replace the whole forward.
-    made.decoder = None
-    return made
+@pytest.fixture
+def kernels(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels themselves, of which a start's comparison would take a minute."""
+    from outrider.lm.gpu import layer_kernels
+
+    for name in KERNELS:
+        monkeypatch.setattr(fused_layers, name, getattr(layer_kernels, name))
+    monkeypatch.setattr(ModelRunner, "_compare", lambda self, texts, own: None)
+    monkeypatch.setattr(ModelRunner, "_compare_rounding", lambda self, fused: None)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_fused_layers_give_the_models_own_logits(name: str, liger: None) -> None:
-    wanted = runner(CONFIGS[name], fused=False).forward(BATCH).clone()
-    logits = runner(CONFIGS[name], fused=True).forward(BATCH)
-    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+def served(
+    config: PreTrainedConfig, *, fused: bool = True, dtype: torch.dtype | None = None
+) -> Any:
+    return ModelRunner(build(config).to(dtype), page_count=16, fused_layers=fused)
+
+
+def logits_of(made: ModelRunner, batch: list[SequenceSlice] = BATCH) -> torch.Tensor:
+    return made.forward(batch).clone()
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3, norms of heads"])
+def test_the_kernels_give_the_models_own_logits(name: str, kernels: None) -> None:
+    config = LLAMA_LIKE[name]
+    made = served(config)
+    assert made.fused is not None
+    same(logits_of(made, SHORT), logits_of(served(config, fused=False), SHORT))
+
+
+@pytest.mark.parametrize("name", LLAMA_LIKE)
+def test_fused_layers_give_the_models_own_logits_and_hidden_states(name: str, gpu: None) -> None:
+    config = LLAMA_LIKE[name]
+    states = [0, 1, 3, FINAL_STATE]
+    made = []
+    for fused in (False, True):
+        one = served(config, fused=fused)
+        assert (one.fused is not None) == fused
+        one.watch(states)
+        logits = logits_of(one)
+        made.append((logits, [one._kept[state].clone() for state in states]))
+        # A text goes on over what was written to the cache, as chain and as tree.
+        later = [SequenceSlice([8, 1, 2], 4, [0], 3, [0, 0]), SequenceSlice([4], 2, [3], 1)]
+        made[-1][1].append(logits_of(one, later))
+    (own_logits, own_states), (logits, kept) = made
+    same(logits, own_logits)
+    for found, wanted in zip(kept, own_states, strict=True):
+        same(found, wanted)
+
+
+def test_graphs_repeat_fused_layers(gpu: None, capture: Capture) -> None:
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(ModelRunner, "_takes_graphs", lambda self: True)
+        made = served(CONFIGS["llama"])
+        plain = served(CONFIGS["llama"], fused=False)
+    made.capture(Bounds(4, 4, 16))
+    assert made.fused is not None
+    assert made.graph_count > 0
+    capture.replays = 0
+    for batch in (BATCH, SHORT):
+        same(logits_of(made, batch), logits_of(plain, batch))
+    assert capture.replays == 2
+
+
+def test_joined_weights_are_in_memory_once_and_the_own_forward_computes_as_before(
+    gpu: None,
+) -> None:
+    made = served(CONFIGS["llama"])
+    layer = made._model.model.layers[1]
+    for module, names in [(layer.self_attn, "qkv"), (layer.mlp, ("gate", "up"))]:
+        weights = [getattr(module, f"{name}_proj").weight for name in names]
+        assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+        assert weights[0].untyped_storage().nbytes() == sum(weight.nbytes for weight in weights)
+    made.fused = None
+    wanted = logits_of(served(CONFIGS["llama"], fused=False))
+    torch.testing.assert_close(logits_of(made), wanted, atol=0, rtol=0)
 
 
 NOT_LAUNCHED = {"_unsafe_view", "as_strided", "detach", "empty", "empty_like", "empty_strided"}
 NOT_LAUNCHED |= {"expand", "select", "slice", "split", "split_with_sizes", "t", "transpose"}
-NOT_LAUNCHED |= {"unsqueeze", "view", "_conj", "alias", "new_empty"}
+NOT_LAUNCHED |= {"unsqueeze", "view", "_conj", "alias", "new_empty", "unbind"}
 """Operators that make views, or memory that nothing fills."""
 
 
@@ -117,80 +159,36 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches_of_a_layer(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> int:
-    made = runner(CONFIGS[name], fused=fused)
-    layer = made._model.model.layers[1]
-    counts: list[int] = []
-    with monkeypatch.context() as here, Launches(here) as launches:
-        layer.register_forward_pre_hook(lambda *_: counts.append(launches.count))
-        layer.register_forward_hook(lambda *_: counts.append(launches.count))
-        made.forward(BATCH)
-    before, after = counts
-    return after - before
+def launches(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> tuple[int, int]:
+    """Return the launches of one layer, and those of a forward beside its three layers."""
+    counts = []
+    for layers in (2, 3):
+        config = copy.deepcopy(LLAMA_LIKE[name])
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[:layers]
+        made = served(config, fused=fused)
+        with monkeypatch.context() as here, Launches(here) as counting:
+            made.forward(SHORT)
+        counts.append(counting.count)
+    each = counts[1] - counts[0]
+    return each, counts[1] - 3 * each
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts the interpreter's kernels")
-@pytest.mark.parametrize(("name", "plain", "fused"), [("llama", 41, 17), ("qwen3", 57, 19)])
-def test_a_fused_layer_has_less_than_half_the_launches(
-    name: str, plain: int, fused: int, liger: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the interpreter's kernels")
+@pytest.mark.parametrize(
+    ("name", "plain", "fused"),
+    [("llama", (41, 33), (9, 26)), ("qwen3, norms of heads", (57, 33), (9, 26))],
+)
+def test_a_fused_layer_launches_four_products_attention_and_four_small_kernels(
+    name: str,
+    plain: tuple[int, int],
+    fused: tuple[int, int],
+    kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention.LayerCache, "supports_kernel", lambda self, device: True)
-    monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: False)
-    monkeypatch.setattr(triton_attention, "paged_attention", paged_attention)
-    counts = [launches_of_a_layer(name, monkeypatch, fused=on) for on in (False, True)]
-    assert counts == [plain, fused]
-
-
-def logits_of(made: ModelRunner) -> torch.Tensor:
-    return made.forward(BATCH).clone()
-
-
-def own_code(made: ModelRunner) -> bool:
-    """Whether a Llama computes by `transformers` alone."""
-    changed = [name for name, module in made._model.named_modules() if "forward" in vars(module)]
-    joined = [m for m in made._model.modules() if isinstance(m, FusedLinearPart)]
-    return not changed and not joined and modeling_llama.apply_rotary_pos_emb is ROTARY
-
-
-def test_a_later_model_of_the_type_has_its_own_classes(liger: None) -> None:
-    assert not own_code(runner(CONFIGS["llama"], fused=True))
-    kinds = {type(module) for module in build(CONFIGS["llama"]).modules()}
-    assert {modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP} <= kinds
-    assert modeling_llama.LlamaMLP.__module__ == modeling_llama.__name__
-
-
-def test_a_later_model_of_the_type_is_compared_with_its_own_rotary_embedding(
-    without_kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = logits_of(runner(CONFIGS["llama"], fused=False))
-    references: list[torch.Tensor] = []
-
-    def put_in(model: Any, **options: bool) -> None:
-        modeling_llama.apply_rotary_pos_emb = lambda query, key, *_: (query, key)
-
-    def agree(self: ModelRunner, texts: object, own: OwnLogits) -> None:
-        references.append(own.logits)
-
-    monkeypatch.setattr("liger_kernel.transformers._apply_liger_kernel_to_instance", put_in)
-    monkeypatch.setattr(ModelRunner, "_compare", agree)
-    for _ in range(2):
-        made = runner(CONFIGS["llama"], fused=True)
-    assert modeling_llama.apply_rotary_pos_emb is not ROTARY
-    torch.testing.assert_close(references[-1], references[0], atol=0, rtol=0)
-    # The planted function computes something else.
-    assert not torch.allclose(logits_of(made), plain)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_after_its_undo_a_model_gives_the_same_bits_as_before(name: str, liger: None) -> None:
-    made = runner(CONFIGS[name], fused=False)
-    wanted = logits_of(made)
-    undo = fused_layers.use_kernels(made._model, name, DEVICE)
-    assert undo is not None
-    assert [1 for module in made._model.modules() if "forward" in vars(module)]
-    undo()
-    assert not [1 for module in made._model.modules() if "forward" in vars(module)]
-    torch.testing.assert_close(logits_of(made), wanted, atol=0, rtol=0)
+    assert launches(name, monkeypatch, fused=False) == plain
+    assert launches(name, monkeypatch, fused=True) == fused
 
 
 def messages_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -200,79 +198,75 @@ def messages_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 def test_on_a_cpu_nothing_is_fused_or_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    made = ModelRunner(build(CONFIGS["llama"]), page_count=16)
-    assert own_code(made)
+    made = served(CONFIGS["llama"])
+    assert made.fused is None
     assert messages_of(caplog) == []
 
 
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but the models are small enough for the comparison of a start."""
-    pytest.importorskip("liger_kernel")
-    monkeypatch.setattr(fused_layers, "triton_works", lambda device: True)
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", ROTARY)
-
-
-def test_a_type_without_kernels_is_served_and_named(
-    without_kernels: None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_type_runs_its_own_layers_with_joined_projections(
+    name: str, gpu: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    runner(CONFIGS["gpt2, learned positions"], fused=True)
+    made = served(CONFIGS[name])
     [record] = messages_of(caplog)
     assert record.levelname == "INFO"
-    assert record.message.endswith("Liger-Kernel's kernels: it has none for the type gpt2")
+    assert "is served by its own layers, with more kernels" in record.message
+    assert made.fused is None
+    parts = [m for m in made._model.modules() if isinstance(m, FusedLinearPart)]
+    assert len(parts) == (9 if name == "gemma" else 0)
+    same(logits_of(made), logits_of(served(CONFIGS[name], fused=False)))
 
 
-def test_without_the_package_a_model_is_served_and_the_log_says_how_to_install_it(
-    without_kernels: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_another_activation_is_left_to_the_model(
+    gpu: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    assert own_code(runner(CONFIGS["llama"], fused=True))
-    [record] = messages_of(caplog)
-    assert record.levelname == "INFO"
-    assert "liger-kernel is missing" in record.message
-    assert "pip install '.[fused]'" in record.message
+    assert served(LlamaConfig(**SIZES, hidden_act="gelu")).fused is None
+    assert "its activation is GELUActivation" in messages_of(caplog)[0].message
 
 
-def wrong_logits(model: Any, **options: bool) -> None:
-    """Replace what Liger-Kernel does, by what computes something else."""
-    modeling_llama.apply_rotary_pos_emb = lambda query, key, *_: (query, key)
-    for layer in model.model.layers:
-        layer.mlp.forward = lambda x: -x
+def negated(gate_up: torch.Tensor) -> torch.Tensor:
+    return -reference_layers.silu_product(gate_up)
 
 
-def no_logits(model: Any, **options: bool) -> None:
-    """Fail in the forward, as a kernel does that cannot be compiled."""
-    model.model.norm.forward = lambda x: x.no_such_attribute
+def no_kernel(gate_up: torch.Tensor) -> torch.Tensor:
+    """Fail as a kernel does that cannot be compiled."""
+    raise RuntimeError("no such instruction")
 
 
-def wrong_type(model: Any, **options: bool) -> None:
-    """Fail half-way, as for a class that is not the type's."""
-    wrong_logits(model)
-    raise TypeError("Unsupported model")
+def inexact(gate_up: torch.Tensor) -> torch.Tensor:
+    """Round more than the type does, but less than the texts of a start tell."""
+    out = reference_layers.silu_product(gate_up)
+    return out + out * 0.02 * torch.randn_like(out)
 
 
 @pytest.mark.parametrize(
-    ("apply", "said"),
+    ("kernel", "dtype", "said"),
     [
-        (wrong_logits, "its logits differ"),
-        (no_logits, "no_such_attribute"),
-        (wrong_type, "TypeError: Unsupported model"),
+        (negated, torch.float32, "its logits differ"),
+        (no_kernel, torch.float32, "no such instruction"),
+        (inexact, torch.bfloat16, "its trial was off by"),
     ],
 )
 def test_a_model_whose_kernels_disagree_is_served_without_them(
-    apply: Callable[..., None],
+    kernel: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
     said: str,
-    without_kernels: None,
+    gpu: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wanted = logits_of(runner(CONFIGS["llama"], fused=False))
-    monkeypatch.setattr("liger_kernel.transformers._apply_liger_kernel_to_instance", apply)
-    made = runner(CONFIGS["llama"], fused=True)
-    assert own_code(made)
+    wanted = logits_of(served(CONFIGS["llama"], fused=False, dtype=dtype))
+    monkeypatch.setattr(fused_layers, "silu_product", kernel)
+    made = served(CONFIGS["llama"], dtype=dtype)
+    assert made.fused is None
     torch.testing.assert_close(logits_of(made), wanted, atol=0, rtol=0)
     [record] = messages_of(caplog)
     assert record.levelname == "WARNING"
     assert said in record.message
+
+
+@pytest.mark.parametrize("name", LLAMA_LIKE)
+def test_fused_layers_pass_the_comparison_of_a_start_in_bfloat16(name: str, gpu: None) -> None:
+    assert served(LLAMA_LIKE[name], dtype=torch.bfloat16).fused is not None

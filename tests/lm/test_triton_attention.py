@@ -392,16 +392,29 @@ def table(path: Path) -> list[dict[str, Any]]:
         ]
 
 
+LAYER_KERNELS = {
+    "sum and norm, bfloat16",
+    "sum and norm of 576, bfloat16",
+    "sum and norm of 16384, float32",
+    "heads, bfloat16",
+    "normed heads, bfloat16",
+    "normed heads of 256, float32",
+    "gated product, bfloat16",
+    "gated product, float32",
+}
+
+
 @pytest.mark.slow
 def test_the_kernels_compile_for_other_gpus_and_fit_their_shared_memory(compiled: Path) -> None:
     kernels = table(compiled / "kernels.csv")
-    assert len(kernels) == 17 * len(compile_kernels.CARDS)
+    assert len(kernels) == 25 * len(compile_kernels.CARDS)
     for kernel in kernels:
         card = compile_kernels.CARDS[kernel["architecture"]]
         assert kernel["shared_bytes"] <= card.shared_bytes, kernel
     assert {kernel["kernel"] for kernel in kernels if not kernel["instruction"]} == {
         "float32",
         "large heads, float32",
+        *LAYER_KERNELS,
         "parts",
         "parts, window",
         "parts, window, sinks",
@@ -409,6 +422,15 @@ def test_the_kernels_compile_for_other_gpus_and_fit_their_shared_memory(compiled
         "noise",
         "penalties",
     }
+
+
+@pytest.mark.slow
+def test_no_register_of_a_layers_kernels_spills(compiled: Path) -> None:
+    kernels = [row for row in table(compiled / "kernels.csv") if row["kernel"] in LAYER_KERNELS]
+    assert len(kernels) == len(LAYER_KERNELS) * len(compile_kernels.CARDS)
+    for kernel in kernels:
+        assert kernel["stack_bytes"] == 0, kernel
+        assert kernel["registers"] <= 96, kernel
 
 
 @pytest.mark.slow

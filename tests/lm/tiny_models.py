@@ -24,7 +24,7 @@ VOCAB_SIZE = 97
 CONTEXT_LENGTH = 256
 # Smaller than the tests' texts, and not a multiple of a page.
 WINDOW = 19
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": CONTEXT_LENGTH,
     "hidden_size": 32,
@@ -42,25 +42,25 @@ _ALTERNATING = {
 }
 
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**_SIZES),
-    "llama, one head for all": LlamaConfig(**_SIZES | {"num_key_value_heads": 1}),
-    "qwen3": Qwen3Config(**_SIZES, head_dim=16),
-    "mistral, sliding window": MistralConfig(**_SIZES, sliding_window=WINDOW),
-    "phi3, fused projections": Phi3Config(**_SIZES, sliding_window=None),
-    "gemma": GemmaConfig(**_SIZES, head_dim=16),
+    "llama": LlamaConfig(**SIZES),
+    "llama, one head for all": LlamaConfig(**SIZES | {"num_key_value_heads": 1}),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "mistral, sliding window": MistralConfig(**SIZES, sliding_window=WINDOW),
+    "phi3, fused projections": Phi3Config(**SIZES, sliding_window=None),
+    "gemma": GemmaConfig(**SIZES, head_dim=16),
     "gemma2, soft cap and alternating windows": Gemma2Config(
-        **_SIZES, **_ALTERNATING, head_dim=16, attn_logit_softcapping=0.5, query_pre_attn_scalar=16
+        **SIZES, **_ALTERNATING, head_dim=16, attn_logit_softcapping=0.5, query_pre_attn_scalar=16
     ),
     "gemma3, alternating windows": Gemma3TextConfig(
-        **_SIZES, **_ALTERNATING, head_dim=16, query_pre_attn_scalar=16
+        **SIZES, **_ALTERNATING, head_dim=16, query_pre_attn_scalar=16
     ),
     "gpt_oss, sinks and alternating windows": GptOssConfig(
-        **_SIZES, **_ALTERNATING, head_dim=16, num_local_experts=4, num_experts_per_tok=2
+        **SIZES, **_ALTERNATING, head_dim=16, num_local_experts=4, num_experts_per_tok=2
     ),
-    "granite_swa, sinks and alternating windows": GraniteSWAConfig(**_SIZES, **_ALTERNATING),
+    "granite_swa, sinks and alternating windows": GraniteSWAConfig(**SIZES, **_ALTERNATING),
     # Texts are longer than a piece, and than the positions that have one temperature.
     "llama4, pieces and temperatures by position": Llama4TextConfig(
-        **_SIZES,
+        **SIZES,
         head_dim=16,
         intermediate_size_mlp=48,
         num_local_experts=2,

@@ -78,14 +78,6 @@ def test_no_service_runs_as_root(name: str) -> None:
     assert re.match("[1-9][0-9]*:", user), user
 
 
-def test_the_images_for_gpus_alone_install_the_packages_for_gpus() -> None:
-    builds = {name: service["build"] for name, service in SERVICES.items() if "build" in service}
-    with_packages = {
-        name for name, build in builds.items() if "gpu.txt" in build["args"].get("PINNED", "")
-    }
-    assert with_packages == {"verifier-gpu", "drafter-model-gpu"}
-
-
 def test_tls_changes_nothing_of_a_services_rights() -> None:
     services: dict[str, dict[str, Any]] = yaml.safe_load(TLS_TEXT)["services"]
     keys = {key for service in services.values() for key in service}

@@ -18,7 +18,7 @@ from compose.audit import audit, pins, verdict
 ROOT = Path(__file__).parents[2]
 PINNED = ROOT / "compose/pinned"
 
-FILES = ("light", "heavy", "gpu", "build")
+FILES = ("light", "heavy", "build")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BASE = PROJECT["project"]["dependencies"]
 # Its build depends on the index.
@@ -26,7 +26,6 @@ WITHOUT_HASH = {"torch"}
 WANTED = {
     "light": BASE,
     "heavy": [*BASE, *PROJECT["project"]["optional-dependencies"]["models"]],
-    "gpu": PROJECT["project"]["optional-dependencies"]["fused"],
     "build": PROJECT["build-system"]["requires"],
 }
 

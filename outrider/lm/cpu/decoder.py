@@ -17,25 +17,16 @@ from outrider.lm.attention import LayerCache
 from outrider.lm.cpu.attention import Batch, Layer
 from outrider.lm.cpu.library import library, prefix
 from outrider.lm.cpu.weights import LinearStruct, TiledLinear
-from outrider.lm.cpu.widened import widened_logits
 from outrider.lm.fused_linear import FusedLinearPart
-from outrider.lm.layout import BatchLayout, SequenceSlice
+from outrider.lm.layout import BatchLayout
+from outrider.lm.support import is_built_like_llama
+from outrider.lm.widened import worse_than_own
 
 log = logging.getLogger(__name__)
 
-# The models that decoder.c computes. Other models may differ only at lengths that the trial does
-# not reach, so agreement in a trial is not enough.
-_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Kinds of rotary embedding whose frequencies do not depend on the length.
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LANES = 16
-_TRIAL_TOKENS = 96
-# Differences are root mean squares, as fractions of the logits' standard deviation. In float32,
-# rounding is less than a millionth. In bfloat16 it grows with the number of layers: 0.01 with six,
-# 0.045 with the 30 of SmolLM2-135M. So there the C decoder may be as far from the same weights'
-# logits in float32 as the model's own forward is, and by this factor further.
-_EXACT_TOLERANCE = 0.001
-_ROUNDED_FACTOR = 1.2
 
 
 class _DecoderLayer(ctypes.Structure):
@@ -89,8 +80,7 @@ class CpuDecoder:
         self._dtype = next(model.parameters()).dtype
         if found is None or self._dtype not in (torch.bfloat16, torch.float32):
             raise LookupError(f"no library was built for {self._dtype}")
-        kind = type(model)
-        if kind.__name__ not in _MODELS or not kind.__module__.startswith("transformers."):
+        if not is_built_like_llama(model):
             raise LookupError("it is not one of the models that are built like Llama")
         base = model.model
         # Kept alive, because the C structures have only their addresses.
@@ -127,16 +117,9 @@ class CpuDecoder:
         except LookupError as reason:
             log.debug("%s runs its own forward: %s", name, reason)
             return None
-        found, own = decoder._errors(model, caches, page_size)
-        # Written so that a NaN counts as an error.
-        if not found <= max(_EXACT_TOLERANCE, _ROUNDED_FACTOR * own):
-            log.warning(
-                "%s runs its own forward: the C decoder's trial was off by %.2g standard "
-                "deviations of the logits, the own forward by %.2g",
-                name,
-                found,
-                own,
-            )
+        why = worse_than_own(model, caches, page_size, lambda layout: decoder.forward(layout)[0])
+        if why is not None:
+            log.warning("%s runs its own forward: the C decoder's trial was %s", name, why)
             return None
         return decoder
 
@@ -189,37 +172,6 @@ class CpuDecoder:
             self._scratch.data_ptr(),
             logits.data_ptr(),
         )
-
-    @torch.inference_mode()
-    def _errors(
-        self, model: Any, caches: Mapping[int, LayerCache], page_size: int
-    ) -> tuple[float, float]:
-        """Compute some tokens' logits here, by the model's own forward, and exactly.
-
-        Return how far the first and the second are from the third: the root mean square over the
-        standard deviation. In float32 the model's own logits count as exact.
-        """
-        count = min(_TRIAL_TOKENS, page_size * next(iter(caches.values())).page_count)
-        ids = [(i * i * 31 + 7) % self._vocab_size for i in range(count)]
-        pages = list(range(-(-count // page_size)))
-        layout = BatchLayout([SequenceSlice(ids, 0, pages, count)], page_size, torch.device("cpu"))
-        for cache in caches.values():
-            cache.layout = layout
-        output = model(
-            input_ids=layout.token_ids.unsqueeze(0),
-            position_ids=layout.positions.unsqueeze(0),
-            use_cache=False,
-        )
-        own = output.logits[0].float()
-        exact = own
-        if self._dtype is not torch.float32:
-            exact = widened_logits(model, layout.token_ids)
-        deviation = exact.std().clamp(min=1e-6)
-        found, own_error = (
-            float((logits - exact).square().mean().sqrt() / deviation)
-            for logits in (self.forward(layout)[0], own)
-        )
-        return found, own_error
 
     def _layer(self, layer: Any, cache: LayerCache) -> _DecoderLayer:
         attention = layer.self_attn

@@ -1,128 +1,185 @@
-"""Replaces a model's small operators on a GPU by fewer ones.
+"""The forward of a Llama-like model on a GPU, with fewer kernels than `transformers` launches.
 
-Of the 30 small kernels that a Llama layer of `transformers` launches, most belong to its norms, its
-rotary embedding and its gated product. Liger-Kernel has one Triton kernel for each of these. The
-projections to queries, keys and values become one product: a small product reads its weight
-slower than a large one.
+A layer is four products, the attention and four small kernels of `layer_kernels`. Layers that share
+an input are one product, because a small product reads its weight slower than a large one. The
+`transformers` model stays: its modules hold the weights and the rotary embedding.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
-from outrider.lm.fused_linear import ATTENTION, FusedLinear, FusedLinearPart, fusible, linear_of
-from outrider.sampling.tensors import triton_works
+from outrider.lm.attention import LayerCache
+from outrider.lm.fused_linear import (
+    ATTENTION,
+    GATED,
+    FusedLinear,
+    FusedLinearPart,
+    fusible,
+    joined,
+    linear_of,
+)
+from outrider.lm.gpu.layer_kernels import Norm, add_norm, rotate_and_store, silu_product
+from outrider.lm.hidden_states import HiddenStates
+from outrider.lm.layout import BatchLayout, StaticLayout
+from outrider.lm.support import is_built_like_llama
+from outrider.protocol.draft_messages import FINAL_STATE
 
 log = logging.getLogger(__name__)
 
-_UNFUSED = "%s is served without Liger-Kernel's kernels: %s"
-_MISSING = "the package liger-kernel is missing (in Outrider's sources, pip install '.[fused]')"
-_ABSENT = object()
-
-_Attributes = dict[str, Any]
-# What Liger-Kernel replaced for all models of a type: attributes of a module, the function's name,
-# the model's own function, and the kernel's.
-_shared: list[tuple[_Attributes, str, Any, Any]] = []
+_Joined = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def use_kernels(model: Any, name: str, device: torch.device) -> Callable[[], None] | None:
-    """Have a loaded `transformers` model compute by Liger-Kernel's kernels, where they are.
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Weights and cache of one layer; `qkv` and `gate_up` are joined weights and biases."""
 
-    Return what undoes it; None if nothing changed, with the reason in the log on a GPU. The rotary
-    embedding changes for all models of its type in this process.
+    cache: LayerCache
+    input_norm: Norm
+    qkv: _Joined
+    head_norms: tuple[Norm, Norm] | None
+    output: torch.nn.Module
+    post_norm: Norm
+    gate_up: _Joined
+    down: torch.nn.Module
+
+
+class FusedForward:
+    """Computes a model's forwards in place of its own forward. Not thread-safe."""
+
+    def __init__(
+        self, model: Any, caches: Mapping[int, LayerCache], states: HiddenStates | None
+    ) -> None:
+        """Join the model's projections in place; `states` gets the hidden states of forwards.
+
+        Raises LookupError with the reason for a model that is not supported, which it leaves
+        unchanged.
+        """
+        _check(model)
+        self._model = model.model
+        self._head = model.lm_head
+        self._states = states
+        self._layers = [_layer(layer, caches[i]) for i, layer in enumerate(model.model.layers)]
+        self._norm = _norm(model.model.norm)
+
+    @classmethod
+    def of(
+        cls, model: Any, name: str, caches: Mapping[int, LayerCache], states: HiddenStates | None
+    ) -> FusedForward | None:
+        """Return the forward of a model on a GPU; None, with a log line, if it is not supported."""
+        try:
+            return cls(model, caches, states)
+        except LookupError as reason:
+            log.info("%s is served by its own layers, with more kernels: %s", name, reason)
+            return None
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        layout: BatchLayout | StaticLayout,
+        rows: torch.Tensor | int = 0,
+    ) -> torch.Tensor:
+        """Compute the tokens [T], and write to the caches: logits of `rows`, 0 for all."""
+        batch, slots = layout.kernel, layout.slot_mapping
+        stream = self._model.embed_tokens(token_ids)
+        turns = self._model.rotary_emb(stream.unsqueeze(0), positions.unsqueeze(0))
+        turns = turns[0][0], turns[1][0]
+        delta = None
+        for number, layer in enumerate(self._layers):
+            normed, stream = add_norm(stream, delta, layer.input_norm)
+            self._keep(number, stream)
+            heads = linear(normed, *layer.qkv)
+            keys, values = layer.cache.arrays
+            query = rotate_and_store(heads, turns, slots, keys, values, layer.head_norms)
+            attended = layer.cache.attend_stored(query, batch)
+            delta = layer.output(attended.view(len(attended), -1))
+            normed, stream = add_norm(stream, delta, layer.post_norm)
+            delta = layer.down(silu_product(linear(normed, *layer.gate_up)))
+        normed, stream = add_norm(stream, delta, self._norm)
+        self._keep(len(self._layers), stream)
+        self._keep(FINAL_STATE, normed)
+        logits: torch.Tensor = self._head(normed[rows] if torch.is_tensor(rows) else normed)
+        return logits
+
+    def _keep(self, state: int, rows: torch.Tensor) -> None:
+        if self._states is not None:
+            self._states.put(state, rows)
+
+
+def _check(model: Any) -> None:
+    """Raise LookupError with the reason if the kernels do not compute what the model does."""
+    if not is_built_like_llama(model):
+        raise LookupError(f"{type(model).__name__} is not built like Llama")
+    size = 2 * model.model.rotary_emb.inv_freq.numel()
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+            raise LookupError(f"its activation is {type(mlp.act_fn).__name__}")
+        if not fusible(attention, [ATTENTION]) or not fusible(mlp, [GATED]):
+            raise LookupError("projections that share an input are not plain layers of one type")
+        if attention.head_dim != size:
+            raise LookupError(f"it turns {size} channels of heads of {attention.head_dim}")
+
+
+def _layer(layer: Any, cache: LayerCache) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    head_norms = None
+    if hasattr(attention, "q_norm"):
+        head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
+    return _Layer(
+        cache,
+        _norm(layer.input_layernorm),
+        _join(attention, ATTENTION),
+        head_norms,
+        attention.o_proj,
+        _norm(layer.post_attention_layernorm),
+        _join(mlp, GATED),
+        mlp.down_proj,
+    )
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight.detach(), module.variance_epsilon)
+
+
+def _join(module: torch.nn.Module, names: tuple[str, ...]) -> _Joined:
+    """Join these layers' weights and biases, of which the layers become views.
+
+    So the model's own forward computes as before, and the weights are in memory once.
     """
-    if not triton_works(device):
-        return None
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError:
-        log.info(_UNFUSED, name, _MISSING)
-        return None
-    kind = model.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        log.info(_UNFUSED, name, f"it has none for the type {kind}")
-        return None
-    code = {sys.modules[type(module).__module__] for module in model.modules()}
-    before = [(vars(each), vars(each).copy()) for each in (*model.modules(), *code)]
-    try:
-        # The fused losses are for training, and would replace the forward.
-        _apply_liger_kernel_to_instance(
-            model, cross_entropy=False, fused_linear_cross_entropy=False
-        )
-    except Exception as cause:  # noqa: BLE001
-        # It fails in its own ways at classes or a `transformers` that it does not know.
-        _restore(_changes(before))
-        log.warning(_UNFUSED, name, f"{type(cause).__name__}: {cause}")
-        return None
-    changes = _changes(before)
-    # It also replaces classes. Later models, and their own logits, are to be of the real ones.
-    _restore([change for change in changes if isinstance(change[2], type)])
-    modules = [vars(each) for each in code]
-    shared = [
-        (attributes, function, own, attributes[function])
-        for attributes, function, own in changes
-        if not isinstance(own, type) and any(attributes is each for each in modules)
-    ]
-    _shared.extend(shared)
-
-    def undo() -> None:
-        for each in shared:
-            _shared.remove(each)
-        _restore(changes)
-
-    return undo
-
-
-@contextmanager
-def own_functions() -> Iterator[None]:
-    """Have all models compute without the kernels that were put in for a whole type.
-
-    A model's own logits are computed so, with which its kernels are compared. No other thread may
-    compute meanwhile.
-    """
-    kernels = [each for each in _shared if each[0].get(each[1]) is each[3]]
-    _restore([(attributes, name, own) for attributes, name, own, _ in kernels])
-    try:
-        yield
-    finally:
-        _restore([(attributes, name, kernel) for attributes, name, _, kernel in kernels])
-
-
-def _changes(before: list[tuple[_Attributes, _Attributes]]) -> list[tuple[_Attributes, str, Any]]:
-    """Return the attributes that differ from their copy, each with its earlier value."""
-    return [
-        (attributes, name, copy.get(name, _ABSENT))
-        for attributes, copy in before
-        for name, value in attributes.items()
-        if copy.get(name, _ABSENT) is not value
-    ]
-
-
-def _restore(changes: list[tuple[_Attributes, str, Any]]) -> None:
-    for attributes, name, value in changes:
-        if value is _ABSENT:
-            del attributes[name]
-        else:
-            attributes[name] = value
+    (layers,) = fusible(module, [names])
+    weight, bias = joined(layers)
+    sizes = [layer.out_features for layer in layers]
+    for layer, part in zip(layers, torch.split(weight, sizes), strict=True):
+        layer.weight = torch.nn.Parameter(part, requires_grad=False)
+    if bias is not None:
+        for layer, part in zip(layers, torch.split(bias, sizes), strict=True):
+            layer.bias = torch.nn.Parameter(part, requires_grad=False)
+    _return_memory()
+    return weight, bias
 
 
 def join_projections(model: torch.nn.Module) -> None:
-    """Join the projections of each attention.
-
-    The projections of the gated product are not joined: they are large, and Liger-Kernel would copy
-    the halves of a joined result.
-    """
+    """Join the projections of each attention, for a model that runs its own forward."""
     for module in [*model.modules()]:
         for layers in fusible(module, [ATTENTION]):
             fused = FusedLinear(layers, lambda _, weight, bias: linear_of(weight, bias))
             for index, name in enumerate(ATTENTION):
                 setattr(module, name, FusedLinearPart(fused, index))
-            # Else the parts of two layers would be in memory that neither can use.
-            torch.cuda.empty_cache()
+            _return_memory()
+
+
+def _return_memory() -> None:
+    """Return the memory of layers that were joined.
+
+    Else the parts of two layers would be in memory that neither can use.
+    """
+    # It does nothing where no GPU is used.
+    torch.cuda.empty_cache()
