@@ -1,6 +1,7 @@
 """A model with fused layers gives its own logits with fewer launches.
 
-The kernels of a layer are by Triton's interpreter where `kernels` says so, else plain versions.
+With the fixture `kernels` the kernels of a layer are the real ones, on a GPU or by Triton's
+interpreter on a CPU. Else they are plain versions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.lm.recorded_graphs import Capture
 from tests.lm.reference_kernel import paged_attention
 from tests.lm.tiny_models import CONFIGS, SIZES, build
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCH = [SequenceSlice([5, 9, 11, 3], 0, [0], 4), SequenceSlice([7, 2], 0, [3], 2)]
 SHORT = [SequenceSlice([5, 9], 0, [0], 2), SequenceSlice([7], 0, [3], 1)]
 LLAMA_LIKE: dict[str, PreTrainedConfig] = {
@@ -175,7 +177,7 @@ def launches(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> tupl
     return each, counts[1] - 3 * each
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the interpreter's kernels")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts the interpreter's kernels")
 @pytest.mark.parametrize(
     ("name", "plain", "fused"),
     [("llama", (41, 33), (9, 26)), ("qwen3, norms of heads", (57, 33), (9, 26))],
@@ -198,7 +200,7 @@ def messages_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 def test_on_a_cpu_nothing_is_fused_or_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    made = served(CONFIGS["llama"])
+    made = ModelRunner(build(CONFIGS["llama"]), page_count=16)
     assert made.fused is None
     assert messages_of(caplog) == []
 
