@@ -72,7 +72,7 @@ def check(
     model = load(
         head,
         target_weights(target),
-        page_count=pages * (1 + len(head.spec.other_boundaries)),
+        page_count=pages * (1 + len(head.spec.other_aux_layers)),
         page_size=_PAGE_SIZE,
     )
     return choose_reading(model, *read_text(runner, target, head.spec))

@@ -236,7 +236,7 @@ class HeadWorker:
         dtype = FeatureDtype[str(model.dtype).removeprefix("torch.").upper()]
         spec = model.spec
         return FeatureRequest(
-            spec.boundaries, spec.final_state, dtype, projection=model.projection_name
+            spec.aux_layers, spec.final_state, dtype, projection=model.projection_name
         )
 
     def width(self, *, projected: bool) -> int:

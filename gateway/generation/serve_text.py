@@ -27,8 +27,8 @@ from gateway.text.request import (
 from gateway.upstream.prefixes import prefixes
 from outrider.errors import OutriderError, Reason
 from outrider.process.observability.telemetry import Span
-from outrider.protocol.lacks import check_lacks
 from outrider.protocol.model_info import ModelInfo
+from outrider.protocol.unsupported import check_supported
 
 # More than the mark of a thought takes, with the blanks after it.
 _END_CHARACTERS = 128
@@ -141,7 +141,7 @@ async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[Te
             """The sequences for a replica's model. Raises OutriderError."""
             requests = call.build(inputs, info)
             for request in requests:
-                check_lacks(request.tokens, info.lacks, request.grammar_field)
+                check_supported(request.tokens, info.unsupported, request.grammar_field)
             describe_settings(span, requests[0])
             return requests
 

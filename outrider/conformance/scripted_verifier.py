@@ -158,7 +158,7 @@ class KitsVerifier(ScriptedVerifier):
         if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
             return 0
         request = hello.feature_request
-        return self._hidden_size * (len(request.boundaries) + request.final_state)
+        return self._hidden_size * (len(request.aux_layers) + request.final_state)
 
     async def link(self) -> Link:
         """The next drafter's stream."""

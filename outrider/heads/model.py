@@ -142,13 +142,13 @@ class HeadModel(torch.nn.Module):
         super().__init__()
         self.spec: HeadSpec = head.spec
         self.projection = Projection(head.spec) if projection_tensors(head) else None
-        self._projection = head.spec.boundaries, projection_name(head)
+        self._projection = head.spec.aux_layers, projection_name(head)
 
     @property
     def projection_name(self) -> str:
-        """The projection to ask a verifier for, which goes by the file's boundaries; or none."""
-        boundaries, name = self._projection
-        return name if boundaries == self.spec.boundaries else ""
+        """The projection to ask a verifier for, by the file's auxiliary layers; or none."""
+        aux_layers, name = self._projection
+        return name if aux_layers == self.spec.aux_layers else ""
 
     @property
     def projected_width(self) -> int:

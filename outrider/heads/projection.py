@@ -23,7 +23,7 @@ class Projection(Module):
         super().__init__()
         if spec.decoder is None:
             raise ValueError(f"a head of the kind {spec.kind} has no projection")
-        count, eps = len(spec.boundaries), spec.decoder.norm_eps
+        count, eps = len(spec.aux_layers), spec.decoder.norm_eps
         self.fc = Linear(spec.feature_width, spec.decoder.hidden_size, bias=spec.join_bias)
         self.fc_norm = ModuleList()
         if spec.feature_norms:
@@ -44,7 +44,7 @@ class Projection(Module):
 
 def projection_tensors(head: Head) -> Mapping[str, torch.Tensor]:
     """The tensors of the head's projection, by the names of `Projection`; none if it has none."""
-    if not head.spec.boundaries:
+    if not head.spec.aux_layers:
         return {}
     names = [name for name in head.tensors if name.partition(".")[0] in _PARTS]
     return {name: head.tensors[name] for name in sorted(names)}
@@ -61,7 +61,7 @@ def projection_name(head: Head) -> str:
     tensors = projection_tensors(head)
     if not tensors or head.spec.decoder is None:
         return ""
-    digest = hashlib.sha256(f"{head.spec.boundaries} {head.spec.decoder.norm_eps}".encode())
+    digest = hashlib.sha256(f"{head.spec.aux_layers} {head.spec.decoder.norm_eps}".encode())
     for name, tensor in tensors.items():
         digest.update(f" {name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
@@ -76,7 +76,7 @@ class ServedProjection:
         self._tensors = projection_tensors(head)
         if not self._tensors or head.spec.decoder is None:
             raise ValueError(f"a head of the kind {head.spec.kind} has no projection")
-        self.states = list(head.spec.boundaries)
+        self.states = list(head.spec.aux_layers)
         self.projected_width = head.spec.decoder.hidden_size
         self._spec = head.spec
         self._device = device

@@ -82,7 +82,7 @@ def read_target_config(target: str, trust_remote_code: bool = False) -> Any:
 def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = None) -> Head:
     """Read the head in the folder `path` for the target of a `transformers` configuration.
 
-    `layers` are the boundaries that the head reads, where the file is known to be wrong about
+    `layers` are the auxiliary layers that the head reads, where the file is known to be wrong about
     them. Raises OutriderError(INVALID_VALUE) with a sentence that names the file, key or tensor at
     fault: nothing of a head is guessed or left out.
     """
@@ -123,13 +123,13 @@ def with_reading(head: Head, number: int) -> Head:
 def _told(folder: Path, head: Head) -> Head:
     """Log what was decided; return the head."""
     spec = head.spec
-    text = "head %s: %s on the target's boundaries %s%s, %d of %d tokens"
+    text = "head %s: %s on the target's auxiliary layers %s%s, %d of %d tokens"
     final = " and its final state" if spec.final_state else ""
     log.info(
         text,
         folder,
         spec.kind,
-        list(spec.boundaries),
+        list(spec.aux_layers),
         final,
         spec.draft_vocab_size,
         spec.vocab_size,

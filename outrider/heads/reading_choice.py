@@ -1,9 +1,9 @@
 """Finds out by a text what the files of a head mean, where they do not say.
 
-Files that look alike mean different layers: some dialects state layers, some the boundaries after
-them, and heads that were converted from one to the other are often wrong by one. Some keys mean one
-thing to the code that trained a head and another to the code that serves it. A head that is read
-wrongly still guesses, but much worse.
+Files that look alike mean different layers: some dialects state layers, some the auxiliary layers
+after them, and heads that were converted from one to the other are often wrong by one. Some keys
+mean one thing to the code that trained a head and another to the code that serves it. A head that
+is read wrongly still guesses, but much worse.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class ReadingChoice:
 def states_of(spec: HeadSpec) -> set[int]:
     """The target's hidden states that `choose_reading` needs."""
     final = {FINAL_STATE} if spec.final_state else set()
-    return final.union(spec.boundaries, *spec.other_boundaries)
+    return final.union(spec.aux_layers, *spec.other_aux_layers)
 
 
 def described(spec: HeadSpec, among: Sequence[HeadSpec]) -> str:
     """A reading in words, with what tells it from others."""
-    words = [f"states {list(spec.boundaries)}" if spec.boundaries else "the final state"]
+    words = [f"states {list(spec.aux_layers)}" if spec.aux_layers else "the final state"]
     if len({each.scores_normed for each in among}) > 1:
         words.append("scores after the norm" if spec.scores_normed else "scores without the norm")
     if len({each.recycle_normed for each in among}) > 1:
@@ -97,8 +97,8 @@ def choose_reading(
     `states` has for every state of `states_of` the target's rows [T, hidden size] for the T tokens
     of `text`, some 256; `answers` [T] are the target's likeliest tokens after each. A guess is
     made after every `stride`-th token. Logs the choice, as a warning unless it is clear. The model
-    needs pages for the text with each set of boundaries, and has them all back afterwards; else it
-    raises NoPages. The model reads as before afterwards.
+    needs pages for the text with each set of auxiliary layers, and has them all back afterwards;
+    else it raises NoPages. The model reads as before afterwards.
     """
     before = model.spec
     options = before.readings
@@ -107,7 +107,7 @@ def choose_reading(
     trial = _Trial(model, text, states, answers, lengths, _IN_A_ROW if recycles else 1)
     found: list[Matches] = []
     try:
-        together = 1 + len(before.other_boundaries)
+        together = 1 + len(before.other_aux_layers)
         for i in range(0, len(options), together):
             found += trial.count(options[i : i + together])
     finally:
@@ -127,12 +127,12 @@ class _Trial:
     steps: int
 
     def count(self, options: Sequence[HeadSpec]) -> list[Matches]:
-        """Count the right guesses of readings that differ only in their boundaries."""
+        """Count the right guesses of readings that differ only in their auxiliary layers."""
         model, text = self.model, self.text
         model.read_as(options[0])
         final = (FINAL_STATE,) if options[0].final_state else ()
         features = [
-            torch.cat([self.states[i] for i in (*each.boundaries, *final)], dim=-1)
+            torch.cat([self.states[i] for i in (*each.aux_layers, *final)], dim=-1)
             for each in options
         ]
         counts = [[0] * self.steps for _ in options]

@@ -1,9 +1,9 @@
 """The normal form of a draft head, to which every published dialect is brought.
 
-Boundary k of a target is the residual stream that enters its layer k: 0 are the embeddings, and the
-number of layers is the stream before the final norm. The final state is what the target's lm_head
-reads, after that norm. A feature row of one token is the wanted boundaries, in the head's order,
-and then the final state if it is wanted.
+Auxiliary layer k of a target is the residual stream that enters its layer k, as vLLM counts them: 0
+are the embeddings, and the number of layers is the stream before the final norm. The final state is
+what the target's lm_head reads, after that norm. A feature row of one token is the wanted auxiliary
+layers, in the head's order, and then the final state if it is wanted.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class HeadSpec:
     kind: Kind
     target: TargetShape
     draft_vocab_size: int
-    boundaries: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     final_state: bool
     decoder: Decoder | None = None
     """None for medusa, which has no attention."""
-    other_boundaries: tuple[tuple[int, ...], ...] = ()
-    """Other boundaries that the file may mean; `reading_choice` compares them with `boundaries`."""
+    other_aux_layers: tuple[tuple[int, ...], ...] = ()
+    """Other layers that the file may mean; `reading_choice` compares them with `aux_layers`."""
     other_forms: tuple[HeadSpec, ...] = ()
-    """The head as its file may mean it otherwise, for each of the boundaries. They differ in
+    """The head as its file may mean it otherwise, for each of the auxiliary layers. They differ in
     `scores_normed`, `recycle_normed` or the decoder's `rotary_size`."""
     feature_norms: bool = False
-    """eagle3, peagle: each boundary is normed by itself before `fc`."""
+    """eagle3, peagle: each auxiliary layer is normed by itself before `fc`."""
     row_norm: bool = False
     """eagle3, peagle: the whole feature row is normed before `fc`."""
     residual_normed: bool = False
@@ -132,15 +132,15 @@ class HeadSpec:
     def readings(self) -> list[HeadSpec]:
         """What the head's file may mean, the likeliest first."""
         return [
-            replace(form, boundaries=ids, other_boundaries=(), other_forms=())
+            replace(form, aux_layers=ids, other_aux_layers=(), other_forms=())
             for form in (self, *self.other_forms)
-            for ids in (self.boundaries, *self.other_boundaries)
+            for ids in (self.aux_layers, *self.other_aux_layers)
         ]
 
     @property
     def feature_width(self) -> int:
         """Numbers in a token's feature row."""
-        return (len(self.boundaries) + self.final_state) * self.target.hidden_size
+        return (len(self.aux_layers) + self.final_state) * self.target.hidden_size
 
     @property
     def vocab_size(self) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FeatureRows: TypeAlias = "bytes | SharedRows"
 """Features of consecutive tokens, see `Features`."""
 FINAL_STATE = -1
-"""In place of a boundary: the state after the final norm, which the logits are made of."""
+"""In place of an auxiliary layer: the state after the final norm, which the logits are made of."""
 
 
 class FeatureDtype(IntEnum):
@@ -42,12 +42,12 @@ class FeatureDtype(IntEnum):
 class FeatureRequest:
     """The target's hidden states that are a token's feature, in a row.
 
-    First come the residual streams that enter the layers `boundaries`, then, with `final_state`,
+    First come the residual streams that enter the layers `aux_layers`, then, with `final_state`,
     the state after the final norm. Of a prompt, the last `prompt_token_count` tokens need
     features; 0 for all. `projection` names what the verifier may make of the states.
     """
 
-    boundaries: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     final_state: bool = False
     dtype: FeatureDtype = FeatureDtype.BFLOAT16
     prompt_token_count: int = 0
@@ -55,8 +55,8 @@ class FeatureRequest:
 
     @property
     def states(self) -> list[int]:
-        """The states in a feature's order: the boundaries, then FINAL_STATE if it is wanted."""
-        return [*self.boundaries, *([FINAL_STATE] if self.final_state else [])]
+        """The states in a feature's order: the auxiliary layers, then FINAL_STATE if wanted."""
+        return [*self.aux_layers, *([FINAL_STATE] if self.final_state else [])]
 
 
 @dataclass(frozen=True, slots=True)

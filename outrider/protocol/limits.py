@@ -59,7 +59,7 @@ MAX_BATCH_TOKENS = 16384
 MAX_PROPOSAL_TOKENS = 1024
 MAX_WINDOW_DEPTH = 128
 MAX_WINDOW_TOKENS = 4096
-MAX_FEATURE_BOUNDARIES = 16
+MAX_AUX_LAYERS = 16
 # The verifier caps the drafting time that a drafter reports.
 MAX_DRAFT_SECONDS = 60.0
 # Float32 probabilities of a distribution may sum to 1 ± this.

@@ -133,8 +133,8 @@ class ModelInfo:
     """Device memory that the graphs took."""
     engine: str = "native"
     """What computes the target, with a version unless it is the native engine."""
-    lacks: tuple[str, ...] = ()
-    """What that engine cannot do, see `outrider.protocol.lacks`."""
+    unsupported: tuple[str, ...] = ()
+    """What that engine cannot do, see `outrider.protocol.unsupported`."""
     aliases: tuple[str, ...] = ()
     """Further names of the model in requests."""
 

@@ -143,12 +143,12 @@ Global___CloseReason: _TypeAlias = CloseReason  # noqa: Y015
 @_typing.final
 class FeatureRequest(_message.Message):
     """Which of the target's hidden states are a token's feature. At least one state. The feature is all
-    states in a row: those of the boundaries in the order of the list, then the final state.
+    states in a row: those of the auxiliary layers in the order of the list, then the final state.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    BOUNDARIES_FIELD_NUMBER: _builtins.int
+    AUX_LAYERS_FIELD_NUMBER: _builtins.int
     FINAL_STATE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
@@ -165,16 +165,16 @@ class FeatureRequest(_message.Message):
     states, and says so in Welcome. Outrider's names are the SHA-256 (hex) of what it computes.
     """
     @_builtins.property
-    def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Distinct, and at most 16 of them. Boundary k is the residual stream that enters the target's
-        layer k. So 0 is the embedding, and the highest, the number of layers, is the last layer's
-        output.
+    def aux_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Distinct, and at most 16 of them. Auxiliary layer k is the residual stream that enters the
+        target's layer k. So 0 is the embedding, and the highest, the number of layers, is the last
+        layer's output.
         """
 
     def __init__(
         self,
         *,
-        boundaries: _abc.Iterable[_builtins.int] | None = ...,
+        aux_layers: _abc.Iterable[_builtins.int] | None = ...,
         final_state: _builtins.bool = ...,
         dtype: Global___FeatureDtype.ValueType = ...,
         prompt_token_count: _builtins.int = ...,
@@ -182,7 +182,7 @@ class FeatureRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "dtype", b"dtype", "final_state", b"final_state", "projection", b"projection", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_layers", b"aux_layers", "dtype", b"dtype", "final_state", b"final_state", "projection", b"projection", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -505,7 +505,7 @@ class GetModelResponse(_message.Message):
     GRAPH_COUNT_FIELD_NUMBER: _builtins.int
     GRAPH_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
-    LACKS_FIELD_NUMBER: _builtins.int
+    UNSUPPORTED_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may use; the target's path or hub id unless configured."""
@@ -563,7 +563,7 @@ class GetModelResponse(_message.Message):
         """Settings that decide how drafts are drawn and tokens are chosen, by flag."""
 
     @_builtins.property
-    def lacks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def unsupported(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What that engine cannot do. A verifier refuses a request that needs it with
         ERROR_REASON_UNSUPPORTED_PARAMETER, and a gateway does so before it is sent:
         - lossy_acceptance: typical and relaxed acceptance
@@ -600,12 +600,12 @@ class GetModelResponse(_message.Message):
         graph_count: _builtins.int = ...,
         graph_memory_bytes: _builtins.int = ...,
         engine: _builtins.str = ...,
-        lacks: _abc.Iterable[_builtins.str] | None = ...,
+        unsupported: _abc.Iterable[_builtins.str] | None = ...,
         aliases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_settings", b"acceptance_settings", "aliases", b"aliases", "context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "graph_count", b"graph_count", "graph_memory_bytes", b"graph_memory_bytes", "lacks", b"lacks", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "server_version", b"server_version", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_settings", b"acceptance_settings", "aliases", b"aliases", "context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "graph_count", b"graph_count", "graph_memory_bytes", b"graph_memory_bytes", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "server_version", b"server_version", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "unsupported", b"unsupported", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

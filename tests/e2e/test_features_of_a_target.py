@@ -36,7 +36,7 @@ async def features(drafter: RawDrafter) -> dict[int, np.ndarray]:
 
 async def test_features_are_the_targets_hidden_states(stack: Stack) -> None:
     wanted = drafts_pb2.FeatureRequest(
-        boundaries=STATES, final_state=True, dtype=drafts_pb2.FEATURE_DTYPE_FLOAT32
+        aux_layers=STATES, final_state=True, dtype=drafts_pb2.FEATURE_DTYPE_FLOAT32
     )
     async with (
         Client(stack.address) as client,
@@ -66,8 +66,8 @@ async def test_features_are_the_targets_hidden_states(stack: Stack) -> None:
     ("wanted", "field"),
     [
         (drafts_pb2.FeatureRequest(), "hello.feature_request"),
-        (drafts_pb2.FeatureRequest(boundaries=[7]), "hello.feature_request.boundaries"),
-        (drafts_pb2.FeatureRequest(boundaries=[1, 1]), "hello.feature_request.boundaries"),
+        (drafts_pb2.FeatureRequest(aux_layers=[7]), "hello.feature_request.aux_layers"),
+        (drafts_pb2.FeatureRequest(aux_layers=[1, 1]), "hello.feature_request.aux_layers"),
         (
             drafts_pb2.FeatureRequest(final_state=True, prompt_token_count=-1),
             "hello.feature_request.prompt_token_count",

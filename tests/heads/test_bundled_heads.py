@@ -64,7 +64,7 @@ def test_a_bundled_head_guesses_much_of_a_greedy_text(
     path = target(of)[0]
     head = read(MODELS / folder, LlamaConfig.from_pretrained(path))
     model = load(head, target_weights(path), page_count=16)
-    wanted = [*head.spec.boundaries, *[-1] * head.spec.final_state]
+    wanted = [*head.spec.aux_layers, *[-1] * head.spec.final_state]
     features = torch.cat([states[k] for k in wanted], dim=1)
     right = []
     for length in range(start, len(text) - COUNT):

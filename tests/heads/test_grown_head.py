@@ -31,7 +31,7 @@ def guesses(head: Path, target: Path, text: list[int]) -> tuple[torch.Tensor, to
     model = LlamaForCausalLM.from_pretrained(target)
     found = read(head, model.config)
     states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    features = torch.cat([states[k][0, :-1] for k in found.spec.boundaries], dim=1)
+    features = torch.cat([states[k][0, :-1] for k in found.spec.aux_layers], dim=1)
     drafting = load(found, target_weights(target), page_count=8)
     sequence = drafting.open(text)
     drafting.extend([Extension(sequence, [], features, 0)])

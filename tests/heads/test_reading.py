@@ -27,7 +27,7 @@ SEVERAL = [(kind, dialect) for kind, dialects in DIALECTS.items() for dialect in
 
 def same(one: Head, other: Head) -> bool:
     """Whether two heads compute the same, whatever else their files may mean."""
-    specs = [replace(head.spec, other_boundaries=()) for head in (one, other)]
+    specs = [replace(head.spec, other_aux_layers=()) for head in (one, other)]
     if specs[0] != specs[1] or one.tensors.keys() != other.tensors.keys():
         return False
     if (one.target_ids is None) != (other.target_ids is None):
@@ -80,12 +80,12 @@ def test_what_layer_ids_may_mean_is_kept(
     files: Callable[[], Files], first: Any, others: Any, tmp_path: Path
 ) -> None:
     spec = read(write(tmp_path, files()), TARGET).spec
-    assert (spec.boundaries, spec.other_boundaries) == (first, others)
+    assert (spec.aux_layers, spec.other_aux_layers) == (first, others)
 
 
 def test_layers_that_the_user_sets_leave_no_other(tmp_path: Path) -> None:
     spec = read(write(tmp_path, head_files.eagle3_modelopt()), TARGET, (1, 5, 10)).spec
-    assert (spec.boundaries, spec.other_boundaries) == ((1, 5, 10), ())
+    assert (spec.aux_layers, spec.other_aux_layers) == ((1, 5, 10), ())
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_head_without_fc_reads_the_final_state(tmp_path: Path) -> None:
     config["eagle_config"] = {"use_aux_hidden_state": False}
     del tensors["fc.weight"]
     spec = read(write(tmp_path, (config, tensors)), TARGET).spec
-    assert (spec.boundaries, spec.final_state, spec.feature_width) == ((), True, 16)
+    assert (spec.aux_layers, spec.final_state, spec.feature_width) == ((), True, 16)
 
 
 def test_medusas_weights_tell_how_many_heads_there_are(tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
     "layers behind the target's": (
         head_files.eagle3_speculators,
         lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 5, LAYERS + 1]),
-        r"layers are \[1, 5, 11\], but the target has the boundaries 0 to 10",
+        r"layers are \[1, 5, 11\], but the target has the auxiliary layers 0 to 10",
     ),
     "layers that repeat": (
         head_files.eagle3_speculators,

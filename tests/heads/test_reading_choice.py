@@ -40,7 +40,7 @@ class Texts:
         The third guess after a token is the first after the next but one, and that is right.
         """
         model = load(replace(self.head, spec=spec), self.weights, page_count=400)
-        features = torch.cat([self.states[i] for i in spec.boundaries], dim=-1)
+        features = torch.cat([self.states[i] for i in spec.aux_layers], dim=-1)
         answers = [0] * (LENGTH + 3)
         for length in range(3, LENGTH - 2, 2):
             scores, _ = scores_of(model, self.text, features, [length], 3)
@@ -48,10 +48,10 @@ class Texts:
                 answers[length - 1 + step] = guess
         return answers
 
-    def answers(self, boundaries: tuple[int, ...]) -> list[int]:
+    def answers(self, aux_layers: tuple[int, ...]) -> list[int]:
         """What the target would say if the head, on these layers, were always right."""
         model = self.model()
-        features = torch.cat([self.states[i] for i in boundaries], dim=-1)
+        features = torch.cat([self.states[i] for i in aux_layers], dim=-1)
         sequence, answers = model.open(self.text[:1]), [0]
         for length in range(2, LENGTH + 1):
             row = features[length - 2 : length - 1]
@@ -71,7 +71,7 @@ def texts(request: pytest.FixtureRequest, tmp_path: Path) -> Texts:
 def test_the_layers_with_the_most_right_guesses_are_chosen(texts: Texts, index: int) -> None:
     options = texts.head.spec.readings
     right = options[index]
-    answers = texts.answers(right.boundaries)
+    answers = texts.answers(right.aux_layers)
     choice = choose_reading(texts.model(), texts.text, texts.states, answers)
     assert (choice.spec, choice.clear) == (right, True)
     counts = [matches.first for matches in choice.matches]
@@ -85,7 +85,7 @@ def test_a_choice_that_is_not_clear_keeps_the_files_and_warns(
     answers = torch.randint(VOCAB, (LENGTH,)).tolist()
     with caplog.at_level(logging.INFO):
         choice = choose_reading(texts.model(), texts.text, texts.states, answers)
-    assert (choice.spec.boundaries, choice.clear) == (texts.head.spec.boundaries, False)
+    assert (choice.spec.aux_layers, choice.clear) == (texts.head.spec.aux_layers, False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "--head-reading" in caplog.text
 
@@ -94,8 +94,8 @@ def test_layers_that_the_user_set_are_not_questioned(tmp_path: Path) -> None:
     texts = Texts(read(write(tmp_path, head_files.eagle3_modelopt()), TARGET, (1, 2, 3)))
     wrong = [0] * LENGTH
     choice = choose_reading(texts.model(), texts.text, texts.states, wrong)
-    assert (choice.spec.boundaries, choice.clear) == ((1, 2, 3), True)
-    assert [matches.spec.boundaries for matches in choice.matches] == [(1, 2, 3)]
+    assert (choice.spec.aux_layers, choice.clear) == ((1, 2, 3), True)
+    assert [matches.spec.aux_layers for matches in choice.matches] == [(1, 2, 3)]
 
 
 def eagle31_by_specforge() -> head_files.Files:
@@ -144,11 +144,11 @@ def test_what_a_key_means_is_told_by_the_guesses(doubt: str, form: int, tmp_path
 
 def test_a_reading_can_be_chosen_by_its_number(tmp_path: Path) -> None:
     head = read(write(tmp_path, eagle31_by_specforge()), TARGET)
-    kinds = [(spec.boundaries, spec.recycle_normed) for spec in head.spec.readings]
+    kinds = [(spec.aux_layers, spec.recycle_normed) for spec in head.spec.readings]
     assert kinds == [(ids, norm) for norm in (True, False) for ids in ((2, 5, 7), (1, 4, 6))]
     for number, kind in enumerate(kinds, 1):
         spec = with_reading(head, number).spec
-        assert (spec.boundaries, spec.recycle_normed) == kind
+        assert (spec.aux_layers, spec.recycle_normed) == kind
         assert spec.readings == [spec]
     with pytest.raises(OutriderError, match="head_reading is 5, but the head's file may mean 4"):
         with_reading(head, 5)

@@ -165,7 +165,7 @@ READERS: dict[str, Callable[[Any], object]] = {
     "Hello.drafter_id": lambda n: hello(drafter_id="d" * n),
     "Hello.family": lambda n: hello(family="f" * n),
     "Hello.max_draft_tokens": named(hello, "max_draft_tokens"),
-    "FeatureRequest.boundaries": lambda n: features(boundaries=range(n), final_state=True),
+    "FeatureRequest.aux_layers": lambda n: features(aux_layers=range(n), final_state=True),
     "FeatureRequest.projection": lambda n: features(final_state=True, projection="p" * n),
     "Window.token_count": lambda value: opened({"token_count": value}),
     "Window.depth": lambda value: opened({"depth": value}),

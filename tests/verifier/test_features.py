@@ -250,7 +250,7 @@ def test_a_known_projection_is_applied_for_the_drafter_that_asks_for_it_alone() 
     asking = replace(REQUEST, projection="first-two")
     asks = ScriptedDrafter(engine, "asks", feature_request=asking)
     other = ScriptedDrafter(engine, "other", family="b", feature_request=REQUEST)
-    narrow = replace(asking, boundaries=(0, 2))
+    narrow = replace(asking, aux_layers=(0, 2))
     unfit = ScriptedDrafter(engine, "unfit", family="c", feature_request=narrow)
     unknown = replace(REQUEST, projection="another")
     strange = ScriptedDrafter(engine, "strange", family="d", feature_request=unknown)
@@ -273,7 +273,7 @@ def test_a_layer_that_the_target_lacks_is_refused_by_name() -> None:
     with pytest.raises(OutriderError) as refused:
         ScriptedDrafter(engine, feature_request=FeatureRequest((1, 3)))
     assert refused.value.reason is Reason.INVALID_VALUE
-    assert str(refused.value).endswith("hello.feature_request.boundaries must be in [0, 2], not 3")
+    assert str(refused.value).endswith("hello.feature_request.aux_layers must be in [0, 2], not 3")
 
 
 def test_a_target_that_keeps_no_states_grants_no_features(

@@ -81,10 +81,10 @@ class FeatureSender:
         request, source = drafter.hello.feature_request, self._source
         if request is None or source is None:
             return
-        for boundary in request.boundaries:
-            if not 0 <= boundary <= source.layer_count:
-                name = "hello.feature_request.boundaries"
-                raise invalid(name, f"must be in [0, {source.layer_count}], not {boundary}")
+        for layer in request.aux_layers:
+            if not 0 <= layer <= source.layer_count:
+                name = "hello.feature_request.aux_layers"
+                raise invalid(name, f"must be in [0, {source.layer_count}], not {layer}")
         if not source.can_watch(request.states):
             return
         drafter.feature_width = len(request.states) * source.hidden_size

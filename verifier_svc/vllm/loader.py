@@ -168,7 +168,7 @@ class VllmLoader:
                 acceptance_settings=tuple(sorted(settings.items())),
                 server_version=__version__,
                 engine=f"vllm {installed_version()}",
-                lacks=parameters.LACKS,
+                unsupported=parameters.UNSUPPORTED,
             )
         )
 

@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from outrider.protocol.lacks import Lack, check_lacks
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.unsupported import Unsupported, check_supported
 from verifier_svc.state.sequence import Sequence
 
 if TYPE_CHECKING:
     import vllm
 
-LACKS = tuple(lack.value for lack in Lack)
-"""What vLLM cannot do as our own engine does: all that an engine may lack."""
+UNSUPPORTED = tuple(kind.value for kind in Unsupported)
+"""What vLLM cannot do as our own engine does: each kind of `Unsupported`."""
 
 _KEY = "outrider"
 _PLAIN = SamplingParams()
@@ -43,7 +43,7 @@ class Drawing:
 def check(request: TokenRequest) -> None:
     """Raise OutriderError(UNSUPPORTED_PARAMETER) for what vLLM cannot do as our own engine does."""
     grammar = request.grammar
-    check_lacks(request, LACKS, "" if grammar is None else grammar.field)
+    check_supported(request, UNSUPPORTED, "" if grammar is None else grammar.field)
 
 
 def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.SamplingParams:

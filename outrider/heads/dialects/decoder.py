@@ -256,8 +256,8 @@ def _target_ids(weights: Weights, size: int, whole: int, vocab_size: int) -> tor
     return ids
 
 
-def boundary_count(weights: Weights, target: TargetShape) -> int:
-    """How many of the target's boundaries fc reads. Raises OutriderError for a broken number."""
+def aux_layer_count(weights: Weights, target: TargetShape) -> int:
+    """How many auxiliary layers fc reads. Raises OutriderError for a broken number."""
     width = weights.width("fc.weight")
     if width % target.hidden_size:
         why = (
@@ -268,14 +268,14 @@ def boundary_count(weights: Weights, target: TargetShape) -> int:
     return width // target.hidden_size
 
 
-def choose_boundaries(
+def choose_aux_layers(
     keys: Keys,
     count: int,
     target: TargetShape,
     candidates: Sequence[tuple[int, ...]],
     chosen: tuple[int, ...] | None,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the boundaries that a file most likely means, and what else it may mean.
+    """Return the auxiliary layers that a file most likely means, and what else it may mean.
 
     `candidates` come in this order; `chosen` is the user's setting, which leaves no other. Raises
     OutriderError if the first does not fit the target.
@@ -287,7 +287,8 @@ def choose_boundaries(
         if len(set(ids)) != count:
             raise keys.wrong("layers", f"are {list(ids)}, which repeat; set the layers it reads")
         if not all(0 <= i <= target.layer_count for i in ids):
-            why = f"are {list(ids)}, but the target has the boundaries 0 to {target.layer_count}"
+            layers = f"the auxiliary layers 0 to {target.layer_count}"
+            why = f"are {list(ids)}, but the target has {layers}"
             raise keys.wrong("layers", why)
     fitting = [
         ids
@@ -298,17 +299,17 @@ def choose_boundaries(
 
 
 def after(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The boundaries after the layers `ids`."""
+    """The auxiliary layers that the outputs of the layers `ids` enter."""
     return tuple(i + 1 for i in ids)
 
 
-def possible_boundaries(
+def possible_aux_layers(
     stated: tuple[int, ...] | None, of_layers: tuple[int, ...] | None, default: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The boundaries that the ids of a file may mean, the likeliest first.
+    """The auxiliary layers that the ids of a file may mean, the likeliest first.
 
-    `stated` are boundaries, but heads that were converted to that form often kept the ids of
-    layers. `of_layers` are ids of layers, whose outputs are one boundary further. A file without
+    `stated` are auxiliary layers, but heads that were converted to that form often kept the ids of
+    layers. `of_layers` are ids of layers, whose outputs are one layer further. A file without
     ids means `default`.
     """
     if stated:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from outrider.heads.dialects.decoder import (
     after,
-    boundary_count,
+    aux_layer_count,
     check_target_size,
-    choose_boundaries,
+    choose_aux_layers,
     mask_token,
     partly_turned,
-    possible_boundaries,
+    possible_aux_layers,
     read_decoder,
     take_layers,
     take_vocabulary,
@@ -62,9 +62,9 @@ def read_dflash(
     token = None if has_row else mask_token(keys, last, own)
     if token is None and not has_row:
         raise keys.wrong("mask_token_id", "is missing, and so are the weights mask_embedding")
-    count = boundary_count(weights, target)
+    count = aux_layer_count(weights, target)
     candidates = _candidates(keys, own, decoder, target)
-    boundaries, others = choose_boundaries(keys, count, target, candidates, layers)
+    aux_layers, others = choose_aux_layers(keys, count, target, candidates, layers)
     weights.take("fc.weight", hidden, count * target.hidden_size)
     weights.take("hidden_norm.weight", hidden)
     weights.take("norm.weight", hidden)
@@ -80,10 +80,10 @@ def read_dflash(
         kind="dspark" if is_dspark else "dflash",
         target=target,
         draft_vocab_size=size,
-        boundaries=boundaries,
+        aux_layers=aux_layers,
         final_state=False,
         decoder=decoder,
-        other_boundaries=others,
+        other_aux_layers=others,
         mask_token_id=token,
         block_size=(own if "block_size" in own else keys).integer(
             "block_size", least=2, most=_MOST_ROWS
@@ -121,11 +121,11 @@ def _refuse_variants(keys: Keys, own: Keys) -> None:
 def _candidates(
     keys: Keys, own: Keys, decoder: Decoder, target: TargetShape
 ) -> list[tuple[int, ...]]:
-    """The boundaries that the file may mean, the likeliest first."""
+    """The aux_layers that the file may mean, the likeliest first."""
     default = after(_even(target.layer_count, decoder.layer_count))
     stated = keys.ids("aux_hidden_state_layer_ids") or own.ids("layer_ids")
     of_layers = own.ids("target_layer_ids") or keys.ids("target_layer_ids")
-    return possible_boundaries(stated, of_layers, default)
+    return possible_aux_layers(stated, of_layers, default)
 
 
 def _even(target_layers: int, layers: int) -> tuple[int, ...]:

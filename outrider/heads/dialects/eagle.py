@@ -33,7 +33,7 @@ def read_eagle(keys: Keys, weights: Weights, target: TargetShape) -> Head:
         kind="eagle",
         target=target,
         draft_vocab_size=size,
-        boundaries=(),
+        aux_layers=(),
         final_state=True,
         decoder=decoder,
         join_bias=has_bias,

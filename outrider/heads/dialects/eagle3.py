@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.heads.dialects.decoder import (
-    boundary_count,
+    aux_layer_count,
     check_target_size,
-    choose_boundaries,
+    choose_aux_layers,
     mask_token,
     partly_turned,
-    possible_boundaries,
+    possible_aux_layers,
     read_decoder,
     take_layers,
     take_vocabulary,
@@ -54,8 +54,8 @@ def read_eagle3(
     token = mask_token(keys, last, keys.section("dflash_config")) if is_parallel else None
     if is_parallel and token is None:
         raise keys.wrong("mask_token_id", "is missing, which a head with mask_hidden needs")
-    boundaries, others = _boundaries(keys, nested, weights, target, layers)
-    if not boundaries and decoder.hidden_size != target.hidden_size:
+    aux_layers, others = _aux_layers(keys, nested, weights, target, layers)
+    if not aux_layers and decoder.hidden_size != target.hidden_size:
         why = f"is {decoder.hidden_size}; without fc it must be {target.hidden_size}"
         raise keys.wrong("hidden_size", why)
     norm_output = keys.flag("norm_output", False)
@@ -63,10 +63,10 @@ def read_eagle3(
         kind="peagle" if is_parallel else "eagle3",
         target=target,
         draft_vocab_size=size,
-        boundaries=boundaries,
-        final_state=not boundaries,
+        aux_layers=aux_layers,
+        final_state=not aux_layers,
         decoder=decoder,
-        other_boundaries=others,
+        other_aux_layers=others,
         feature_norms=feature_norms,
         row_norm=row_norm,
         # A speculators file without the key is an early EAGLE-3 head, and these norm it.
@@ -92,7 +92,7 @@ def read_eagle3(
     return Head(spec, weights.finish(), ids)
 
 
-def _boundaries(
+def _aux_layers(
     keys: Keys,
     nested: Keys,
     weights: Weights,
@@ -102,8 +102,8 @@ def _boundaries(
     """What fc reads, and what else the file may mean; nothing for a head without fc."""
     if not nested.flag("use_aux_hidden_state", True):
         return (), ()
-    count = boundary_count(weights, target)
-    return choose_boundaries(keys, count, target, _candidates(keys, nested, target), layers)
+    count = aux_layer_count(weights, target)
+    return choose_aux_layers(keys, count, target, _candidates(keys, nested, target), layers)
 
 
 def _refuse_modelopt(nested: Keys) -> None:
@@ -116,19 +116,19 @@ def _refuse_modelopt(nested: Keys) -> None:
 
 
 def _candidates(keys: Keys, nested: Keys, target: TargetShape) -> list[tuple[int, ...]]:
-    """The boundaries that the file may mean, the likeliest first.
+    """The aux_layers that the file may mean, the likeliest first.
 
-    Top-level ids are boundaries, nested ids those of layers.
+    Top-level ids are auxiliary layers, nested ids those of layers.
     """
     count = target.layer_count
     default = (2, count // 2, count - 3)
     stated = keys.ids("eagle_aux_hidden_state_layer_ids") or nested.ids("layer_ids")
     of_layers = nested.ids("eagle_aux_hidden_state_layer_ids") or keys.ids("target_layer_ids")
-    return possible_boundaries(stated, of_layers, default)
+    return possible_aux_layers(stated, of_layers, default)
 
 
 def _take(weights: Weights, spec: HeadSpec, decoder: Decoder) -> None:
-    hidden, width, count = decoder.hidden_size, spec.target.hidden_size, len(spec.boundaries)
+    hidden, width, count = decoder.hidden_size, spec.target.hidden_size, len(spec.aux_layers)
     if count:
         weights.take("fc.weight", hidden, count * width)
     if spec.join_bias:

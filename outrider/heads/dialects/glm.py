@@ -52,7 +52,7 @@ def read_glm(keys: Keys, folder: Path, target: TargetShape) -> Head:
         kind="mtp",
         target=target,
         draft_vocab_size=target.vocab_size,
-        boundaries=(),
+        aux_layers=(),
         final_state=True,
         decoder=decoder,
         layer_config=config,

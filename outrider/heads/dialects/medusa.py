@@ -41,7 +41,7 @@ def read_medusa(keys: Keys, weights: Weights, target: TargetShape) -> Head:
         kind="medusa",
         target=target,
         draft_vocab_size=target.vocab_size if ids is None else len(ids),
-        boundaries=(),
+        aux_layers=(),
         final_state=True,
         join_bias=has_bias,
         block_counts=(blocks,) * count,

@@ -60,7 +60,7 @@ def read_mtp(keys: Keys, weights: Weights, target: TargetShape) -> Head:
         kind="mtp",
         target=target,
         draft_vocab_size=target.vocab_size,
-        boundaries=(),
+        aux_layers=(),
         final_state=True,
         decoder=decoder,
         state_first=True,

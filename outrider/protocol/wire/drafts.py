@@ -15,13 +15,13 @@ from outrider.protocol import draft_messages as d
 from outrider.protocol import messages as m
 from outrider.protocol.checks import check_ids, check_name
 from outrider.protocol.limits import (
+    MAX_AUX_LAYERS,
     MAX_BATCH_ENTRIES,
     MAX_BATCH_TOKENS,
     MAX_DISTRIBUTION_ENTRIES,
     MAX_DRAFT_SECONDS,
     MAX_DRAFT_TOKENS,
     MAX_FAMILY_LENGTH,
-    MAX_FEATURE_BOUNDARIES,
     MAX_PROPOSAL_TOKENS,
     MAX_WINDOW_DEPTH,
     MAX_WINDOW_TOKENS,
@@ -74,12 +74,12 @@ def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | No
         return None
     proto = hello.feature_request
     name = "hello.feature_request"
-    boundaries = tuple(proto.boundaries)
-    if not boundaries and not proto.final_state:
-        raise invalid(name, "must ask for a boundary or the final state")
-    if len(boundaries) > MAX_FEATURE_BOUNDARIES or len(set(boundaries)) < len(boundaries):
-        message = f"must hold at most {MAX_FEATURE_BOUNDARIES} distinct boundaries"
-        raise invalid(f"{name}.boundaries", message)
+    aux_layers = tuple(proto.aux_layers)
+    if not aux_layers and not proto.final_state:
+        raise invalid(name, "must ask for an auxiliary layer or the final state")
+    if len(aux_layers) > MAX_AUX_LAYERS or len(set(aux_layers)) < len(aux_layers):
+        message = f"must hold at most {MAX_AUX_LAYERS} distinct layers"
+        raise invalid(f"{name}.aux_layers", message)
     if proto.prompt_token_count < 0:
         message = f"must be at least 0, not {proto.prompt_token_count}"
         raise invalid(f"{name}.prompt_token_count", message)
@@ -89,7 +89,7 @@ def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | No
         raise invalid(f"{name}.dtype", f"must be BFLOAT16, FLOAT16 or FLOAT32, not {number}")
     check_name(f"{name}.projection", proto.projection, empty=True)
     return d.FeatureRequest(
-        boundaries,
+        aux_layers,
         proto.final_state,
         dtypes[number],
         proto.prompt_token_count,
@@ -112,7 +112,7 @@ def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
     request = hello.feature_request
     if request is not None:
         proto.capabilities.append(drafts_pb2.CAPABILITY_FEATURES)
-        proto.feature_request.boundaries.extend(request.boundaries)
+        proto.feature_request.aux_layers.extend(request.aux_layers)
         proto.feature_request.final_state = request.final_state
         proto.feature_request.dtype = proto_enum(request.dtype)
         proto.feature_request.prompt_token_count = request.prompt_token_count

@@ -36,7 +36,7 @@ def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
         graph_count=info.graph_count,
         graph_memory_bytes=info.graph_memory_bytes,
         engine=info.engine,
-        lacks=info.lacks,
+        unsupported=info.unsupported,
         aliases=info.aliases,
     )
     byte_count = 0
@@ -115,7 +115,7 @@ def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
         graph_count=proto.graph_count,
         graph_memory_bytes=proto.graph_memory_bytes,
         engine=proto.engine,
-        lacks=tuple(proto.lacks),
+        unsupported=tuple(proto.unsupported),
         aliases=tuple(proto.aliases),
     )
 

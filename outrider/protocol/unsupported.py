@@ -13,7 +13,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.protocol.messages import Acceptance, TokenRequest
 
 
-class _Lack(NamedTuple):
+class _Refusal(NamedTuple):
     """The field of a request that asks for too much, the reason, and which requests do."""
 
     field: str
@@ -21,7 +21,7 @@ class _Lack(NamedTuple):
     asks: Callable[[TokenRequest], bool]
 
 
-class Lack(Enum):
+class Unsupported(Enum):
     """Something that an engine cannot do, by its name in GetModel."""
 
     LOSSY_ACCEPTANCE = "lossy_acceptance"
@@ -32,34 +32,34 @@ class Lack(Enum):
     NO_TOKENS = "no_tokens"
 
 
-_LACKS = {
-    Lack.LOSSY_ACCEPTANCE: _Lack(
+_REFUSALS = {
+    Unsupported.LOSSY_ACCEPTANCE: _Refusal(
         "speculation.acceptance",
         "this model's engine verifies exactly, and has no lossy acceptance",
         lambda request: request.speculation.acceptance is not Acceptance.EXACT,
     ),
-    Lack.GRAMMAR_CONTINUATION: _Lack(
+    Unsupported.GRAMMAR_CONTINUATION: _Refusal(
         "grammar",
         "this model's engine cannot go on with an answer in the middle of a grammar",
         lambda request: request.grammar is not None and bool(request.committed),
     ),
-    Lack.GRAMMAR_WITHOUT_END: _Lack(
+    Unsupported.GRAMMAR_WITHOUT_END: _Refusal(
         "ignore_eos",
         "this model's engine would go on without the grammar after the grammar's end",
         lambda request: request.grammar is not None and request.ignore_eos,
     ),
-    Lack.GRAMMAR_LOGPROBS: _Lack(
+    Unsupported.GRAMMAR_LOGPROBS: _Refusal(
         "logprobs",
         "this model's engine measures log probabilities after the grammar's mask, so it has none"
         " for an answer with a grammar",
         lambda request: request.grammar is not None and request.top_logprobs is not None,
     ),
-    Lack.GRAMMAR_STOP_TOKENS: _Lack(
+    Unsupported.GRAMMAR_STOP_TOKENS: _Refusal(
         "stop_token_ids",
         "this model's engine would forbid them in the middle of the grammar's text",
         lambda request: request.grammar is not None and bool(request.stop_token_ids),
     ),
-    Lack.NO_TOKENS: _Lack(
+    Unsupported.NO_TOKENS: _Refusal(
         "max_tokens",
         "must be at least 1, since this model's engine scores no prompt without an answer",
         lambda request: request.max_tokens == 0,
@@ -67,15 +67,18 @@ _LACKS = {
 }
 
 
-def check_lacks(request: TokenRequest, lacks: Collection[str], grammar_field: str = "") -> None:
-    """Raise OutriderError(UNSUPPORTED_PARAMETER) for a request that needs what an engine lacks.
+def check_supported(
+    request: TokenRequest, unsupported: Collection[str], grammar_field: str = ""
+) -> None:
+    """Raise OutriderError(UNSUPPORTED_PARAMETER) for a request that an engine does not support.
 
-    `lacks` has the names of GetModel; unknown ones are left to the verifier. `grammar_field` is the
-    caller's name of the grammar.
+    `unsupported` has the names of GetModel; unknown ones are left to the verifier. `grammar_field`
+    is the caller's name of the grammar.
     """
-    if not lacks:
+    if not unsupported:
         return
-    for kind, lack in _LACKS.items():
-        if kind.value in lacks and lack.asks(request):
-            field = grammar_field if lack.field == "grammar" and grammar_field else lack.field
-            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{field}: {lack.reason}", field)
+    for kind, refusal in _REFUSALS.items():
+        if kind.value in unsupported and refusal.asks(request):
+            is_grammar = refusal.field == "grammar" and grammar_field
+            field = grammar_field if is_grammar else refusal.field
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{field}: {refusal.reason}", field)
