@@ -52,7 +52,7 @@ class TableSettings(Settings):
     """Most tokens of an answer, which may end before."""
 
     batches: list[Annotated[int, Field(ge=1, le=8)]] = Field([1], min_length=1)
-    """Requests of one kind that are asked at once."""
+    """Requests under way. Of more than one, prompts of all kinds follow one another."""
 
     temperatures: list[Annotated[float, Field(ge=0, le=2)]] = Field([0.0, 0.7], min_length=1)
 
@@ -77,8 +77,6 @@ class TableSettings(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if max(self.batches) > self.count:
-            raise ValueError(f"count must be at least {max(self.batches)}, as a batch is")
         for pattern in self.ways:
             if not fnmatch.filter(TABLE_WAYS, pattern):
                 known = "; ".join(TABLE_WAYS)

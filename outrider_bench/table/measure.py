@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, zip_longest
 from pathlib import Path
 
 from rich.console import Console
@@ -31,6 +31,8 @@ from outrider_bench.table.ways import MOST_TOKENS, Way
 _ROOT = Path(__file__).parents[2]
 _WARM_UP_TOKENS = 48
 _UNCOUNTED = "warm-up"
+FREE = "without a grammar"
+BY_GRAMMAR = "by a grammar"
 
 
 def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prompt]]:
@@ -45,22 +47,46 @@ def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prom
             short = (p for p in prompts if len(encoder.ids(p)) + settings.tokens <= MOST_TOKENS)
             # A data set may have more than anybody wants to wait for.
             own += islice(short, settings.count + 1 - len(own))
-    fewest = max(settings.batches) + 1
     for kind, prompts in found.items():
-        if len(prompts) < fewest:
+        if len(prompts) < 2:
             known = f"{len(prompts)} of at most {MOST_TOKENS - settings.tokens} tokens"
-            raise ValueError(f"prompts: kind {kind} has {known}; batches need {fewest}")
+            raise ValueError(f"prompts: kind {kind} has {known}; it needs 2")
+    for group, prompts in mixed(found).items():
+        if len(prompts) < max(settings.batches):
+            known = f"there are {len(prompts)} {group}; ask more with --count"
+            raise ValueError(f"batches: {max(settings.batches)} need as many prompts, and {known}")
     return found
 
 
-def turns(settings: TableSettings, kinds: Mapping[str, Sequence[object]]) -> Iterator[Turn]:
-    """All turns in order. Each cell gets some of every kind early, in case time runs out."""
+def mixed(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
+    """The prompts that a batch is made of: all kinds by turns, but for the last of each kind.
+
+    Prompts with a grammar are a group of their own, since some ways take none.
+    """
+    groups: dict[str, list[Prompt]] = {FREE: [], BY_GRAMMAR: []}
+    counted = [kind[:-1] for kind in prompts.values()]
+    for prompt in filter(None, chain.from_iterable(zip_longest(*counted))):
+        groups[FREE if prompt.structured_outputs is None else BY_GRAMMAR].append(prompt)
+    return {name: group for name, group in groups.items() if group}
+
+
+def turns(settings: TableSettings, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[Turn]:
+    """All turns in order. Each cell gets some of every kind early, in case time runs out.
+
+    A single prompt is a turn. Of a batch, all prompts of a group are: as soon as an answer ends,
+    the next prompt takes its place. Were the batch asked once, it would end with few answers under
+    way, and the slowest answer alone would decide how long it takes.
+    """
     for number in range(settings.rounds):
         for batch in settings.batches:
             for temperature in settings.temperatures:
-                for place in range(settings.count // batch):
-                    for kind, prompts in kinds.items():
-                        if (place + 1) * batch < len(prompts):
+                if batch > 1:
+                    groups = mixed(prompts)
+                    yield from (Turn(number, each, batch, temperature, 0) for each in groups)
+                    continue
+                for place in range(settings.count):
+                    for kind, own in prompts.items():
+                        if place + 1 < len(own):
                             yield Turn(number, kind, batch, temperature, place)
 
 
@@ -116,11 +142,14 @@ class Compared:
     missing: list[str]
 
     async def ask(
-        self, way: Way, requests: Sequence[Request], temperature: float, tenant: str
+        self, way: Way, requests: Sequence[Request], batch: int, temperature: float, tenant: str
     ) -> Answer | None:
-        """Ask a way; None if its process has died, and then no turn asks it again."""
+        """Ask a way, with `batch` requests under way.
+
+        Returns None if its process has died, and then no turn asks it again.
+        """
         try:
-            return await way.ask(requests, temperature, tenant)
+            return await way.ask(requests, batch, temperature, tenant)
         except PeerDied as error:
             self.ways.remove(way)
             self.missing.append(f"{way.name} from here on, since {error}")
@@ -149,26 +178,26 @@ async def measured(
             if cell not in warm:
                 warm.add(cell)
                 await _warm_up(compared, cell, [kept for *_, kept in prompts.values()], encoder)
-            asked = _requests(turn, prompts[turn.kind], encoder, settings.tokens)
+            asked = _requests(turn, prompts, encoder, settings.tokens)
             first = number % len(compared.ways)
             for way in (*compared.ways[first:], *compared.ways[:first]):
-                if not way.takes(asked) or (way.always and turn.round):
+                if not way.takes(asked, turn.batch) or (way.always and turn.round):
                     continue
                 tenant = _tenant(way, turn)
-                answer = await compared.ask(way, asked, turn.temperature, tenant)
+                answer = await compared.ask(way, asked, turn.batch, turn.temperature, tenant)
                 if answer is not None:
                     yield Row.of(turn, way.name, answer, always=way.always)
             bar.advance(task)
 
 
 def _requests(
-    turn: Turn, prompts: Sequence[Prompt], encoder: Encoder, tokens: int
+    turn: Turn, prompts: Mapping[str, Sequence[Prompt]], encoder: Encoder, tokens: int
 ) -> list[Request]:
     """The turn's requests; each way gets the same, with the same seeds."""
-    first = turn.number * turn.batch
+    asked = mixed(prompts)[turn.kind] if turn.batch > 1 else [prompts[turn.kind][turn.number]]
     return [
-        request_of(prompts[place], encoder, tokens, 1000 * turn.round + place)
-        for place in range(first, first + turn.batch)
+        request_of(prompt, encoder, tokens, 1000 * turn.round + turn.number + place)
+        for place, prompt in enumerate(asked)
     ]
 
 
@@ -186,8 +215,8 @@ async def _compile(
     for prompt in distinct.values():
         request = request_of(prompt, encoder, 2, 0)
         for way in tuple(compared.ways):
-            if request.grammar is not None and way.takes([request]) and not way.always:
-                await compared.ask(way, [request], temperature, _UNCOUNTED)
+            if request.grammar is not None and way.takes([request], 1) and not way.always:
+                await compared.ask(way, [request], 1, temperature, _UNCOUNTED)
 
 
 async def _warm_up(
@@ -197,7 +226,7 @@ async def _warm_up(
     batch, temperature = cell
     requests = [request_of(prompt, encoder, _WARM_UP_TOKENS, 0) for prompt in prompts]
     for way in tuple(compared.ways):
-        able = [request for request in requests if way.takes([request])]
-        if able and way.most >= batch and not way.always:
+        able = [request for request in requests if way.takes([request], batch)]
+        if able and not way.always:
             some = list(islice(cycle(able), batch))
-            await compared.ask(way, some, temperature, _UNCOUNTED)
+            await compared.ask(way, some, batch, temperature, _UNCOUNTED)

@@ -117,10 +117,10 @@ async def _start_vllm(
 
 
 def _vllm(process: peer_process.Ask, encoder: Encoder) -> Ask:
-    async def ask(requests: Sequence[Request], temperature: float, _: str) -> Answer:
+    async def ask(requests: Sequence[Request], batch: int, temperature: float, _: str) -> Answer:
         task = {
             "prompts": [request.prompt for request in requests],
-            "batch": len(requests),
+            "batch": batch,
             "lengths": [request.output_tokens for request in requests],
             "seeds": [request.seed for request in requests],
             "grammars": [request.grammar for request in requests],
@@ -135,7 +135,7 @@ def _vllm(process: peer_process.Ask, encoder: Encoder) -> Ask:
 
 
 def _transformers(process: peer_process.Ask, how: str, encoder: Encoder) -> Ask:
-    async def ask(requests: Sequence[Request], temperature: float, _: str) -> Answer:
+    async def ask(requests: Sequence[Request], _: int, temperature: float, __: str) -> Answer:
         [request] = requests
         task = {
             "how": how,

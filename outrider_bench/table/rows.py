@@ -14,14 +14,14 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Prompts of one kind that every way is asked, one way after the other."""
+    """A prompt, or the prompts of batches, that every way is asked, one way after the other."""
 
     round: int
     kind: str
     batch: int
     temperature: float
     number: int
-    """The place of this batch among the batches of its kind."""
+    """The prompt's place among those of its kind."""
 
 
 @dataclass(frozen=True, slots=True)

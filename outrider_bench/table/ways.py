@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from outrider_bench.experiment.traffic import Request
 from outrider_bench.settings import TableSettings
 from outrider_bench.table.rows import PLAIN, Answer
 
-Ask = Callable[[Sequence[Request], float, str], Awaitable[Answer]]
-"""Asks a way for the answers to requests at once, at a temperature, for a tenant."""
+Ask = Callable[[Sequence[Request], int, float, str], Awaitable[Answer]]
+"""Asks a way for the answers to requests, some of them at once, at a temperature, for a tenant."""
 MOST_TOKENS = 2048
 """Of a prompt and its answer, as vLLM's process takes them."""
 MOST_AT_ONCE = 8
@@ -40,11 +41,11 @@ class Way:
     most: int = MOST_AT_ONCE
     """Requests that it takes at once."""
 
-    def takes(self, requests: Sequence[Request]) -> bool:
-        """Whether it can answer these requests at once."""
+    def takes(self, requests: Sequence[Request], batch: int) -> bool:
+        """Whether it can answer these requests, `batch` at once."""
         has = requests[0].grammar is not None
         fits = {"any": True, "needed": has, "none": not has}[self.grammars]
-        return fits and len(requests) <= self.most
+        return fits and batch <= self.most
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +144,17 @@ async def started(
 
 
 def _ours(endpoint: Endpoint, speculation: Mapping[str, Any]) -> Ask:
-    async def ask(requests: Sequence[Request], temperature: float, tenant: str) -> Answer:
+    async def ask(
+        requests: Sequence[Request], batch: int, temperature: float, tenant: str
+    ) -> Answer:
         asked = Asked(speculation, temperature, tenant, ignore_eos=False)
-        played = await play(requests, len(requests), endpoint, asked)
+        played = await play(requests, batch, endpoint, asked)
         if played.errors:
             raise RuntimeError(played.errors[0])
-        kinds = played.sample.by_kind
-        return Answer(played.sample, kinds.get(requests[0].kind, {}), tuple(played.texts))
+        drafts: defaultdict[str, float] = defaultdict(float)
+        for counts in played.sample.by_kind.values():
+            for name, count in counts.items():
+                drafts[name] += count
+        return Answer(played.sample, drafts, tuple(played.texts))
 
     return ask

@@ -17,7 +17,15 @@ from outrider_bench.experiment.traffic import Encoder, Request
 from outrider_bench.prompt_files import Prompt, read
 from outrider_bench.sample import Sample
 from outrider_bench.settings import TABLE_WAYS, TableSettings
-from outrider_bench.table.measure import Compared, measured, prompts_of, turns
+from outrider_bench.table.measure import (
+    BY_GRAMMAR,
+    FREE,
+    Compared,
+    measured,
+    mixed,
+    prompts_of,
+    turns,
+)
 from outrider_bench.table.peer_process import PeerDied
 from outrider_bench.table.report import markdown
 from outrider_bench.table.rows import Answer, Row, Turn
@@ -96,24 +104,32 @@ def test_greedy_texts_are_compared_with_those_of_plain_decoding() -> None:
     assert "| ngram | 1 of 2 | 1 of 2 |" in markdown(rows, ABOUT)
 
 
-def test_batches_take_prompts_of_one_kind_and_kinds_alternate() -> None:
+def test_kinds_alternate_and_batches_have_all_of_them() -> None:
     settings = _settings(count=5, batches=[1, 2], temperatures=[0.0], rounds=2)
-    kinds = {"chat": range(6), "code": range(4)}
+    chats = [Prompt(kind="chat", text=str(i)) for i in range(6)]
+    codes = [Prompt(kind="code", text=str(i)) for i in range(4)]
+    calls = [Prompt(kind="call", text=str(i), structured_outputs={"json": True}) for i in range(2)]
+    kinds = {"chat": chats, "code": codes, "call": calls}
     found = list(turns(settings, kinds))
     first = [(turn.kind, turn.number) for turn in found if turn.batch == 1 and not turn.round]
-    assert first[:4] == [("chat", 0), ("code", 0), ("chat", 1), ("code", 1)]
+    assert first[:5] == [("chat", 0), ("code", 0), ("call", 0), ("chat", 1), ("code", 1)]
     # The last prompt of a kind is kept for warming up.
     assert first[-2:] == [("chat", 3), ("chat", 4)]
-    assert [turn.kind for turn in found if turn.batch == 2] == ["chat", "code", "chat"] * 2
+    assert [turn.kind for turn in found if turn.batch == 2] == [FREE, BY_GRAMMAR] * 2
     assert len(set(found)) == len(found)
+    groups = mixed(kinds)
+    assert [prompt.kind for prompt in groups[FREE]] == ["chat", "code"] * 3 + ["chat"] * 2
+    assert groups[BY_GRAMMAR] == calls[:1]
 
 
 async def test_every_way_is_asked_the_same_and_the_first_one_changes(encoder: Encoder) -> None:
-    asked: list[tuple[str, list[int | None], str]] = []
+    asked: list[tuple[str, list[int | None], int, str]] = []
 
     def way(name: str, **more: Any) -> Way:
-        async def ask(requests: Sequence[Request], temperature: float, tenant: str) -> Answer:
-            asked.append((name, [request.seed for request in requests], tenant))
+        async def ask(
+            requests: Sequence[Request], batch: int, temperature: float, tenant: str
+        ) -> Answer:
+            asked.append((name, [request.seed for request in requests], batch, tenant))
             return Answer(Sample(4, 1.0), {}, ("x",) * len(requests))
 
         return Way(name, ask, **more)
@@ -131,7 +147,10 @@ async def test_every_way_is_asked_the_same_and_the_first_one_changes(encoder: En
         *("plain", "b"),
         "plain",
     ]
-    measured_tenants = [tenant for _, _, tenant in asked if tenant != "warm-up"]
+    measured_tenants = [tenant for *_, tenant in asked if tenant != "warm-up"]
+    sizes = [(len(seeds), batch) for name, seeds, batch, _ in asked if name == "plain"]
+    # A warm-up comes before the first turn of each batch.
+    assert sizes == [(1, 1)] * 3 + [(2, 2)] * 2 + [(1, 1)] * 2 + [(2, 2)]
     assert len(set(measured_tenants)) == 2 * 2 + 2 + 1
     compared = Compared(ways, [])
     assert not [row async for row in measured(settings, prompts, encoder, compared, 0.0)]
@@ -141,7 +160,9 @@ async def test_a_peer_that_dies_costs_its_own_rows_alone(encoder: Encoder) -> No
     def way(name: str, answers: int) -> Way:
         left = iter(range(answers))
 
-        async def ask(requests: Sequence[Request], temperature: float, tenant: str) -> Answer:
+        async def ask(
+            requests: Sequence[Request], batch: int, temperature: float, tenant: str
+        ) -> Answer:
             if next(left, None) is None:
                 raise PeerDied(f"{name} died: out of memory")
             return Answer(Sample(4, 1.0), {}, ("x",) * len(requests))
@@ -165,7 +186,9 @@ async def test_grammars_are_compiled_before_any_answer_counts(encoder: Encoder) 
     asked: list[tuple[str, object, str]] = []
 
     def way(name: str, **more: Any) -> Way:
-        async def ask(requests: Sequence[Request], temperature: float, tenant: str) -> Answer:
+        async def ask(
+            requests: Sequence[Request], batch: int, temperature: float, tenant: str
+        ) -> Answer:
             asked.append((name, requests[0].grammar, tenant))
             return Answer(Sample(4, 1.0), {}, ("x",))
 
@@ -191,10 +214,12 @@ def test_prompts_that_are_too_long_or_too_few_are_not_asked(
     path.write_text("\n".join(map(json.dumps, rows)))
     found = prompts_of(_settings(prompts=[path], count=2), encoder)
     assert [prompt.text for prompt in found["x"]] == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="kind x has 3 of at most 1984 tokens; batches need 5"):
+    with pytest.raises(ValueError, match="there are 2 without a grammar; ask more with --count"):
         prompts_of(_settings(prompts=[path], count=4, batches=[4]), encoder)
-    with pytest.raises(ValueError, match="count must be at least 8"):
-        _settings(batches=[1, 8])
+    short = tmp_path / "short.jsonl"
+    short.write_text("\n".join(map(json.dumps, rows[:2])))
+    with pytest.raises(ValueError, match="kind x has 1 of at most 1984 tokens; it needs 2"):
+        prompts_of(_settings(prompts=[short], count=4), encoder)
 
 
 def test_the_tables_own_prompts_have_nine_of_a_kind_and_grammars_of_requests() -> None:
