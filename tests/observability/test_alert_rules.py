@@ -86,37 +86,37 @@ def repeated(values: str) -> str:
     return f"{values}x{LENGTH}" if "+" in values else f"{values}+0x{LENGTH}"
 
 
-def promtool(directory: Path, series: list[tuple[str, str]], firing: set[str]) -> None:
-    """Let promtool check which alerts fire at the end of the series."""
-    tests: dict[str, Any] = {
+def case(name: str, series: list[tuple[str, str]], firing: set[str]) -> dict[str, Any]:
+    """A test of promtool's: which alerts fire at the end of the series."""
+    samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(firing)]
+    return {
+        "name": name,
         "interval": "1m",
-        "input_series": [{"series": name, "values": repeated(values)} for name, values in series],
+        "input_series": [{"series": each, "values": repeated(values)} for each, values in series],
         "promql_expr_test": [
             {
                 "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
                 "eval_time": f"{LENGTH}m",
-                "exp_samples": [
-                    {"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(firing)
-                ],
+                "exp_samples": samples,
             }
         ],
     }
-    file = directory / "tests.yaml"
-    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": [tests]}))
+
+
+def test_each_alert_fires_on_its_fault_alone_and_none_in_good_health(tmp_path: Path) -> None:
+    assert FAULTS.keys() == ALERTS.keys()
+    cases = [
+        case(alert, [(name, bad) for name, bad, _ in fault], {alert})
+        for alert, fault in FAULTS.items()
+    ]
+    health = {name: good for fault in FAULTS.values() for name, _, good in fault}
+    cases.append(case("good health", list(health.items()), set()))
+    file = tmp_path / "tests.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": cases}))
     binary = shutil.which("promtool")
     assert binary is not None, "no promtool on this machine; `make test` installs Prometheus"
     done = subprocess.run([binary, "test", "rules", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("alert", ALERTS)
-def test_an_alert_fires_on_its_fault_and_no_other_does(alert: str, tmp_path: Path) -> None:
-    promtool(tmp_path, [(name, bad) for name, bad, _ in FAULTS[alert]], {alert})
-
-
-def test_no_alert_fires_in_good_health(tmp_path: Path) -> None:
-    series = {name: good for fault in FAULTS.values() for name, _, good in fault}
-    promtool(tmp_path, list(series.items()), set())
 
 
 @pytest.mark.parametrize("alert", ALERTS)
