@@ -1,4 +1,7 @@
-"""Every step of `bench/gpu.sh` runs on a CPU, in small, and keeps its results when it is killed."""
+"""Every step of `bench/gpu.sh` runs on a CPU, in small, and keeps its results when it is killed.
+
+The slow tests run the script, whose steps load torch.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from outrider_bench.gpu.__main__ import _tables
+from outrider_bench.gpu.decisions import decisions
 from outrider_bench.gpu.lines import Lines
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +71,7 @@ def test_the_stack_step_measures_drafters_beside_plain_decoding(tmp_path: Path) 
     assert "| ngram | 32 | 1.06 | – | – | – | not measured |" in decided
 
 
+@pytest.mark.slow
 def test_the_test_step_runs_pytest_without_its_plug_ins(tmp_path: Path) -> None:
     printed = run("test", tmp_path, "-p", "no:asyncio", "-k", "row_of_nans")
     assert "1 passed" in printed
@@ -80,7 +86,7 @@ def test_a_figure_of_the_stack_decides_by_its_bar(
     first, second = ("plain,head,1,170,,5.9,0.1\n", f"drafted,head,1,340,{times_plain},9,3\n")
     (tmp_path / "stack-first.csv").write_text(columns + first + second)
     (tmp_path / "stack-second.csv").write_text(columns + "drafted,ngram,32,1,,9,3\n")
-    lines = run("decisions", tmp_path).splitlines()
+    lines = decisions(tmp_path).splitlines()
     [head] = [line for line in lines if line.startswith("| head | 1 |")]
     assert head.startswith(
         f"| head | 1 | 2.13 | {float(times_plain):.2f} | 9.00 ms | 3.00 ms | {so}"
@@ -110,7 +116,7 @@ def test_figures_of_a_cell_are_joined_and_a_newer_one_counts(tmp_path: Path) -> 
     lines = Lines(tmp_path / "lines.jsonl", "steps", 9.0)
     lines.say("target", **cell, eager_ms=9.0, graph_ms=3.0)
     lines.say("target", **cell, graph_ms=2.0)
-    run("tables", tmp_path)
+    _tables(tmp_path)
     [*_, row] = (tmp_path / "tables.md").read_text().strip().splitlines()
     assert row == "| target | 1 | 8 | 5 | 9 | 2 |"
 
@@ -120,6 +126,7 @@ LACKING |= {"jsonschema", "llguidance", "opentelemetry", "pydantic", "redis", "u
 """Modules that the GPU's machine lacks, or has in versions that the project does not take."""
 
 
+@pytest.mark.slow
 def test_the_steps_need_no_package_that_the_gpus_machine_lacks() -> None:
     code = f"import sys\nsys.modules.update(dict.fromkeys({LACKING}))\n"
     code += "import outrider_bench.gpu.steps"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider_cli import supervisor
 from outrider_cli.supervisor import Child, StartFailed, Supervisor
 from tests.waiting import until, wait_until
 
@@ -107,7 +108,10 @@ def test_children_get_sigterm_when_their_supervisor_is_killed(tmp_path: Path) ->
     wait_until((tmp_path / "note").exists)
 
 
-async def test_stopping_ends_a_child_and_its_own_children(rig: Rig) -> None:
+async def test_stopping_ends_a_child_and_its_own_children(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_STOP_S", 0.5)
     child = rig.start("parent", WITH_CHILD)
     await until(lambda: ("parent", "up") in rig.lines)
     group = child.pid
