@@ -12,7 +12,9 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
+from gateway import server
 from gateway.config import GatewaySettings
 from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
@@ -96,13 +98,15 @@ async def running_rig(
     chosen: GatewaySettings, script: Script, prompts: Prompts
 ) -> AsyncIterator[Rig]:
     """Run a gateway with its clients during the block."""
-    async with (
-        running(chosen, GatewayMetrics()) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-        openai.AsyncOpenAI(
-            base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0
-        ) as client,
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            # A gateway's own would start a further process for templates, for half a second.
+            patch.setattr(server, "Prompts", lambda *_: prompts)
+            gateway = await stack.enter_async_context(running(chosen, GatewayMetrics()))
+        http = httpx.AsyncClient(base_url=gateway.http_url, timeout=60)
+        client = openai.AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0)
+        await stack.enter_async_context(http)
+        await stack.enter_async_context(client)
         channel = rpc.dial(gateway.grpc_address)
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         yield Rig(gateway, script, prompts, http, client, stub)
@@ -125,7 +129,8 @@ async def own_rig(prompts: Prompts, **given: Any) -> AsyncIterator[Rig]:
 async def rig_with_template(folder: Path, template: str, **given: Any) -> AsyncIterator[Rig]:
     """Run a gateway whose model has this chat template. Its files are in `folder`."""
     model = model_with_template(folder, template)
-    async with own_rig(Prompts(model), tokenizer=model, **given) as rig:
+    prompts = Prompts(model, given.get("tool_format", ""))
+    async with own_rig(prompts, tokenizer=model, **given) as rig:
         yield rig
 
 
