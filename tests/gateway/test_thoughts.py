@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +29,10 @@ TEMPLATE = (
 CHAT = [{"role": "user", "content": "Why?"}]
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def thinker(tmp_path: Path) -> AsyncIterator[Rig]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     """A gateway whose model's template marks thoughts."""
-    async with rig_with_template(tmp_path, TEMPLATE) as rig:
+    async with rig_with_template(tmp_path_factory.mktemp("thinker"), TEMPLATE) as rig:
         yield rig
 
 
