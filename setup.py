@@ -63,7 +63,7 @@ _STEP = [
     "verifier_svc/state/drafter.py",
     "verifier_svc/state/merged_tries.py",
     "verifier_svc/state/scheduled_sequence.py",
-    "verifier_svc/drafts/assignments.py",
+    "verifier_svc/drafts/new_assignment.py",
     "verifier_svc/drafts/draft_message.py",
     "verifier_svc/drafts/roster.py",
     "verifier_svc/drafts/exchange.py",

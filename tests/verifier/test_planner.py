@@ -10,7 +10,7 @@ from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import Placement
 from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine, make_plan
-from verifier_svc.drafts.assignments import run_ahead_window
+from verifier_svc.drafts.new_assignment import run_ahead_window
 from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.state.acceptance_rate import AcceptanceRate

@@ -11,7 +11,6 @@ from outrider.process.clock import Clock, monotonic
 from outrider.process.observability.telemetry import Span
 from outrider.protocol.draft_messages import Closed, DraftBatch, Hello, StepBatch, Verdict
 from outrider.protocol.messages import PauseReason
-from verifier_svc.drafts.assignments import new_assignment, run_ahead_window
 from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.drafts.features import (
     FeatureSender,
@@ -19,6 +18,7 @@ from verifier_svc.drafts.features import (
     flush_features,
     keep_features,
 )
+from verifier_svc.drafts.new_assignment import new_assignment, run_ahead_window
 from verifier_svc.drafts.roster import PLACES, Roster
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.pauses import pause_reason
