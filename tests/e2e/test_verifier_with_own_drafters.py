@@ -71,6 +71,7 @@ async def test_operators_see_each_as_a_drafter(stack: Stack, family: str) -> Non
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow  # It loads a target; tests/heads/test_reading.py has the sentences.
 def test_a_bad_head_is_refused_at_the_start() -> None:
     with Process(MODULE, "--target", TARGET, "--in-process", f"head={TARGET}") as process:
         assert process.popen.wait(120) == 1
