@@ -13,7 +13,7 @@ from outrider.protocol.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.messages import PauseReason
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.occupancy import Occupancy
-from verifier_svc.state.step_clock import StepClock
+from verifier_svc.state.step_clock import StepTimes
 from verifier_svc.state.trie import CommitWalk, LookupResult
 
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
@@ -386,18 +386,18 @@ class VerifierMetrics:
         """Record that the check of the idle engine's page pool failed."""
         self._integrity_failures.inc()
 
-    def step(self, clock: StepClock, isolated_forward_s: float, sequence_count: int) -> None:
+    def step(self, times: StepTimes, isolated_forward_s: float, sequence_count: int) -> None:
         """Record an engine step.
 
         Its forward takes `isolated_forward_s` on an idle machine; 0 if that is unknown.
         """
-        self._step_seconds.observe(clock.step_s)
+        self._step_seconds.observe(times.step_s)
         self._batch.observe(sequence_count)
-        self._phase_seconds["wait"].inc(clock.wait_s)
-        for phase, seconds in clock.phases_s.items():
+        self._phase_seconds["wait"].inc(times.wait_s)
+        for phase, seconds in times.phases_s.items():
             self._phase_seconds[phase].inc(seconds)
         if isolated_forward_s > 0.0:
-            self._decode_seconds.inc(clock.wait_s + clock.step_s)
+            self._decode_seconds.inc(times.wait_s + times.step_s)
             self._isolated_seconds.inc(isolated_forward_s)
 
     def graphs(self, count: int, memory_bytes: int) -> None:

@@ -1,14 +1,17 @@
 """Verdicts leave after their step; chunks leave with the next forward, or at once without one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
+from outrider.errors import OutriderError, Reason
 from outrider.lm.runner import SequenceSlice
+from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from tests.fake_device import DEVICE, FakeDevice
 from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, make_engine
+from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.batch import DraftVerifier, Verify
@@ -83,6 +86,76 @@ def test_what_no_step_waits_for_is_done_while_a_gpu_computes(
     # The last step has no forward behind it.
     assert events[-2:] == ["metrics", "chunk"]
     assert client.tokens == model.greedy([1, 2], 4)
+
+
+def test_drafts_are_counted_while_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def deliver(deliveries: list[Delivery]) -> None:
+        for sink, message in deliveries:
+            events.append("chunk" if isinstance(message, TokenChunk) else "verdict")
+            sink(message)
+
+    config = EngineConfig(DraftTokensPolicy("fixed", 2))
+    engine, model = make_engine(
+        eos_bias=-99, config=config, deliver=deliver, launches=True, always_draft=True
+    )
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(TokenRequest([1, 2], 9, GREEDY), client)
+    engine.step()
+    rate = sequence.assignments["scripted"].rate
+    text = model.greedy([1, 2], 9)
+    drafter.propose(sequence.id, text[1:3])
+    engine.step()
+    assert drafter.received[-1].verdicts[0].accepted_count == 2
+    # The commit of four tokens is told, and not yet counted.
+    assert (drafter.handle.verified_count, client.tokens) == (0, text[:1])
+    before = rate.version
+    model.broken = lambda slices: events.append(f"launch {drafter.handle.verified_count}")
+    events.clear()
+    engine.step()
+    assert events == ["launch 0", "chunk", "verdict"]
+    assert (drafter.handle.verified_count, client.tokens) == (2, text[:4])
+    assert rate.version > before
+
+
+def test_an_error_comes_after_all_tokens_that_were_committed_before_it() -> None:
+    engine, model = make_engine(eos_bias=-99, launches=True)
+    received: list[TokenChunk | OutriderError] = []
+    sequence = engine.submit(TokenRequest([1, 2], 8, GREEDY), received.append)
+    engine.step()
+    error = OutriderError(Reason.INTERNAL, "planted")
+    engine._endings.fail(sequence, error)
+    engine.advance()
+    chunk, last = received
+    assert isinstance(chunk, TokenChunk)
+    assert (chunk.token_ids, last) == (model.greedy([1, 2], 1), error)
+
+
+def test_a_gpus_next_step_is_planned_while_it_computes_unless_drafters_or_the_batch_change() -> (
+    None
+):
+    engine, _ = make_engine(eos_bias=-99, launches=True, always_draft=True)
+    wait = engine._wait
+    drafter = ScriptedDrafter(engine)
+    sequences = [engine.submit(TokenRequest([1, n], 40, GREEDY), Client()) for n in range(8)]
+
+    def is_used(change: Callable[[], object] = lambda: None) -> bool:
+        """Whether the plan after a step and a change is the one that was begun in the step."""
+        engine.step()
+        outline = wait._outline
+        assert outline is not None
+        change()
+        return wait.take_plan().asks is outline.plan.asks
+
+    engine.step()
+    assert wait._outline is None  # the prompts were read
+    assert is_used()
+    assert is_used(lambda: engine.cancel(sequences[0]))
+    assert not is_used(lambda: [engine.cancel(each) for each in sequences[1:3]])
+    assert not is_used(lambda: ScriptedDrafter(engine, "second", "second"))
+    assert not is_used(lambda: engine.drafting.leave(drafter.handle))
+    assert not is_used(lambda: engine.submit(TokenRequest([1, 9], 40, GREEDY), Client()))
 
 
 def test_without_a_next_forward_chunks_leave_at_once() -> None:

@@ -149,55 +149,70 @@ def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: l
         assignment.set_run(0)
 
 
-def record_draft(
-    metrics: VerifierMetrics,
-    sequence: Sequence,
-    assignment: Assignment,
-    draft: DraftTree,
-    rows: SequenceOf[int],
-    emitted: int,
-) -> None:
-    """Count a verified draft, whose `rows` were accepted, in acceptance rates and metrics.
+@dataclass(slots=True)
+class JudgedDraft:
+    """A verified draft, whose `rows` were accepted; `take` judges it.
 
-    `assignment` is the main path's. `emitted` is the number of tokens that the step committed.
+    It is kept until `record`, while the sequence goes on and its drafters may leave it.
     """
+
+    assignment: Assignment
+    """The main path's."""
+    draft: DraftTree
+    rows: SequenceOf[int]
+    drafted: int
+    """Tokens of the assignment's own main path."""
+    accepted: int
+    """The first tokens of that path, which were right."""
+    run: int
+    """The assignment's run before the draft."""
+    drafters: dict[str, Drafter]
+    """The drafters of a tree by id; empty for a chain."""
+
+    def record(self, metrics: VerifierMetrics, emitted: int) -> None:
+        """Count it in acceptance rates and metrics; the step committed `emitted` tokens.
+
+        The rate of an assignment counts its main guesses alone. `observe_siblings` measures the
+        other guesses by the committed tokens, whether a step verified them or not.
+        """
+        self.assignment.observe_rates(self.drafted, self.accepted, self.run)
+        if self.drafters:
+            self._record_tree(metrics, emitted)
+            return
+        drafter = self.assignment.drafter
+        drafter.verified_count += self.drafted
+        drafter.accepted_count += self.accepted
+        metrics.verified(drafter, self.drafted, self.accepted, emitted)
+
+    def _record_tree(self, metrics: VerifierMetrics, emitted: int) -> None:
+        draft, rows = self.draft, self.rows
+        own_id = self.assignment.drafter.id
+        for drafter_id, (drafted, places) in outcomes_by_drafter(draft, own_id, rows).items():
+            drafter = self.drafters[drafter_id]
+            drafter.verified_count += drafted
+            drafter.accepted_count += len(places)
+            metrics.verified_in_tree(drafter, drafted, places, leads=drafter_id == own_id)
+        on_main_path = main_path_count(rows[: draft.main_length])
+        branched = bool(draft.parents)
+        metrics.verified_draft(
+            len(draft.token_ids), on_main_path, len(rows), emitted, branched=branched
+        )
+
+
+def judge_draft(
+    sequence: Sequence, assignment: Assignment, draft: DraftTree, rows: SequenceOf[int]
+) -> JudgedDraft:
+    """Judge a verified draft, whose `rows` were accepted, before its drafters get the verdict.
+
+    `assignment` is the main path's.
+    """
+    drafted, accepted = len(draft.token_ids), len(rows)
+    drafters: dict[str, Drafter] = {}
     if draft.parents or draft.drafter_ids or draft.main_length is not None:
-        _record_tree(metrics, sequence, assignment, draft, rows, emitted)
-        return
-    drafter = assignment.drafter
-    drafted = len(draft.token_ids)
-    accepted = len(rows)
-    assignment.observe_acceptance(drafted, accepted)
-    drafter.verified_count += drafted
-    drafter.accepted_count += accepted
-    metrics.verified(drafter, drafted, accepted, emitted)
-
-
-def _record_tree(
-    metrics: VerifierMetrics,
-    sequence: Sequence,
-    assignment: Assignment,
-    draft: DraftTree,
-    rows: SequenceOf[int],
-    emitted: int,
-) -> None:
-    """As `record_draft`, for a draft with branches or of several drafters.
-
-    The rate of an assignment counts its main guesses alone. `observe_siblings` measures the other
-    guesses by the committed tokens, whether a step verified them or not.
-    """
-    own_id = assignment.drafter.id
-    assignment.observe_acceptance(*main_path_outcome(draft, own_id, rows))
-    for drafter_id, (drafted, places) in outcomes_by_drafter(draft, own_id, rows).items():
-        drafter = sequence.assignments[drafter_id].drafter
-        drafter.verified_count += drafted
-        drafter.accepted_count += len(places)
-        metrics.verified_in_tree(drafter, drafted, places, leads=drafter_id == own_id)
-    on_main_path = main_path_count(rows[: draft.main_length])
-    branched = bool(draft.parents)
-    metrics.verified_draft(
-        len(draft.token_ids), on_main_path, len(rows), emitted, branched=branched
-    )
+        drafted, accepted = main_path_outcome(draft, assignment.drafter.id, rows)
+        drafters = {name: each.drafter for name, each in sequence.assignments.items()}
+    assignment.judge(drafted, accepted)
+    return JudgedDraft(assignment, draft, rows, drafted, accepted, assignment.run, drafters)
 
 
 def main_path_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from verifier_svc.state.drafter import Drafter, held_bytes
 from verifier_svc.state.merged_tries import is_branched, is_sampled, observe_siblings
 from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.target_device import NO_DEVICE, TargetDevice
-from verifier_svc.state.trie import Trie
+from verifier_svc.state.trie import CommitWalk, Trie
 
 # How long a drafter of unknown speed counts as busy, if it does not answer.
 _FIRST_ANSWER_S = 0.2
@@ -59,12 +59,17 @@ class DraftExchange:
         """The plan of the step in progress, or of the last one."""
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self.features = FeatureSender(features)
+        self.assigned = 0
+        """How often sequences were assigned to drafters, or drafters left."""
         self._planner = planner
         self._sequences = sequences
         self._metrics = metrics
         self._sampled_drafts = sampled_drafts
         self._target_device = target_device
         self._clock = clock
+        # What `record_walks` still has to count: an assignment, the number of tokens that it was
+        # asked for and had, its trie's walk, and whether that walk is exported.
+        self._walks: list[tuple[Assignment, int, int, CommitWalk, bool]] = []
 
     @property
     def busy_until(self) -> float:
@@ -101,6 +106,7 @@ class DraftExchange:
 
     def leave(self, drafter: Drafter) -> None:
         """Remove a drafter whose stream is over, and assign its sequences to others."""
+        self.assigned += 1
         orphans = [self._sequences[i] for i in drafter.sequence_ids if i in self._sequences]
         self.roster.leave(drafter)
         self.features.watch(self.roster.connected.values())
@@ -140,6 +146,7 @@ class DraftExchange:
         if sequence.max_draft_tokens == 0:
             return
         chosen = self.roster.choose(sequence.request, sequence.assignments, sequence.past_drafters)
+        self.assigned += len(chosen)
         _make_room(sequence, PLACES - len(chosen))
         for drafter in chosen:
             assignment = new_assignment(sequence, drafter, self._sampled_drafts)
@@ -223,6 +230,7 @@ class DraftExchange:
         """Move every trie's root along the committed tokens, and send verdicts as the plan says.
 
         `verified` is the assignment whose draft the step verified; `span` is the step's.
+        `record_walks` counts what the tries had.
         """
         lookups: list[str] = []
         planned = self.plan.draft_tokens.get(sequence.id, 0)
@@ -235,13 +243,12 @@ class DraftExchange:
             trie = assignment.trie
             guessed = min(len(trie.main_path), len(new_token_ids))
             skipped = trie.node_count == 0 and trie.ready(1)
-            offered = assignment.final_length(planned)
+            offered, length = assignment.final_length(planned)
             walk = trie.advance(new_token_ids)
-            assignment.observe_length(*offered, walk.on_main_path)
-            if assignment.asked and not skipped:
-                self._metrics.walked(drafter, walk)
-                if span.traceparent:
-                    lookups.append(f"{drafter.id}: {walk.result.value}, {walk.wasted} wasted")
+            counts = assignment.asked and not skipped
+            self._walks.append((assignment, offered, length, walk, counts))
+            if counts and span.traceparent:
+                lookups.append(f"{drafter.id}: {walk.result.value}, {walk.wasted} wasted")
             right = min(walk.on_main_path, guessed)
             if guessed and assignment is not verified:
                 # The step did not verify these guesses, such as a probe's; the commit judges them.
@@ -252,7 +259,7 @@ class DraftExchange:
             passes_on = passes_on or (assignment.asked and drafter.is_doubtful)
             wanted = _tokens_to_ask(self.plan, sequence, assignment)
             if wanted or assignment in self.plan.probes:
-                self._ask(sequence, assignment, wanted, walk.matched, span.traceparent)
+                self._ask(sequence, assignment, wanted, walk.matched, span.traceparent, now)
             else:
                 assignment.asked = False
                 keep_features(assignment)
@@ -260,6 +267,14 @@ class DraftExchange:
             span.set(outrider__lookups="; ".join(lookups))
         if passes_on:
             self.assign(sequence)
+
+    def record_walks(self) -> None:
+        """Count the lengths of the drafts that were there at the last commits, and their walks."""
+        for assignment, offered, length, walk, counts in self._walks:
+            assignment.observe_length(offered, length, walk.on_main_path)
+            if counts:
+                self._metrics.walked(assignment.drafter, walk)
+        self._walks.clear()
 
     def count_messages(self) -> None:
         """Count the messages that are about to be sent, and look for drafters that fell silent.
@@ -306,6 +321,7 @@ class DraftExchange:
         wanted: int,
         accepted: int,
         traceparent: str,
+        now: float,
     ) -> None:
         """Send the verdict of a step with all tokens that the drafter has not been sent.
 
@@ -328,7 +344,7 @@ class DraftExchange:
         window = run_ahead_window(assignment, wanted, self.plan.decode_step_s, trees)
         changed = window is not assignment.window
         assignment.window = window
-        _mark_sent(assignment, self._clock())
+        _mark_sent(assignment, now)
         verdict = Verdict(
             sequence.id,
             length,

@@ -1,4 +1,7 @@
-"""Commits one step of a sequence: its tokens, pages, statistics, chunks and verdicts."""
+"""Commits one step of a sequence: its tokens, pages and verdicts, and later chunks and counts.
+
+Drafters wait for verdicts, and the next step for tokens and pages, so these come first.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
 from outrider.process.observability.telemetry import Span
 from outrider.protocol.messages import FinishReason, TokenChunk
-from verifier_svc.drafts.draft_message import main_path_count, record_draft
+from verifier_svc.drafts.draft_message import JudgedDraft, judge_draft, main_path_count
 from verifier_svc.engine.chunks import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.endings import Endings
@@ -19,6 +22,16 @@ from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import Verified
 from verifier_svc.verification.draft import AcceptResult
 from verifier_svc.verification.grammar_masks import has_slow_masks
+
+_Committed = tuple[
+    ScheduledSequence,
+    Verified,
+    AcceptResult,
+    JudgedDraft | None,
+    list[int],
+    FinishReason | None,
+]
+"""A sequence's part of a step, what was found and judged, and its new tokens."""
 
 
 class Committer:
@@ -41,6 +54,8 @@ class Committer:
         self._spans = spans
         self._eos_token_ids = frozenset(eos_token_ids)
         self._token_count = 0
+        # What `record` still has to do, in the order of the commits.
+        self._unrecorded: list[_Committed] = []
 
     def commit(
         self,
@@ -120,18 +135,28 @@ class Committer:
             if scheduled.draft.parents:
                 span.set(outrider__side_tokens=accepted - main_path_count(rows[:accepted]))
         verified_of = scheduled.assignment
+        judged: JudgedDraft | None = None
         if verified_of is not None:
-            draft = scheduled.draft
-            record_draft(self._metrics, sequence, verified_of, draft, rows, len(new))
-        sources = sources_of(scheduled.draft, rows, len(new))
+            judged = judge_draft(sequence, verified_of, scheduled.draft, rows)
+        if not self._unrecorded:
+            self._outbox.later(self._record)
+        self._unrecorded.append((scheduled, verified, result, judged, new, finish_reason))
         if finish_reason is not None:
             sequence.stats.paused = pause_of(sequence, self._drafting.plan)
-        chunk = chunk_of(scheduled, verified, new, sources, finish_reason)
-        self._book.emit(sequence, chunk)
-        if finish_reason is not None:
             self._endings.end(sequence)
         else:
             self._drafting.send_verdicts(sequence, new, verified_of, span)
+
+    def _record(self) -> None:
+        """Count the drafts and make the chunks of the committed tokens."""
+        unrecorded = self._unrecorded
+        self._unrecorded = []
+        for scheduled, verified, result, judged, new, finish_reason in unrecorded:
+            if judged is not None:
+                judged.record(self._metrics, len(new))
+            sources = sources_of(scheduled.draft, result.rows, len(new))
+            chunk = chunk_of(scheduled, verified, new, sources, finish_reason)
+            self._book.emit(scheduled.sequence, chunk)
 
     def _ends_grammar(
         self,

@@ -15,13 +15,15 @@ from outrider.process.clock import Clock
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.outbox import Outbox
 from verifier_svc.policy.plan import Plan
-from verifier_svc.policy.planner import Planner
+from verifier_svc.policy.planner import Outline, Planner
 from verifier_svc.policy.waits import pending_drafts
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.step_clock import StepClock
 
 # A wait for drafts holds client chunks for at most this long.
 _MAX_HOLD_S = 0.005
+# An outline holds if at most this share of its sequences has ended since.
+_ENDED_SHARE = 0.125
 
 
 class Batch(Protocol):
@@ -62,6 +64,23 @@ class DraftWait:
         # The plan of the next step, and when it was made.
         self._plan: Plan | None = None
         self._began = 0.0
+        # Its outline, if `outline` made one, and the count of assignments then.
+        self._outline: Outline | None = None
+        self._assigned = 0
+
+    def outline(self) -> None:
+        """Plan the next step as far as that is possible while a device computes this step.
+
+        Not while prompts are read, since their sequences decode in the next step.
+        """
+        running = self._batch.running.values()
+        if not self._drafting.roster.connected:
+            return
+        for sequence in running:
+            if sequence.mask_work is not None or sequence.num_uncomputed_tokens != 1:
+                return
+        self._assigned = self._drafting.assigned
+        self._outline = self._planner.outline(running, self._drafting.plan, self._step + 1)
 
     def poll(self) -> float:
         """Plan the next step, and say when to poll again (seconds); 0 when the step should begin.
@@ -84,7 +103,7 @@ class DraftWait:
 
     def cancel(self) -> None:
         """Drop the plan, because no sequence is left for its step."""
-        self._plan = None
+        self._plan = self._outline = None
 
     def take_plan(self) -> Plan:
         """Take the plan of the step that begins now."""
@@ -100,9 +119,26 @@ class DraftWait:
         # Sequences whose masks were asked for have their drafts already.
         running = self._batch.running.values()
         free = [sequence for sequence in running if sequence.mask_work is None]
-        plan = self._planner.plan(free, self._drafting.plan, self._step, self._began)
+        plan = self._outlined(free)
+        if plan is None:
+            plan = self._planner.plan(free, self._drafting.plan, self._step, self._began)
         self._plan = self._drafting.plan = plan
         return plan
+
+    def _outlined(self, free: list[Sequence]) -> Plan | None:
+        """The plan by the outline; None without one, or if the batch or its drafters changed."""
+        outline = self._outline
+        self._outline = None
+        if outline is None or self._assigned != self._drafting.assigned:
+            return None
+        running = self._batch.running
+        planned = outline.plan.planned_ids
+        ended = len(planned) - len(running)
+        if len(free) < len(running) or not planned >= running.keys():
+            return None
+        if ended > _ENDED_SHARE * len(planned) or not self._planner.holds(outline):
+            return None
+        return self._planner.finish(outline.without_ended(running), self._began)
 
     def _hold_chunks(self, now: float) -> float:
         """Deliver client chunks after `_MAX_HOLD_S` of waiting.

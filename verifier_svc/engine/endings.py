@@ -27,6 +27,7 @@ class Endings:
         self._drafting.close(sequence)
 
     def fail(self, sequence: Sequence, error: OutriderError) -> None:
-        """End a sequence with an error, which its caller gets."""
+        """End a sequence with an error, which its caller gets after all its tokens."""
+        self._outbox.catch_up()
         self._outbox.add(sequence.sink, error)
         self.end(sequence)

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -40,11 +41,12 @@ from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import PAYING_DRAFTS, DraftPolicy
 from verifier_svc.policy.draft_trees import grow_trees
 from verifier_svc.policy.forward_cost import ForwardCost
+from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
-from verifier_svc.state.step_clock import StepClock
+from verifier_svc.state.step_clock import StepClock, StepTimes
 from verifier_svc.state.target_device import NO_DEVICE, TargetDevice
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.batch import DraftVerifier, Verification, Verified
@@ -337,6 +339,8 @@ class Engine:
                 self.outbox.send_to_clients()
                 self._metrics.flush()
                 clock.end("send")
+                self._wait.outline()
+                clock.end("pack")
             found = verify(logits_RV, masked())
             clock.end("accept")
         except torch.AcceleratorError:
@@ -387,43 +391,69 @@ class Engine:
         self._step_clock.end("commit")
 
     def _end_step(self, batch: list[ScheduledSequence]) -> None:
-        """Measure the step and send its verdicts; if it is the last, its chunks and counts too."""
-        isolated_forward_s = self._observe(batch)
-        self._metrics.occupancy(self.scheduler.occupancy())
+        """Send the verdicts and measure the step; if it is the last, send chunks and counts too."""
+        clock = self._step_clock
         self.outbox.send_to_drafters()
+        clock.end("send")
+        goes_on = self._launches and self.scheduler.has_work
+        if not goes_on:
+            self.outbox.catch_up()
+            clock.end("commit")
+        since_last_s = clock.end_step()
+        times = clock.times()
+        self.scheduler.charge(batch, times.step_s, self.clock())
+        self._spans.end(times.phases_s)
+        # Steps that wait for masks take longer than their forwards.
+        is_typical = "accept" in times.phases_s and not self._left_out
+        plan, baseline = self.drafting.plan, self._baseline
+        committed = self._committer.take_token_count()
+        observe = partial(
+            self._observe, batch, times, since_last_s, committed, plan, is_typical, baseline
+        )
+        if goes_on:
+            self.outbox.later(observe)
+            return
+        observe()
         if not self.scheduler.has_work:
             self._metrics.flush()
             self.outbox.send_to_clients()
-        self._step_clock.end("send")
-        self._spans.end(self._step_clock.phases_s)
-        self._metrics.step(self._step_clock, isolated_forward_s, len(batch))
 
-    def _observe(self, batch: list[ScheduledSequence]) -> float:
-        """Update the cost model with this step's duration, without the time to notify drafters.
+    def _observe(
+        self,
+        batch: list[ScheduledSequence],
+        times: StepTimes,
+        since_last_s: float,
+        committed: int,
+        plan: Plan,
+        is_typical: bool,
+        baseline: bool,
+    ) -> None:
+        """Export a step of this plan, and update the cost model with its duration.
 
-        Returns the seconds of the same forward on an idle machine; 0 if the step held prompts, or
-        if no trial forward has run. Steps that failed are skipped, and so are steps that score a
+        `since_last_s` is the time since the end of the step before it. The metrics get the seconds
+        of the same forward on an idle machine; 0 if the step held prompts, or if no trial forward
+        has run. Steps that are not typical update no cost, and neither do steps that score a
         prompt, because ordinary steps do not pay that cost.
         """
-        seconds = self._step_clock.end_step()
-        self.scheduler.charge(batch, self._step_clock.step_s, self.clock())
-        committed = self._committer.take_token_count()
-        failed = "accept" not in self._step_clock.phases_s
+        isolated_forward_s = 0.0
         scored = [scheduled for scheduled in batch if scheduled.scored]
-        # Steps that wait for masks take longer than their forwards.
-        if failed or self._left_out or scored:
-            return 0.0
-        decoding = [len(scheduled.draft.token_ids) for scheduled in batch if scheduled.samples]
-        token_count = len(decoding) + sum(decoding)
-        prompt_token_count = sum([len(scheduled.token_ids) for scheduled in batch]) - len(decoding)
-        self.cost.observe(len(decoding), token_count, self._step_clock.step_s, prompt_token_count)
-        if prompt_token_count > 0:
-            return 0.0
-        if seconds < math.inf and not self.drafting.plan.insisted:
-            baseline = self._baseline and token_count == len(batch)
-            paying = self.drafting.plan.paying
-            self.planner.budget.observe(len(batch), paying, committed, seconds, baseline=baseline)
-        return self.isolated_cost.estimate(len(batch), token_count)
+        if is_typical and not scored:
+            decoding = [len(scheduled.draft.token_ids) for scheduled in batch if scheduled.samples]
+            token_count = len(decoding) + sum(decoding)
+            prompt_tokens = sum([len(scheduled.token_ids) for scheduled in batch]) - len(decoding)
+            self.cost.observe(len(decoding), token_count, times.step_s, prompt_tokens)
+            if prompt_tokens <= 0:
+                if since_last_s < math.inf and not plan.insisted:
+                    self.planner.budget.observe(
+                        len(batch),
+                        plan.paying,
+                        committed,
+                        since_last_s,
+                        baseline=baseline and token_count == len(batch),
+                    )
+                isolated_forward_s = self.isolated_cost.estimate(len(batch), token_count)
+        self._metrics.occupancy(self.scheduler.occupancy())
+        self._metrics.step(times, isolated_forward_s, len(batch))
 
 
 def _may_be_the_drafts(error: OutriderError, draft: DraftTree) -> bool:

@@ -1,4 +1,7 @@
-"""The engine's outgoing messages: verdicts leave after a step, chunks during the next forward."""
+"""The engine's outgoing messages: verdicts leave after a step, chunks during the next forward.
+
+Work that makes chunks waits here too, with the rest that no drafter and no step waits for.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,22 @@ class Outbox:
         self._deliver = deliver
         self._drafting = drafting
         self._to_clients: list[Delivery] = []
+        self._later: list[Callable[[], object]] = []
 
     @property
     def holds_chunks(self) -> bool:
-        """Whether client messages wait for delivery."""
-        return bool(self._to_clients)
+        """Whether client messages wait for delivery, or work that may make some."""
+        return bool(self._to_clients or self._later)
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Keep work that nothing waits for until `catch_up`; it may `add` client messages."""
+        self._later.append(work)
+
+    def catch_up(self) -> None:
+        """Do the work that was kept for later, and count what drafts the last commits found."""
+        self._drafting.record_walks()
+        while self._later:
+            self._later.pop(0)()
 
     def add(
         self,
@@ -53,7 +67,8 @@ class Outbox:
             self._deliver(messages)
 
     def send_to_clients(self) -> None:
-        """Deliver all kept client messages in one call."""
+        """Deliver all kept client messages in one call, after the work that was kept."""
+        self.catch_up()
         if self._to_clients:
             messages = self._to_clients
             self._to_clients = []

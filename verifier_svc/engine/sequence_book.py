@@ -102,6 +102,7 @@ class SequenceBook:
 
     def stop_coalescing(self, sequences: Iterable[Sequence]) -> None:
         """Send clients all unsent tokens, and from now on the tokens of each step."""
+        self._outbox.catch_up()
         self._coalesces = False
         for sequence in sequences:
             if sequence.unsent is not None:

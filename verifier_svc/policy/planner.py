@@ -6,7 +6,7 @@ it cannot bias the output.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,6 +52,34 @@ class _Choice(NamedTuple):
     """Whether each forward waits for the drafts. If not, plain steps go on meanwhile."""
 
 
+class Outline(NamedTuple):
+    """A plan without what depends on the drafts that have come: `Planner.finish` adds that.
+
+    It may be made while the step before computes, so it goes by the rates before that step's end.
+    """
+
+    plan: Plan
+    decoding: list[Sequence]
+    drafts: Drafts
+    listened: Drafts
+    costs: StepCosts | None
+    """None if no drafter is asked."""
+    rate: float
+    """Tokens a second of the batch with the planned drafts."""
+    measures: bool
+    """Whether the policy wanted steps without drafts."""
+
+    def without_ended(self, running: Mapping[int, Sequence]) -> Outline:
+        """The outline of the sequences that still run, by id."""
+        if len(running) == len(self.decoding):
+            return self
+        return self._replace(
+            decoding=[each for each in self.decoding if each.id in running],
+            drafts=[draft for draft in self.drafts if draft[0].id in running],
+            listened=[draft for draft in self.listened if draft[0].id in running],
+        )
+
+
 class Planner:
     """Plans for one engine, by its policy of when to draft.
 
@@ -79,29 +107,53 @@ class Planner:
         if draft_policy is not EVERY_DRAFT:
             self._insistent = Planner(policy, cost, budget, EVERY_DRAFT, trees=trees)
 
-    def insisted_plan(
-        self, running: Collection[Sequence], last: Plan, step: int, now_s: float
-    ) -> Plan:
-        """As `plan`, with waits of at most `_INSISTED_WAIT_S`.
+    def insisted_outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
+        """As `outline`, of a plan whose waits take at most `_INSISTED_WAIT_S`.
 
         The opinion of what pays stays that of the last plan, since other requests go by it.
         """
-        plan = self.plan(running, last, step, now_s)
-        return replace(
-            plan,
+        outline = self.outline(running, last, step)
+        plan = replace(
+            outline.plan,
             insisted=True,
-            wait_s=min(plan.wait_s, _INSISTED_WAIT_S),
             speedup=last.speedup,
             threshold=last.threshold,
             paying=last.paying,
             considered=last.considered,
             unprobed=last.unprobed,
         )
+        return outline._replace(plan=plan)
 
     def plan(self, running: Collection[Sequence], last: Plan, step: int, now_s: float) -> Plan:
         """The plan of step number `step`, made at `now_s`; `last` is the plan before it."""
+        return self.finish(self.outline(running, last, step), now_s)
+
+    def finish(self, outline: Outline, now_s: float) -> Plan:
+        """The plan of an outline: what to verify, and what to wait for from `now_s` on."""
+        plan, costs = outline.plan, outline.costs
+        if costs is None:
+            return plan
+        draft_tokens = asks.draft_tokens(outline.drafts)
+        wait_for, wait_s = drafts_to_wait_for(
+            outline.decoding, draft_tokens, costs, outline.rate, now_s, plan.policy
+        )
+        if outline.listened:
+            draft_tokens |= self._ready_tokens(outline.drafts, outline.listened, costs)
+        if plan.insisted:
+            wait_s = min(wait_s, _INSISTED_WAIT_S)
+        return replace(plan, draft_tokens=draft_tokens, wait_for=wait_for, wait_s=wait_s)
+
+    def holds(self, outline: Outline) -> bool:
+        """Whether the policy wants steps without drafts as it did when the outline was made."""
+        plan = outline.plan
+        if plan.insisted:
+            return True
+        return outline.measures == self._draft_policy.measures(self.budget, plan.batch)
+
+    def outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
+        """The outline of the plan of step number `step`; `last` is the plan before it."""
         if self._insistent is not None and _insist(running):
-            return self._insistent.insisted_plan(running, last, step, now_s)
+            return self._insistent.insisted_outline(running, last, step)
         decoding: list[Sequence] = []
         reading: list[Sequence] = []
         for sequence in running:
@@ -109,11 +161,13 @@ class Planner:
         batch = len(decoding) or last.batch
         drafters = _drafters(decoding)
         newcomers = _drafters(reading)
+        measures = self._draft_policy.measures(self.budget, batch)
         if not drafters and not newcomers:
-            return self._plan_without_drafts(batch, (), last)
-        if self._draft_policy.measures(self.budget, batch):
+            plan = self._plan_without_drafts(batch, (), last)
+            return Outline(plan, decoding, [], [], None, 0.0, measures)
+        if measures:
             plan = self._plan_without_drafts(batch, running, last)
-            return replace(plan, measuring=True)
+            return Outline(replace(plan, measuring=True), decoding, [], [], None, 0.0, measures)
         costs = self._costs(batch, last, beside_prompts=bool(reading))
         choice = _Choice([], last.paying, last.threshold)
         considered = last.considered
@@ -125,7 +179,6 @@ class Planner:
         if newcomers:
             unknown = self._credible(newcomers - considered)
             drafts = drafts + self._first_drafts(reading, unknown, choice, costs)
-        draft_tokens = asks.draft_tokens(drafts)
         listened = self._listened(decoding, drafters, drafts, choice, costs, step)
         asked = drafts
         if self._trees:
@@ -135,28 +188,23 @@ class Planner:
         tokens |= asks.asked_tokens(trials, False, costs.decode_step_s)
         rate = choice.rate or costs.rate
         tokens |= asks.asked_tokens(listened, False, costs.decode_step_s)
-        wait_for, wait_s = drafts_to_wait_for(
-            decoding, draft_tokens, costs, rate, now_s, self._draft_policy
-        )
-        return Plan(
+        plan = Plan(
             batch=costs.batch,
             decode_step_s=costs.decode_step_s,
             speedup=max(rate * costs.decode_step_s / costs.batch, 1.0),
             threshold=choice.threshold,
             planned_ids=frozenset([sequence.id for sequence in (*decoding, *reading)]),
-            draft_tokens=draft_tokens | self._ready_tokens(drafts, listened, costs),
             token_costs=costs.token_costs if self._trees else (),
             fixed=self._tokens_policy.kind != "goodput",
             asks=tokens,
             tree_tokens=tree_tokens(asked, tokens, choice.threshold, step) if self._trees else {},
             probes=asks.due_probes(decoding, tokens, unprobed, step),
-            wait_for=wait_for,
-            wait_s=wait_s,
             policy=self._draft_policy,
             paying=choice.drafters.union([assignment.drafter for _, assignment, _ in listened]),
             considered=considered,
             unprobed=unprobed,
         )
+        return Outline(plan, decoding, drafts, listened, costs, rate, measures)
 
     def _listened(
         self,

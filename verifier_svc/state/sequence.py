@@ -201,8 +201,17 @@ class Assignment:
 
     def observe_acceptance(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` tokens; its first `accepted` tokens were right."""
-        self.rate.observe(drafted, accepted)
-        self.drafter_rates[run_class(self.run)].observe(drafted, accepted)
+        self.judge(drafted, accepted)
+        self.observe_rates(drafted, accepted, self.run)
+
+    def observe_rates(self, drafted: int, accepted: int, run: int) -> None:
+        """Count a judged draft in the rates that hold after `run` right guesses."""
+        place = run_class(run)
+        self.rates[place].observe(drafted, accepted)
+        self.drafter_rates[place].observe(drafted, accepted)
+
+    def judge(self, drafted: int, accepted: int) -> None:
+        """Note what the next message to the drafter depends on: whether its draft was right."""
         if drafted:
             self.drafter.count_guess(accepted > 0)
         if 0 < drafted == accepted and not self.asked:

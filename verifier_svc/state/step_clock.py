@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from outrider.process.clock import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The times of one step, in seconds."""
+
+    wait_s: float
+    """How long the engine waited for drafts before the step."""
+    phases_s: Mapping[str, float]
+    """Its phases by name, without the wait."""
+
+    @property
+    def step_s(self) -> float:
+        """Its duration, without the wait before it."""
+        return sum(self.phases_s.values())
 
 
 class StepClock:
@@ -63,7 +80,6 @@ class StepClock:
         """Whether drafters that computed until then were done before the last step began."""
         return busy_until <= self._ended[0]
 
-    @property
-    def step_s(self) -> float:
-        """Duration of the step so far, without the wait before it."""
-        return sum(self.phases_s.values())
+    def times(self) -> StepTimes:
+        """The times of the step. They stay as they are if no further phase of it ends."""
+        return StepTimes(self.wait_s, self.phases_s)

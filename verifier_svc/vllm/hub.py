@@ -20,7 +20,7 @@ from outrider.process.observability.telemetry import Span
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import AcceptanceRule, TokenChunk, TokenRequest
 from outrider.protocol.model_info import Load
-from verifier_svc.drafts.draft_message import record_draft
+from verifier_svc.drafts.draft_message import judge_draft
 from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.draft_wait import DraftWait
 from verifier_svc.engine.intake import Inbox, new_sequence
@@ -344,7 +344,7 @@ class DraftHub:
         self._spans.end(self._step_clock.phases_s)
         if batch and self.trial_tokens is None:
             self._metrics.generated(committed)
-            self._metrics.step(self._step_clock, isolated_s, len(batch))
+            self._metrics.step(self._step_clock.times(), isolated_s, len(batch))
         self._metrics.occupancy(occupancy)
         self.is_stalled = not batch
         self._kv_cache_usage = occupancy.pages
@@ -377,7 +377,7 @@ class DraftHub:
         if assignment is not None:
             draft = DraftTree(drafted, [])
             rows = range(1, accepted + 1)
-            record_draft(self._metrics, sequence, assignment, draft, rows, len(new))
+            judge_draft(sequence, assignment, draft, rows).record(self._metrics, len(new))
         self.judged[sequence.id] = Judged(assignment, len(drafted), accepted)
         if outcome.request_id in self._ended:
             sequence.stats.paused = pause_of(sequence, self.drafting.plan)
@@ -390,7 +390,7 @@ class DraftHub:
         seconds = self._step_clock.end_step()
         first = self._step_ended is None
         self._step_ended = self.clock()
-        step_s = self._step_clock.step_s
+        step_s = self._step_clock.times().step_s
         drafted = [len(each.draft.token_ids) for each in batch if each.samples]
         decoding = len(drafted) - sum([len(each.token_ids) > 1 for each in batch if each.samples])
         if first or not batch or self.trial_tokens is not None:

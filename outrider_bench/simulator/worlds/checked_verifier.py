@@ -76,6 +76,7 @@ class CheckedVerifier(EngineActor):
                 draft_trees=plan.draft_trees,
             ),
             DraftVerifier(sampled_rule),
+            launches=plan.launches,
             sampled_drafts=plan.sampled_drafts,
             draft_policy=EVERY_DRAFT if plan.always_draft else PAYING_DRAFTS,
             clock=self.clock,

@@ -38,6 +38,8 @@ class EnginePlan:
     max_waiting: int
     max_drafters: int
     warms_up: bool
+    launches: bool
+    """Whether it works in the order for a GPU, which computes while the host goes on."""
     step_s: float
     token_s: float
 
@@ -135,14 +137,14 @@ def draw_world(seed: int) -> WorldPlan:
         names, whats = actors[draw.choice(kinds)]
         faults.append(_fault(draw, draw.choice(whats), draw.choice(names)))
     longest = max(wanted_tokens(each.number) for each in requests)
-    engine = _engine(draw, longest)
+    engine = _engine(draw, longest, launches=seed % 2 == 1)
     wired = draw.random() < 0.15
     return WorldPlan(
         seed, engine, verifiers, tuple(drafters), tuple(requests), tuple(faults), wired
     )
 
 
-def _engine(draw: Random, longest: int) -> EnginePlan:
+def _engine(draw: Random, longest: int, *, launches: bool) -> EnginePlan:
     """Settings of an engine whose cache holds a request of `longest` tokens, and often not two."""
     page_size = draw.choice([1, 2, 4, 8, 16])
     least = -(-longest // page_size)
@@ -160,6 +162,7 @@ def _engine(draw: Random, longest: int) -> EnginePlan:
         max_waiting=draw.choice([1, 3, 1024]),
         max_drafters=draw.choice([2, 64, 64, 64]),
         warms_up=draw.random() < 0.5,
+        launches=launches,
         step_s=draw.choice([0.001, 0.003, 0.01]),
         token_s=draw.choice([0.0, 0.0001, 0.001]),
     )
