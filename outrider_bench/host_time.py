@@ -1,15 +1,20 @@
-"""`outrider lab bench --only host`: the engine's own time for a step; its model costs nothing."""
+"""`outrider lab bench --only host`: the engine's own time for a step; its model costs nothing.
+
+Also how much of it delays the next forward on a GPU, where the rest is done while the GPU computes.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
 import time
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median, quantiles
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
@@ -22,9 +27,11 @@ from verifier_svc.engine.config import EngineConfig
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import VerifierMetrics
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.verification.batch import DraftVerifier, Verification, Verified, Verify
 
 _VOCAB = 256
-_BATCHES = (1, 16, 64, 256)
+_BATCHES = (1, 16, 32, 64, 256)
 _STEPS = 60
 # Wheels have a compiled step.
 _COMPILED = not str(sys.modules[Engine.__module__].__file__).endswith(".py")
@@ -47,7 +54,8 @@ def measure(console: Console) -> None:
     if _COMPILED:
         how = "compiled"
     title = (
-        "the engine's host time a step, with a model that costs nothing, µs (median of 60 steps)"
+        "the engine's processor time a step, with a model that costs nothing, µs"
+        " (median of 55 steps)"
     )
     columns = ("sequences", "plain", "each", "3 drafted tokens each", "each")
     table = table_of(f"{title}; {how}", columns)
@@ -56,6 +64,26 @@ def measure(console: Console) -> None:
         each = [_each(seconds, batch) for seconds in (host, drafted)]
         table.add_row(str(batch), cells[0], each[0], cells[1], each[1])
     console.print(table)
+    console.print(_delays())
+
+
+def _delays() -> Table:
+    """What delays the next forward on a GPU, by sequences, plain and with drafts."""
+    title = (
+        "processor time of a step in a GPU's order, of which the next forward waits for the first,"
+        " µs (median of 55 steps and quartiles)"
+    )
+    columns = ("sequences", "", "delays the forward", "quartiles", "beside the forward")
+    table = table_of(title, columns)
+    for batch in _BATCHES:
+        for drafts in (False, True):
+            steps = launched_steps(batch, drafts=drafts)
+            low, middle, high = quantiles([step.delay_s for step in steps], n=4)
+            beside = median([step.beside_s for step in steps])
+            cells = (f"{1e6 * middle:.0f}", f"{1e6 * low:.0f}–{1e6 * high:.0f}")
+            kind = "3 drafted tokens each" if drafts else "plain"
+            table.add_row(str(batch), kind, *cells, f"{1e6 * beside:.0f}")
+    return table
 
 
 def _each(seconds: dict[int, float], batch: int) -> str:
@@ -63,6 +91,15 @@ def _each(seconds: dict[int, float], batch: int) -> str:
     if batch == 1:
         return "–"
     return f"{1e6 * (seconds[batch] - seconds[1]) / (batch - 1):.1f}"
+
+
+class LaunchedStep(NamedTuple):
+    """The host's processor time of a step on a GPU, in seconds."""
+
+    delay_s: float
+    """From the step's tokens to the next launch: drafts are taken, packed, committed, told."""
+    beside_s: float
+    """From the launch to the wait for the tokens. Verifying itself counts as the GPU's."""
 
 
 class _NullModel:
@@ -74,20 +111,74 @@ class _NullModel:
     def __init__(self) -> None:
         self._logits_RV = torch.zeros(256 * 4, _VOCAB)
         self._logits_RV[:, 0] = 1.0
+        self.launched_at = 0.0
+        """When the last forward returned, in this thread's processor time (seconds)."""
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Return the same logits at once, one row for each that is wanted."""
-        return self._logits_RV[: sum(part.logit_count for part in slices)]
+        logits_RV = self._logits_RV[: sum(part.logit_count for part in slices)]
+        self.launched_at = time.thread_time()
+        return logits_RV
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Do nothing: there is no cache."""
 
 
-def step_seconds(batch: int, *, drafts: bool) -> list[float]:
-    """Return the seconds of steps of `batch` decoding sequences, without the first ones.
+class _TimedVerifier:
+    """Verifies as the engine does, and notes when that begins and ends, as `launched_at`."""
 
-    The step takes drafts and makes the messages to clients and drafters, but sends none.
+    thinking_ids: tuple[int, int] | None = None
+
+    def __init__(self) -> None:
+        self._verifier = DraftVerifier()
+        self.began_at = self.ended_at = 0.0
+
+    def lay_out(self, batch: Sequence[ScheduledSequence]) -> Verify:
+        """As `DraftVerifier.lay_out`."""
+        verify = self._verifier.lay_out(batch)
+
+        def timed(
+            logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]
+        ) -> list[Verified | OutriderError]:
+            self.began_at = time.thread_time()
+            found = verify(logits_RV, batch)
+            self.ended_at = time.thread_time()
+            return found
+
+        return timed
+
+
+def step_seconds(batch: int, *, drafts: bool) -> list[float]:
+    """Return the processor time of steps of `batch` decoding sequences, without the first ones.
+
+    In seconds. A step takes drafts and makes messages to clients and drafters, but sends none.
     """
+    times = []
+    for step in _steps(batch, drafts, _NullModel(), DraftVerifier(), launches=False):
+        started = time.thread_time()
+        step()
+        times.append(time.thread_time() - started)
+    return times[5:]
+
+
+def launched_steps(batch: int, *, drafts: bool) -> list[LaunchedStep]:
+    """Return the times of such steps in the order for a GPU."""
+    model, verifier = _NullModel(), _TimedVerifier()
+    found = []
+    for step in _steps(batch, drafts, model, verifier, launches=True):
+        started = time.thread_time()
+        step()
+        whole_s = time.thread_time() - started
+        beside_s = verifier.began_at - model.launched_at
+        gpu_s = verifier.ended_at - verifier.began_at
+        found.append(LaunchedStep(whole_s - beside_s - gpu_s, beside_s))
+    return found[5:]
+
+
+def _steps(
+    batch: int, drafts: bool, model: _NullModel, verifier: Verification, *, launches: bool
+) -> Iterator[Callable[[], None]]:
+    """Yield `_STEPS` steps of `batch` sequences, each to be called before the next."""
 
     def deliver(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
@@ -97,14 +188,14 @@ def step_seconds(batch: int, *, drafts: bool) -> list[float]:
     limits = EngineConfig(
         DraftTokensPolicy("fixed", 3), max_batch_tokens=batch * 16, max_sequences=batch
     )
-    engine = Engine(_NullModel(), pool, deliver, VerifierMetrics("null"), limits)
+    metrics = VerifierMetrics("null")
+    engine = Engine(model, pool, deliver, metrics, limits, verifier, launches=launches)
     told: list[StepBatch | OutriderError] = []
     drafter = None
     if drafts:
         drafter = engine.drafting.join(Hello("d", "d", "f", 16), told.append)
     request = TokenRequest([1] * 8, 500, SamplingParams(0.0))
     sequences = [engine.submit(request, lambda chunk: None) for _ in range(batch)]
-    times = []
     for _ in range(_STEPS):
         # The bonus token is part of the run, so the next draft hangs below it.
         runs = [
@@ -112,10 +203,11 @@ def step_seconds(batch: int, *, drafts: bool) -> list[float]:
             for sequence in sequences
             if drafter is not None and sequence.assignments["d"].trie.node_count == 0
         ]
-        started = time.perf_counter()
-        if drafter is not None:
-            engine.drafting.on_drafts(drafter, DraftBatch(runs))
-        while (rest_s := engine.advance()) != 0.0:
-            time.sleep(rest_s or 0.0)
-        times.append(time.perf_counter() - started)
-    return times[5:]
+
+        def step(runs: list[Proposal] = runs) -> None:
+            if drafter is not None:
+                engine.drafting.on_drafts(drafter, DraftBatch(runs))
+            while (rest_s := engine.advance()) != 0.0:
+                time.sleep(rest_s or 0.0)
+
+        yield step

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from tests.losslessness.settings import SETTINGS as ALL_SETTINGS
 from tests.stack import ROOT, TARGET, Client, Process, Stack, prompts, running
 
 MODULE = "outrider_cli.verifier"
@@ -25,7 +27,11 @@ OPTIONS = {
     "both and a drafter over gRPC": SpeculationOptions(always_draft=True),
     "as it pays": SpeculationOptions(),
 }
-SEEDED = SamplingParams(0.9, seed=7)
+SETTINGS = {"seeded": SamplingParams(0.9, seed=7)} | {
+    f"{name}, {how}": replace(sampling, **change)
+    for name, sampling in ALL_SETTINGS.items()
+    for how, change in {"greedy": {"temperature": 0.0}, "seeded": {"seed": 7}}.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +43,16 @@ def stack() -> Iterator[Stack]:
         yield stack
 
 
-async def test_texts_equal_plain_ones(stack: Stack) -> None:
-    """Those of a seed; tests/heads and tests/verifier have more settings, in one process."""
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(each, marks=[] if each == "seeded" else pytest.mark.slow) for each in SETTINGS],
+)
+async def test_texts_equal_plain_ones(stack: Stack, setting: str) -> None:
+    """The slow suite has every setting of the losslessness suite, each greedy and with a seed."""
+    sampling = SETTINGS[setting]
 
     async def texts(client: Client, how: SpeculationOptions) -> list[list[int]]:
-        asked = [TokenRequest(each, 32, SEEDED, speculation=how) for each in PROMPTS]
+        asked = [TokenRequest(each, 32, sampling, speculation=how) for each in PROMPTS]
         return await asyncio.gather(*map(client.tokens, asked))
 
     async with Client(stack.address) as client:

@@ -28,6 +28,7 @@ from outrider.heads.projection import ServedProjection, projection_name
 from outrider.heads.reading import read
 from outrider.heads.spec import Head
 from outrider.lm.runner import ModelRunner
+from outrider.lm.streams import SharedRows
 from outrider.protocol.draft_messages import Hello, Proposal, StepBatch, Welcome
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams
@@ -72,14 +73,22 @@ class HeadDrafter(Guesser):
     """The real family, in place of a guesser's table.
 
     Of every `dropped` messages with features, one loses them, as at a drafter that reads slowly.
-    While it `hangs`, it reads and sends nothing.
+    While it `hangs`, it reads and sends nothing. With `is_local` it is in the verifier's process:
+    no message passes through protobuf, and features are tensors.
     """
 
     def __init__(
-        self, worker: HeadWorker, loop: asyncio.Runner, *, dropped: int = 0, late: int = 0
+        self,
+        worker: HeadWorker,
+        loop: asyncio.Runner,
+        *,
+        dropped: int = 0,
+        late: int = 0,
+        is_local: bool = False,
     ) -> None:
         super().__init__("head", target_probs, HeadFamily.distributions, late=late)
         self.dropped = dropped
+        self._is_local = is_local
         self._worker = worker
         self._loop = loop
         self._lives: list[Drafter] = []
@@ -106,7 +115,7 @@ class HeadDrafter(Guesser):
             distributions=self._offers,
             feature_request=self._family.feature_request,
         )
-        self._handle = engine.drafting.join(hello, self._on_message)
+        self._handle = engine.drafting.join(hello, self._on_message, is_local=self._is_local)
         self._lives.append(self._handle)
         self._session = DraftSession(self._family, lambda: 0.0)
         handle = self._handle
@@ -120,6 +129,10 @@ class HeadDrafter(Guesser):
 
     def _on_message(self, message: StepBatch | OutriderError) -> None:
         assert isinstance(message, StepBatch), message
+        if self._is_local:
+            assert all(isinstance(each.rows, SharedRows) for each in message.features)
+            self._incoming.append((self._due(), message))
+            return
         step = wire.step_to_proto(message)
         self.feature_bytes += sum([len(each.rows) for each in step.features])
         if step.features and self.dropped and self._rng.integers(self.dropped) == 0:
@@ -141,7 +154,9 @@ class HeadDrafter(Guesser):
             self.drafts.setdefault(text, []).append(proposal)
         self._outbox.append((self._due(), batch))
         while self._outbox and self._outbox[0][0] <= self._tick:
-            sent = wire.drafts_from_proto(wire.drafts_to_proto(self._outbox.popleft()[1]), ALL)
+            sent = self._outbox.popleft()[1]
+            if not self._is_local:
+                sent = wire.drafts_from_proto(wire.drafts_to_proto(sent), ALL)
             self._engine.drafting.on_drafts(self._handle, sent)
 
     @property
@@ -236,6 +251,8 @@ SMALL: dict[str, Any] = {"page_count": 24, "max_batch_tokens": 24}
 CASES = {
     "calm": Case(is_calm=True),
     "late": Case({"late": 1}, is_calm=True),
+    "in the verifier's process": Case({"is_local": True}, is_calm=True),
+    "in the verifier's process, hung": Case({"is_local": True}, events=hang),
     "killed": Case(events=come_and_go),
     "hung": Case(events=hang),
     "dropped features": Case({"dropped": 3}),
