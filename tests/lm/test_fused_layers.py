@@ -110,12 +110,17 @@ def test_graphs_repeat_fused_layers(gpu: None, capture: Capture) -> None:
         here.setattr(ModelRunner, "_takes_graphs", lambda self: True)
         made = served(CONFIGS["llama"])
         plain = served(CONFIGS["llama"], fused=False)
+    states = [2, FINAL_STATE]
+    for one in (made, plain):
+        one.watch(states)
     made.capture(Bounds(4, 4, 16))
     assert made.fused is not None
     assert made.graph_count > 0
     capture.replays = 0
     for batch in (BATCH, SHORT):
         same(logits_of(made, batch), logits_of(plain, batch))
+        for state in states:
+            same(made._kept[state], plain._kept[state])
     assert capture.replays == 2
 
 

@@ -24,9 +24,14 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Fail if numbers differ by more than one step of their type, in which a sum may round."""
+    """Fail if numbers differ by more than a sum may round.
+
+    In float16 nearly all are equal, because both round at the same places.
+    """
     step = torch.finfo(wanted.dtype).eps
     torch.testing.assert_close(found, wanted, rtol=2 * step, atol=2 * step)
+    if wanted.dtype is torch.float16:
+        assert (found == wanted).float().mean() > 0.98
 
 
 def norm_of(size: int, dtype: torch.dtype, seed: int = 1) -> Norm:
@@ -72,8 +77,8 @@ def test_heads_are_normed_turned_and_stored_as_by_transformers(
         [torch.full((9, kv_heads, size), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
         for _ in range(2)
     )
-    query = layer_kernels.rotate_and_store(heads, turns, slots, *found, norms)
-    expected = reference_layers.rotate_and_store(heads, turns, slots, *wanted, norms)
+    query = layer_kernels.rotate_and_store(heads, turns, slots, found[0], found[1], norms)
+    expected = reference_layers.rotate_and_store(heads, turns, slots, wanted[0], wanted[1], norms)
     close(query, expected)
     close(found[0], wanted[0])
     # Values are copied, and nothing is written to the other slots.
@@ -105,7 +110,9 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others() -> None:
     def compute(rows: slice) -> list[torch.Tensor]:
         cache = [torch.zeros(9, 2, 16, dtype=dtype, device=DEVICE) for _ in range(2)]
         of_rows = turns[0][rows], turns[1][rows]
-        query = layer_kernels.rotate_and_store(heads[rows], of_rows, slots[rows], *cache, norms)
+        query = layer_kernels.rotate_and_store(
+            heads[rows], of_rows, slots[rows], cache[0], cache[1], norms
+        )
         return [
             *layer_kernels.add_norm(stream[rows], delta[rows], norm_of(70, dtype)),
             layer_kernels.silu_product(gate_up[rows]),
