@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 from chats import Rows, read
-from trained_heads import HEADS, Batch, Head
+from trainable_heads import HEADS, Batch, Head
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax

@@ -21,7 +21,7 @@ from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rule_choice import acceptance_rule, choose_distribution
 from verifier_svc.verification.rules import lossy
-from verifier_svc.verification.rules.sampled import SparseDrafts, block, token_wise
+from verifier_svc.verification.rules.sampled_drafts import SparseDrafts, block, token_wise
 
 TARGET = np.array([1 / 3, 2 / 3])
 DRAFTER = np.array([2 / 3, 1 / 3])

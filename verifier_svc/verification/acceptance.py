@@ -27,7 +27,7 @@ from outrider.sampling.tensors import Staged, Staging, argmax, fetch
 from verifier_svc.verification.draft import NO_TOKEN, NOT_FINITE, AcceptResult, Draft
 from verifier_svc.verification.rows import Rows, tree_result
 from verifier_svc.verification.rules.lossy import LOSSY_RULES
-from verifier_svc.verification.rules.sampled import SAMPLED_RULES, SparseDrafts
+from verifier_svc.verification.rules.sampled_drafts import SAMPLED_RULES, SparseDrafts
 
 # Larger logits overflow float32 when divided by the lowest temperature that samples, 1e-5.
 _LARGEST_LOGIT = 1e33
