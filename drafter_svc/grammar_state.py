@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A mask may take so much processor time; what exceeds it, over all masks of a sequence, may be at
-# most the second time (seconds). Usual masks take 0.05 to 0.5 ms. Other sequences' drafts wait.
+# Seconds of processor time. Each mask may take the first; what exceeds it, added over all masks of
+# a sequence, may be at most the second. Usual masks take 0.05 to 0.5 ms. Other sequences' drafts
+# wait.
 _FREE_S = 0.005
 _MOST_S = 0.1
 

@@ -43,11 +43,11 @@ def create_app(
     api_errors.install(app)
     openapi.install(app)
     app.add_middleware(BodyLimit)
-    # Inside of the keys, which say whose the request is.
+    # Inside the check of keys, which tells whose request it is.
     app.add_middleware(
         AdmissionMiddleware, admission=generation.admission, preparing=generation.preparing
     )
-    # Inside of CORS: a browser asks for permission without a key.
+    # Inside CORS: a browser asks for permission without a key.
     app.add_middleware(RequireKey, gate=gate)
     if settings.allowed_origins:
         app.add_middleware(

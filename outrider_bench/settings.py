@@ -49,7 +49,7 @@ class TableSettings(Settings):
     """Prompts of each kind; one more of each is asked before, and not counted."""
 
     tokens: int = Field(64, ge=8, le=1024)
-    """Most tokens of an answer, which may end before."""
+    """The most tokens of an answer, which may end before."""
 
     batches: list[Annotated[int, Field(ge=1, le=8)]] = Field([1], min_length=1)
     """Requests under way. Of more than one, prompts of all kinds follow one another."""

@@ -23,7 +23,7 @@ from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.supervisor import Child
 from verifier_svc.config import TargetSettings
 
-# How long a begun answer waits for the verifier (seconds), which loads the target anew.
+# How long an answer that has begun waits for the verifier to load the target anew (seconds).
 _RELOAD_S = 300
 
 

@@ -14,7 +14,7 @@ from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
-# Share of the tokens that go on behind the last one; and, where the likely token is not in the tree
+# Share of the tokens that go on after the last one; and, where the likely token is not in the tree
 # yet, its share of the first children and of the others.
 _DEEP = 0.6
 _MAIN = 0.4

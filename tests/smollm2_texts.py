@@ -152,8 +152,8 @@ class Reference:
     def check(self, index: int, chunks: list[TokenChunk]) -> float:
         """Check that a greedy answer is the text of `generate`, with its log probabilities.
 
-        That text has the likeliest token after those before it at each place, which one forward
-        over the text shows. Returns the largest error of a log probability.
+        At each place of that text is the likeliest token after the text before it. One forward over
+        the text shows this. Returns the largest error of a log probability.
         """
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         scores = [each.logprob for chunk in chunks for each in chunk.logprobs]

@@ -32,7 +32,7 @@ class TargetSettings(BaseModel):
 
     engine: EngineName = "native"
     """What computes the target: Outrider's own engine, or vllm, for models beyond one GPU and
-    architectures that the own engine lacks. docs/models.md compares them."""
+    architectures that the native engine lacks. docs/models.md compares them."""
 
     tensor_parallel: int = Field(1, ge=1)
     """With the engine vllm, over how many devices each layer is divided."""
@@ -150,8 +150,8 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     each sequence down."""
 
     max_drafters: int = Field(64, ge=1)
-    """Most connected drafters; the verifier refuses further drafters. At most a quarter of them may
-    have certificates of the same name, or without TLS connect from the same address."""
+    """The most connected drafters; the verifier refuses further drafters. At most a quarter of them
+    may have certificates of the same name, or without TLS connect from the same address."""
 
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; by default as many as the free memory allows. Set it where other

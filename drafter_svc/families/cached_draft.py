@@ -134,7 +134,7 @@ class CachedDraft:
     def distribution(self) -> DraftDistribution:
         """How to choose tokens: what the verifier asked for, or ONE_HOT, the likeliest token.
 
-        Greedy requests need no other than the likeliest token. Branches are never sampled.
+        Greedy requests need only the likeliest token. Branches are never sampled.
         """
         opened = self.sequence.opened
         if opened.sampling.greedy:

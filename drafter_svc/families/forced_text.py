@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from drafter_svc.families.layout import BLANKS, Layout, Place
 from outrider.grammar.backends import MaskLimit, TextMatcher
 
-# Most ways in which a text may go on that are guessed: the values of an enum, the names of tools.
+# The most ways to go on that are guessed for a text: the values of an enum, the names of tools.
 _MOST_CHOICES = 8
 # These are more. Where each may follow, no mask is needed, and masks of free text take longest.
 _PROBES = b"abcdefghi"
-# Most paths, and most masks that are computed to find them.
+# The most paths, and the most masks that are computed to find them.
 _MOST_PATHS = 8
 _MOST_STEPS = 48
 # A path less probable than this is not followed.

@@ -30,8 +30,8 @@ from outrider.sampling.tensors import fetch, on
 # Alternative tokens that are remembered for each guessed token, without and with trees.
 _ALTERNATIVES = 3
 _TREE_ALTERNATIVES = 7
-# Most unread tokens of a sequence that is past its prompt: the token that the verifier committed,
-# and the last guess.
+# The most unread tokens of a sequence that is past its prompt: the token that the verifier
+# committed, and the last guess.
 _FEW_TOKENS = 2
 
 DEVICE_LOST = torch.AcceleratorError

@@ -124,7 +124,7 @@ class Layout:
                 self._read_quoted(byte)
             elif byte not in BLANKS:
                 joint = _joint(self._last, byte)
-                # An object or a list behind a word begins a JSON text.
+                # An object or a list after a word begins a JSON text.
                 if joint != (0, 0) and (joint[0] or byte not in b"{["):
                     self._learn(Place.after(text[max(0, at - _KEPT_BYTES) : at]), byte)
                 self._last = byte

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # On a GPU, forwards of up to this many sequences and branches are captured as CUDA graphs.
 _GRAPHED_SEQUENCES = 64
-# Most tokens in one forward. A draft model reads prompts in chunks of this size between its drafts.
+# The most tokens in one forward. A draft model reads prompts in such chunks between its drafts.
 _MAX_BATCH_TOKENS = 512
 # Branches that are prepared beside a draft while it is verified, where the verifier lets drafters
 # run ahead. Each of them takes a row of every forward, so only the likeliest few are worth it.

@@ -76,15 +76,15 @@ class NgramSettings(RedisSettings):
     """Settings of the family ngram."""
 
     max_draft_len: int = Field(8, ge=1, le=MAX_DRAFT_TOKENS)
-    """Most tokens proposed at once. More of them help with texts that repeat long parts."""
+    """The most tokens proposed at once. More of them help with texts that repeat long parts."""
 
     max_matching_ngram_size: int = Field(3, ge=1, le=16)
     """Tokens of the longest suffix that is looked up. Longer suffixes guess more surely, and make
     pools larger."""
 
     pool_entries: int = Field(1_000_000, ge=1)
-    """Most n-grams of a pool; in Redis, of each tenant. The least recently used are dropped first,
-    in Redis the oldest."""
+    """The most n-grams of a pool; in Redis, of each tenant. The least recently used are dropped
+    first, in Redis the oldest."""
 
     pool_ttl_seconds: int = Field(86_400, ge=1)
     """Age in seconds at which Redis drops an n-gram that was not written again."""

@@ -25,9 +25,9 @@ from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Opened
 from outrider.protocol.model_info import ModelInfo
 
-# Most tenants with trees. A new tenant replaces the least recently seen one.
+# The most tenants with trees. A new tenant replaces the least recently seen one.
 _MAX_CORPORA = 64
-# Most tokens of a matched suffix, and of a proposal: as many as a verifier takes.
+# The most tokens of a matched suffix, and of a proposal: as many as a verifier takes.
 _MAX_TREE_DEPTH = 64
 # A proposal is at most as long as the suffix that was matched, and ends where the product of its
 # tokens' probabilities falls below the second number. The verifier cuts what does not pay.

@@ -26,7 +26,7 @@ class NgramOptions:
     """How a pool keeps and finds n-grams."""
 
     max_draft_len: int = 8
-    """Most tokens of a guess."""
+    """The most tokens of a guess."""
     max_matching_ngram_size: int = 3
     """Tokens of the longest n-gram."""
 

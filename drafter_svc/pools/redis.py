@@ -32,8 +32,8 @@ _WARNING_INTERVAL_S = 60.0
 _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
-# Most lookups that run at once, and so the most connections for them, which stay open. A connection
-# to a verifier waits for one lookup at a time, so the rest of these are late lookups.
+# The most lookups that run at once, and so the most connections for them, which stay open. A
+# connection to a verifier waits for one lookup at a time, so the rest of these are late lookups.
 _MAX_RUNNING = 4
 # This many late lookups in a row count as a failure.
 _LATE_IN_A_ROW = 3
@@ -60,7 +60,7 @@ class RedisOptions:
     """How a pool uses Redis."""
 
     max_entries: int = 1_000_000
-    """Most n-grams of a tenant."""
+    """The most n-grams of a tenant."""
     ttl_s: int = 86_400
     """Time after which Redis drops an n-gram that was not written again."""
     budget_s: float = 0.005
@@ -306,7 +306,7 @@ class RedisPool:
     def _record_late(self) -> None:
         """Count a lookup that took longer than its budget. After a few in a row, stop for a while.
 
-        Only a lookup in time ends this. One that is late is of no use, even if Redis answers it.
+        Only a lookup in time ends this. A late lookup is of no use, even if Redis answers it.
         """
         self.counters.late += 1
         self._late_in_a_row += 1

@@ -72,7 +72,7 @@ class KeyEntry(BaseModel):
     """The key is refused from this time on."""
 
     concurrent_sequences: Annotated[int | None, Field(ge=1, le=10**12)] = None
-    """Most sequences, prompts times n, that the key has under way at once at a gateway."""
+    """The most sequences, prompts times n, that the key has under way at once at a gateway."""
 
     @model_validator(mode="before")
     @classmethod

@@ -30,8 +30,8 @@ from outrider.protocol.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
 
-# A request that makes every verifier crash must not end them all, whatever it writes in between.
-# One that every verifier refuses must not go round in circles.
+# A request that makes every verifier crash must not end them all, even if it writes tokens in
+# between. A request that every verifier refuses must not be sent again and again.
 _MOST_LOST = 4
 # To write a verifier's request takes the event loop 30 ns a token of its prompt and prediction.
 _REQUEST_TOKENS_AT_ONCE = 400_000

@@ -23,7 +23,7 @@ class KeySlots:
     def held(self, key: KeyEntry | None, count: int) -> Iterator[None]:
         """Count a request's sequences during the block; without a key there is no limit.
 
-        Raises OutriderError: INVALID_VALUE if the key may never run so many sequences,
+        Raises OutriderError: INVALID_VALUE if the key may never run `count` sequences at once,
         RATE_LIMIT_EXCEEDED if too many are under way already.
         """
         if key is None:

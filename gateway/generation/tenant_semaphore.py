@@ -5,7 +5,7 @@ that are refused must not wait for that work on accepted requests, and a tenant'
 wait for another tenant's. Answers under way must not wait for it either: each of their tokens
 passes through the loop several times.
 
-uvloop accepts one connection in each round of the event loop, in order of arrival. So behind a
+uvloop accepts one connection in each round of the event loop, in order of arrival. So after a
 tenant's burst, another tenant's connection would wait for the work on the whole burst. Slots are
 therefore given in a round in which no request has come in.
 """
@@ -24,7 +24,7 @@ OF_A_TENANT = 2
 """Requests of a single tenant among them. Each adds its work to a round of the event loop."""
 # How long requests that come in, round after round, may hold slots back: enough to accept some
 # thousand connections. Slots are then given regardless for a while, since requests may never stop
-# coming in (seconds of processor time: on a busy machine, it takes longer to accept as many).
+# coming in (seconds of processor time: on a busy machine, it takes longer to accept them).
 _HOLD_S = 0.4
 _GIVE_S = 0.1
 

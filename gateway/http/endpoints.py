@@ -184,7 +184,7 @@ async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int, tenant: str
 
 
 def most_tokens(info: ModelInfo) -> int:
-    """Most tokens of a text that is only tokenised, or of ids that are only decoded."""
+    """The most tokens of a text that is only tokenised, or of ids that are only decoded."""
     return max(info.context_length, _MAX_TOKENIZED)
 
 

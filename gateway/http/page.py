@@ -28,8 +28,8 @@ _EVERY_S = 0.5
 # An event may be as old as this, so that many streams cost little more than one.
 _SHARED_S = 0.25
 MOST_FEEDS = 16
-"""Most streams of events of a tenant; each is an open page."""
-# The page tries again after as long.
+"""The most streams of events of a tenant; each is an open page."""
+# A refused caller is told to try again after this time.
 _RETRY_S = 2.0
 # The page may load scripts, styles and data from this gateway alone. uPlot needs inline styles.
 _POLICY = [
@@ -70,9 +70,9 @@ def install(app: FastAPI, router: Router, metrics: GatewayMetrics, gate: Gate) -
     async def events(request: Request) -> Response:
         """Stream the state twice a second, until the client leaves or the gateway drains.
 
-        Operators see the sums over all tenants and the processes, other callers their own sums. The
-        stream also ends once the caller's key is revoked or has expired. A tenant has at most
-        MOST_FEEDS such streams.
+        Operators see the processes, and sums over all tenants. Other callers see the sums over
+        their tenant's requests. The stream also ends once the caller's key is revoked or has
+        expired. A tenant has at most MOST_FEEDS such streams.
         """
         identity = gate.identify_http(request.scope)
         states = feeds.events(lambda: gate.identify_http(request.scope))

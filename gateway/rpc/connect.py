@@ -33,7 +33,7 @@ ERROR_HEADERS = ("Grpc-Status", "Grpc-Message", "Grpc-Status-Details-Bin")
 """The headers in which gRPC-Web reports a call that failed before its first response."""
 _SHOWN_CHARACTERS = 300
 MAX_JSON_VALUES = 65_536
-"""Most values of a request in JSON. Building a message from them takes longer than parsing them."""
+"""The most values of a request in JSON. To build a message from them takes longer than to parse."""
 _CONTENT_TYPES = (
     "application/connect+json",
     "application/connect+proto",

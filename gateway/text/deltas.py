@@ -68,7 +68,7 @@ class AttributedToken:
     `drafter_id` is empty if the step verified no draft. `part` is the field of the answer's message
     that the token belongs to, such as tool_calls[0], with the marks around it; None within blanks
     and beginnings of marks, which belong to the part of the next token that has one, else of the
-    last. It is empty where an answer can have content alone.
+    last. It is empty where an answer can have only content.
     """
 
     text: str
@@ -82,7 +82,7 @@ class TextDelta:
     """New text in whole characters, and its tokens. The last delta of a sequence has `finish`.
 
     `text` is content. `parts` has the content in its place among thoughts and calls; it is empty if
-    the delta has content alone.
+    the delta has only content.
     `shown` and `logprobs` list the tokens' log probabilities, and `attributed` their sources, if
     the request asks for them. A token that ends the text is in `shown` only with an echo.
     `prompt` and `prompt_logprobs` list the prompt's next tokens if the request asks for them;

@@ -1,7 +1,7 @@
 """Turn prompts into token ids with the model's tokenizer and chat template, without torch.
 
 A template gets the variables that `apply_chat_template` of `transformers` would give it. The
-template comes from the model alone, never from a request.
+template always comes from the model, never from a request.
 """
 
 from __future__ import annotations

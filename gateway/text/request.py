@@ -100,9 +100,9 @@ class AnswerLimit:
     def resolve(self, prompt: Prompt, min_tokens: int, info: ModelInfo) -> int:
         """The most tokens to generate after this prompt.
 
-        Raises OutriderError, with the caller's names: INVALID_VALUE for ids that the model does not
-        have, for too few tokens and for `min_tokens` above the result, CONTEXT_LENGTH_EXCEEDED for
-        a prompt and answer that do not fit the context.
+        Raises OutriderError, which names the caller's own fields: INVALID_VALUE for ids that the
+        model does not have, for too few tokens and for `min_tokens` above the result,
+        CONTEXT_LENGTH_EXCEEDED for a prompt and answer that do not fit the context.
         """
         name = prompt.field_name
         length = len(prompt.token_ids)

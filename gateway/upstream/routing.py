@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 _POLL_READY_S = 1.0
 _POLL_LOADING_S = 0.2
 _DRAIN_POLL_S = 0.05
-# A verifier whose engine hangs says so after this time. One that says nothing for as long hangs
-# too, though its connection is open: gRPC answers pings without the process's event loop.
+# A verifier whose engine hangs says so after this time. A verifier that says nothing for this time
+# hangs too, though its connection is open: gRPC answers pings without the process's event loop.
 _SILENT_S = 60.0
 # A verifier that starts together with the gateway may take this long to answer. Until then its
 # problems are not logged.

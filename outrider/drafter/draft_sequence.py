@@ -64,7 +64,7 @@ class DraftSequence:
         """How many more tokens in branches the verifier's coming steps can verify.
 
         The chain may have guesses for several steps, and each step can use `tree_tokens`. 0 if the
-        verifier verifies chains alone, and wherever `branch_room` is 0.
+        verifier verifies only chains, and wherever `branch_room` is 0.
         """
         count = len(self._tree.chain)
         if not self.wants_tree or count == 0 or self._no_branches:
@@ -104,7 +104,7 @@ class DraftSequence:
     def num_wanted(self) -> int:
         """How many tokens to guess now.
 
-        As many as the verifier's next step lacks; if it lacks no guess, as many as a step takes.
+        The number that the verifier's next step lacks. If it lacks none: the number a step takes.
         """
         wanted = self.draft_tokens
         if self.urgent:

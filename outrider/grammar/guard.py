@@ -42,8 +42,8 @@ class Guard:
     def check(self, compiled: Compiled, grammar: Grammar) -> None:
         """Check a few random texts; raises OutriderError(INVALID_VALUE) for a wrong text.
 
-        `grammar` is the request's. GBNF and structural tags have no independent check. Between
-        texts it stops after 0.25 s, but one check of one text may take for ever.
+        `grammar` is the request's. GBNF and structural tags have no independent check. After
+        0.25 s no further text is begun, but the check of a single text may never end.
         """
         is_right = check_of(grammar)
         if is_right is None:

@@ -34,7 +34,7 @@ class FreeThought:
 class Grammar:
     """A constraint on the output. JSON_OBJECT has no `text`, and CHOICE has `choices` instead.
 
-    With a `thought` it binds what follows the thought alone.
+    With a `thought` it binds only what follows the thought.
     """
 
     kind: GrammarKind

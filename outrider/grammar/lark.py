@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.grammar.kinds import FreeThought
 
-# Most whitespace characters between two JSON tokens. Without a bound a model can indent for ever.
+# The most whitespace characters between JSON tokens. Without a bound a model can indent for ever.
 _MAX_WHITESPACE = 16
 _OPTIONS: Any = {
     # A space, or one line break with an indentation: a model that likes line breaks goes on.

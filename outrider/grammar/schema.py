@@ -320,7 +320,7 @@ def _enforced_format(schema: Mapping[str, Any]) -> str | None:
 def _translate_bounds(schema: dict[str, Any]) -> None:
     """Write an exclusive bound of 0 as the least number.
 
-    LLGuidance lets a range from an excluded 0 to less than 1 contain 0.
+    LLGuidance allows 0 in a range that excludes 0 and ends below 1.
     """
     for exclusive, inclusive, least, inner in (
         ("exclusiveMinimum", "minimum", _MIN_NUMBER, max),

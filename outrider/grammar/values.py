@@ -28,7 +28,7 @@ def members(schema: Json) -> dict[str, Any]:
 
 
 def check_object(schema: Json, refused: Callable[[str], OutriderError]) -> None:
-    """Raise what `refused` makes of a keyword of objects that the rules do not enforce."""
+    """Raise `refused(problem)` for a keyword of objects that the rules do not enforce."""
     if "enum" in schema:
         raise refused("has enum or const for the arguments")
     if "patternProperties" in schema:

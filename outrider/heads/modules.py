@@ -20,7 +20,7 @@ from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.softmax import Softmax
 
-# Positions whose turns are computed at first; more are when a text reaches them.
+# Positions whose cosines and sines are computed at first. A longer text has further ones computed.
 _FIRST_TURNS = 1024
 
 

@@ -20,7 +20,7 @@ from outrider.tokenizer import check_model_folder
 
 log = logging.getLogger(__name__)
 
-# Most tensors that a refusal names.
+# The most tensors that a refusal names.
 _NAMED = 4
 # Tables that old checkpoints store beside the weights they are computed from.
 _COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")

@@ -156,7 +156,7 @@ class AttentionGroup:
 
     @cached_property
     def unwritten_BK(self) -> torch.Tensor | None:
-        """True for the keys behind each slice's last token, [B, keys]; None if there are none."""
+        """True for the keys after each slice's last token, [B, keys]; None if there are none."""
         ends = [part.end for part in self._slices]
         if min(ends) == self.key_count:
             return None

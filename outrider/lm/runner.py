@@ -135,7 +135,7 @@ class ModelRunner:
 
     @property
     def _most_slots(self) -> int:
-        """Most slots of a sequence: the branches of a tree may lie beyond the last position."""
+        """The most slots of a sequence: the branches of a tree may lie beyond the last position."""
         return self.context_length + MAX_TREE_TOKENS
 
     def _allocate(self, pages: int, max_seq_len: int) -> None:

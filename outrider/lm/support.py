@@ -21,7 +21,7 @@ _WINDOWED = ("sliding_attention", _CHUNKED)
 _VLLM = "--engine vllm may serve it"
 _HYBRID = "for state-space, linear-attention and hybrid models, use --engine vllm"
 _LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# Most characters of another library's error that a refusal repeats.
+# The most characters of another library's error that a refusal repeats.
 _CAUSE_CHARACTERS = 300
 
 
@@ -118,7 +118,7 @@ def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCa
 
 
 def _cut_into_pieces(name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
-    """Tell the layers with chunked attention their pieces: a model has them in its mask alone."""
+    """Tell the layers with chunked attention their pieces: a model has them only in its mask."""
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
         if kind != _CHUNKED or index not in layers:
             continue

@@ -31,7 +31,7 @@ _TOKENS = 43
 _PAST_WINDOW = 20
 # Tokens at the end of each text that the other text does not have.
 _BRANCH = SPARE_TOKENS
-# Most tokens at the end of a text whose logits are compared: a vocabulary is large.
+# The most tokens at the end of a text whose logits are compared: a vocabulary is large.
 _COMPARED = 48
 # Some models set the logits of tokens that they never give to the lowest number of their dtype.
 _NEVER = -1e30

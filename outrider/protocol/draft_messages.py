@@ -71,7 +71,7 @@ class Hello:
     distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
     placement: Placement = field(default_factory=Placement)
     max_sequence_count: int = 0
-    """Most sequences at a time; 0 for no limit."""
+    """The most sequences at a time; 0 for no limit."""
     feature_request: FeatureRequest | None = None
     """The features that it can use; None if it uses none."""
     requires_grammar: bool = False

@@ -32,30 +32,30 @@ class Range:
 # Requests.
 MAX_NAME_LENGTH = 128
 MAX_MESSAGES = 2048
-"""Most messages of a chat."""
+"""The most messages of a chat."""
 MAX_STOP_TOKENS = 64
 MAX_LISTED_TOKENS = 1024
-"""Most entries of logit_bias and of banned_token_ids."""
+"""The most entries of logit_bias and of banned_token_ids."""
 MAX_TOP_LOGPROBS = 20
 MAX_GRAMMAR_CHARACTERS = 65536
 MAX_CHOICES = 1024
 MAX_MARK_CHARACTERS = 256
-"""Most characters of each text around a thought that a grammar leaves free."""
+"""The most characters of each text around a thought that a grammar leaves free."""
 MAX_RELAXED_TOPK = 64
 MAX_GATHERED_TOKENS = 4096
-"""Most tokens that the verifier gathers for one chunk."""
+"""The most tokens that the verifier gathers for one chunk."""
 # Below this temperature sampling is greedy, as in vLLM: logits divided by so little overflow
 # float32, and the argmax has all the probability.
 MIN_TEMPERATURE = 1e-5
 
 # Drafts.
 MAX_DRAFT_TOKENS = 64
-"""Most draft tokens of a sequence that one step verifies."""
+"""The most draft tokens of a sequence that one step verifies."""
 MAX_FAMILY_LENGTH = 64
 MAX_DISTRIBUTION_ENTRIES = 256
 MAX_BATCH_ENTRIES = 4096
 MAX_BATCH_TOKENS = 16384
-"""Most tokens of a drafter's message: all draft tokens of 256 sequences."""
+"""The most tokens of a drafter's message: all draft tokens of 256 sequences."""
 MAX_PROPOSAL_TOKENS = 1024
 MAX_WINDOW_DEPTH = 128
 MAX_WINDOW_TOKENS = 4096

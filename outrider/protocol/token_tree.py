@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_TREE_TOKENS = 64
-"""Most draft tokens of a tree with branches: a token's ancestors are the bits of one word."""
+"""The most draft tokens of a tree with branches: a token's ancestors are the bits of one word."""
 
 
 def without_chain(parents: list[int]) -> list[int]:

@@ -17,7 +17,7 @@ from outrider_bench.chaos.parts import GATEWAYS, VERIFIERS
 
 _LOGPROB_TOLERANCE = 1e-4
 _GROWTH = {"files": 16, "threads": 16, "mebibytes": 100.0}
-"""Most that a process may grow after its first round. Caches and pools of threads fill at first."""
+"""How much a process may grow after its first round. Caches and thread pools fill at first."""
 _EXPLAINED = ("verifier_unavailable", "not_ready", "draining", "overloaded")
 """Codes of errors that a fault may explain."""
 _RESUME_S = 30.0

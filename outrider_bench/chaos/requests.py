@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _LENGTHS = (100, 16, 48, 24, 32)
-"""Most tokens of a prompt's requests: more faults hit long requests; short requests end soon."""
+"""The most tokens of a prompt's answers: more faults hit long answers; short ones end soon."""
 _PROMPTS = (
     "def read(path):\n    ",
     "import os\n\nclass Cache:\n    def get(self, key):\n",

@@ -151,7 +151,7 @@ def process_cpu_s(pid: int) -> float:
 
 def _times(stat: Path) -> list[int]:
     """Ticks of user and system time, then the same of ended children."""
-    # Fields are counted behind the command's name, which may hold spaces (proc_pid_stat(5)).
+    # Fields are counted after the command's name, which may hold spaces (proc_pid_stat(5)).
     fields = stat.read_text().rpartition(")")[2].split()
     return [*map(int, fields[11:15])]
 

@@ -28,7 +28,7 @@ class Asked:
     tenant: str
     """Drafters keep the n-grams of different tenants apart."""
     ignore_eos: bool = True
-    """Whether answers go on behind their end, to the length that the request states."""
+    """Whether answers go on after their end, to the length that the request states."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from outrider_bench.simulator.recorded import RecordedRequest
 from outrider_bench.simulator.world import RIGHT
 
 WRONG = "-"
-# Drafts go on behind the end of an answer, so this many more tokens are recorded.
+# Drafts go on after the end of an answer, so this many more tokens are recorded.
 _BEYOND = 32
 # Alternatives to a guess that a draft model remembers, as in drafter_svc.families.forwards.
 _ALTERNATIVES = 3
@@ -25,7 +25,7 @@ _ALTERNATIVES = 3
 
 @dataclass(slots=True)
 class RecordedText:
-    """The target's greedy tokens behind a prompt; by draft model, a character for each token."""
+    """The target's greedy tokens after a prompt; by draft model, a character for each token."""
 
     output: list[int]
     guesses: dict[str, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Recorder:
 
 
 def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """`count` greedy tokens behind each prompt, also beyond an end of the text."""
+    """`count` greedy tokens after each prompt, also beyond an end of the text."""
     pages = -(-(max(map(len, prompts)) + count) // target.page_size)
     own = [[*range(i * pages, (i + 1) * pages)] for i in range(len(prompts))]
     last = [

@@ -119,7 +119,7 @@ class Drafting:
     async def start(self) -> None:
         """Start the links, then the drafters."""
         verifier = self.server.endpoint.verifier
-        # By link, its address for the verifier.
+        # For each link, the address by which drafters reach the verifier over it.
         fronts: dict[str | None, str] = {None: verifier}
         used = [drafter.link for _, drafter in drafters_of(self.experiment)]
         for link in dict.fromkeys(link for link in used if link is not None):

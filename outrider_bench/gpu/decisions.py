@@ -19,7 +19,7 @@ class _Bar:
     predicted: float
     """× plain, by bench/experiments/h200.yaml; for n-grams see the results of 2026-11-29."""
     least: float
-    """× plain that is enough to go on as planned."""
+    """From this measured × plain on, everything goes on as planned."""
     missed: str
 
 

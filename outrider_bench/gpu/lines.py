@@ -52,7 +52,7 @@ class Sizes:
     beside_prompt: list[int]
     """Sequences that decode beside the chunk of a prompt."""
     forward_tokens: int
-    """Most tokens in one forward."""
+    """The most tokens in one forward."""
     read_numbers: int
     """Float32 numbers that are copied and summed to find the device's limit."""
     repeats: int

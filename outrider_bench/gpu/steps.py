@@ -23,7 +23,7 @@ _LONGEST = 12
 
 
 def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
-    """Chains of `tokens` behind `context` tokens each, in pages scattered over a cache."""
+    """Chains of `tokens` after `context` tokens each, in pages scattered over a cache."""
     each = -(-(context + tokens) // _PAGE_SIZE)
     pages = Random(0).sample(range(batch * each), batch * each)
     # As in a service, the device knows the pages of a running sequence after its first step.

@@ -77,7 +77,7 @@ class LinkShape(_Table):
     """Bandwidth in each direction; 0 is no limit."""
 
     loss: float = Field(0.0, ge=0, lt=1)
-    """Share of lost segments. TCP sends a lost one again, so it and all behind it are later by a
+    """Share of lost segments. TCP sends a lost one again, so it and all after it are later by a
     round trip, and by at least `retransmit_ms`."""
 
     retransmit_ms: float = Field(200.0, ge=0)
@@ -155,7 +155,7 @@ def _interpolated(points: Mapping[_Number, float], x: float) -> float:
 
 
 def way_of(family: str, threads: int) -> str:
-    """The name in `drafting` of a family that computes on so many threads."""
+    """The name in `drafting` of a family that computes on `threads` threads."""
     return family if threads == 1 else f"{family}-{threads}"
 
 

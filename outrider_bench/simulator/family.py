@@ -67,7 +67,7 @@ class SimulatedFamily(Family):
         return self._slowness * self._cost.of_token(len([goal for goal in goals if goal > number]))
 
     def _extend(self, sequence: DraftSequence, count: int) -> None:
-        """Add `count` guesses; all guesses behind a wrong one are wrong."""
+        """Add `count` guesses; all guesses after a wrong one are wrong."""
         depth = len(sequence.guesses)
         text = self._world.text_of(sequence.tokens, depth + max(count, 1))
         first = len(sequence.tokens) - text.prompt_length
@@ -113,7 +113,7 @@ class SimulatedFamily(Family):
         return leaves
 
     def _offered(self, text: DrawnText, index: int, count: int) -> int:
-        """How many of `count` tokens from `index` behind the prompt it has guesses for."""
+        """How many of `count` tokens from `index` after the prompt it has guesses for."""
         recorded = text.guesses.get(self.name)
         if recorded is None:
             return 0 if self._skips_hard and text.hard[index] else count
@@ -127,7 +127,7 @@ class SimulatedFamily(Family):
         return self._world.luck(self.name, text, index) < self._rate(text, index, depth)
 
     def _rate(self, text: DrawnText, index: int, depth: int) -> float:
-        """The set acceptance of a guess at `depth`, for the token at `index` behind the prompt."""
+        """The set acceptance of a guess at `depth`, for the token at `index` after the prompt."""
         by_kind = self.acceptance
         if self._hard_acceptance is not None and text.hard[index]:
             by_kind = self._hard_acceptance

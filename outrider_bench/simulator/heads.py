@@ -84,7 +84,7 @@ class SimulatedHead:
         self._world = world
         self._width = spec.states * hidden_size
         self._free_at = 0.0
-        # The position behind the last feature that came, by sequence.
+        # The position after the last feature that came, by sequence.
         self._ends: dict[HeadDraft, int] = {}
 
     def width(self, *, projected: bool) -> int:
@@ -131,7 +131,7 @@ class SimulatedHead:
         return rows
 
     def _work(self, seconds: float) -> float:
-        """Work behind what is under way; return the time of the end."""
+        """Work after what is under way; return the time of the end."""
         seconds *= self._slowness
         for observer in self.observers:
             observer(seconds)

@@ -187,9 +187,9 @@ class _RecordedForwards(Forwards):
         return [_guess(draft, self._likeliest(draft, [])) for draft in scored]
 
     def _likeliest(self, draft: CachedDraft, further: list[int]) -> list[int]:
-        """The draft model's likeliest next tokens, best first, behind its guesses and `further`.
+        """The draft model's likeliest next tokens, best first, after its guesses and `further`.
 
-        All tokens behind a wrong guess are wrong.
+        All tokens after a wrong guess are wrong.
         """
         committed = draft.sequence.tokens
         guessed = [*draft.guessed, *further]

@@ -40,7 +40,7 @@ class RecordedRequest(BaseModel):
     prompt_ids: list[int] = Field(default_factory=list)
     """The prompt's tokens. Drafters that look up need these and `output_ids`."""
     output_ids: list[int] = Field(default_factory=list)
-    """The target's tokens behind the prompt. There may be more than `output_tokens`, for drafts
+    """The target's tokens after the prompt. There may be more than `output_tokens`, for drafts
     beyond the end."""
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""A simulation's ground truth: each request's text, its hard stretches, and the drafters' luck.
+"""A simulation's ground truth: texts, their hard stretches, and which tokens drafters know.
 
 Each draw comes from a generator named by seed, drafter and text, and belongs to one position of
 that text. So no draw depends on the order of events, and plain and drafted decoding get the same
@@ -42,7 +42,7 @@ class DrawnText:
     guesses: Mapping[str, str] = field(default_factory=dict)
     """Recorded guesses by drafter, one character for each output token, as in a recording."""
     tokens: list[int] = field(default_factory=list)
-    """The text behind the prompt."""
+    """The text after the prompt."""
     hard: list[bool] = field(default_factory=list)
     """Whether each of `tokens` lies in a hard stretch."""
     tenant: str = ""
@@ -60,14 +60,14 @@ class DrawnText:
 
 
 class World:
-    """The texts of one simulation and the drafters' luck with them.
+    """The texts of one simulation, and the draws that decide which tokens the drafters know.
 
     Hard stretches are `hard_share` of each text and have 32 tokens on average.
     """
 
     def __init__(self, seed: int, hard_share: float = 0.0) -> None:
         self.offers: Mapping[tuple[int, ...], Mapping[str, Sequence[Offer]]] = {}
-        """By recorded prompt, the offers of heads by drafter: behind the prompt and behind each
+        """By recorded prompt, the offers of heads by drafter: after the prompt and after each
         token of the output."""
         self._seed = seed
         self._hard_share = hard_share
@@ -107,7 +107,7 @@ class World:
             text.hard.append(is_hard != (draw.random() < leave))
 
     def luck(self, drafter: str, text: DrawnText, index: int) -> float:
-        """The drafter's number in [0, 1) for the token at `index` behind the prompt.
+        """The drafter's number in [0, 1) for the token at `index` after the prompt.
 
         The drafter knows the token if its acceptance there is greater.
         """

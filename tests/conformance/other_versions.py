@@ -122,7 +122,7 @@ class _Relay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only stubs gi
 async def _changed(
     messages: AsyncIterator[bytes], kind: Any, *, grows: bool
 ) -> AsyncIterator[bytes]:
-    """The messages in the other version; a newer one sends a kind of its own behind each."""
+    """The messages in the other version; a newer one sends a kind of its own after each."""
     made: Callable[..., Any] = message_factory.GetMessageClass(kind)
     async for content in messages:
         message = made()

@@ -70,7 +70,7 @@ def make(runner: ModelRunner, thread: ThreadPoolExecutor) -> Callable[..., Rig]:
 
 @pytest.fixture(scope="module")
 def reference() -> Callable[[list[int]], torch.Tensor]:
-    """The logits [V] of `transformers` behind a text, computed from scratch."""
+    """The logits [V] of `transformers` after a text, computed from scratch."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
     @torch.inference_mode()

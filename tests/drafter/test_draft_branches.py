@@ -42,7 +42,7 @@ def close(rig: Rig) -> None:
 
 
 def chain_length(proposal: Proposal) -> int:
-    """The length of a proposal's chain. Behind it a token's parent is not its neighbour."""
+    """The length of a proposal's chain. After it a token's parent is not its neighbour."""
     return next(
         (i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids)
     )

@@ -118,7 +118,7 @@ class Pair:
     def deliver(self, earlier: int, later: int) -> None:
         """A verdict that begins `earlier` tokens before the drafter's text ends.
 
-        It ends `later` - 2 tokens behind that end. Where that is negative, it is a repeat.
+        It ends `later` - 2 tokens after that end. Where that is negative, it is a repeat.
         """
         start = max(0, len(self.real.tokens) - earlier)
         end = min(len(self.committed), len(self.real.tokens) + later - 2)

@@ -84,7 +84,7 @@ async def test_a_seed_gives_the_same_guided_text_with_and_without_drafters(stack
 async def test_the_grammars_drafter_leaves_the_text_as_it_is_and_saves_forwards(
     stack: Stack, kind: str, temperature: float
 ) -> None:
-    """Each with a seed: JSON by a schema, the call of a tool, and JSON behind a thought."""
+    """Each with a seed: JSON by a schema, the call of a tool, and JSON after a thought."""
     of_prompts = "schema" if kind == "thought" else kind
     found = GRAMMARS[of_prompts]
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(found.get("json")))

@@ -37,7 +37,7 @@ def picked(router: Router, prompt: Sequence[int], tenant: str = "") -> str:
 
 
 def busy(router: Router, *counts: int) -> None:
-    """Let the replicas have so many sequences each."""
+    """Let each replica have this number of sequences."""
     for replica, count in zip(router.replicas, counts, strict=True):
         replica.sequences = set(range(count))
 

@@ -110,7 +110,7 @@ async def test_a_browser_is_asked_for_the_key_as_a_password(keyed: Rig) -> None:
 
 
 async def test_no_websocket_gets_past_the_key(keyed: Rig) -> None:
-    """The server takes none. One that does must not open a way around the checks of requests."""
+    """The server takes no websocket. If it ever does, requests must not get around the checks."""
     sent: list[Any] = []
     inner: list[Any] = []
 

@@ -55,7 +55,7 @@ class Fleet:
         return [verifier.address for verifier in self.listed]
 
     def serves(self, verifier: Verifier, pause_s: float = 0.0) -> None:
-        """Let a verifier be ready, and write TEXT behind what is committed."""
+        """Let a verifier be ready, and write TEXT after what is committed."""
         ids = self.prompts.tokenizer.encode(TEXT).ids
 
         def steps(request: TokenRequest) -> list[Step]:

@@ -1,4 +1,4 @@
-"""The scores that a head gives behind the beginnings of a text, when it is fed the text's own."""
+"""The scores that a head gives after the beginnings of a text, when it is fed the text's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scores_of(
     *,
     piece: int | None = None,
 ) -> tuple[torch.Tensor, HeadProposal]:
-    """Scores [length, step, token] behind the first n tokens, all n in one batch.
+    """Scores [length, step, token] after the first n tokens, all n in one batch.
 
     With `piece`, the features of a text come that many rows at a time.
     """

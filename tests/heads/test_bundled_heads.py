@@ -35,7 +35,7 @@ def target(name: str) -> tuple[str, str]:
 def greedy_text(name: str) -> tuple[list[int], int, list[torch.Tensor]]:
     """The target's greedy text, the length of its prompt, and its states [tokens, hidden].
 
-    The states are the inputs of its layers, in order, and then that behind the final norm.
+    The states are the inputs of its layers, in order, and then that after the final norm.
     """
     folder, asked = target(name)
     prompt = load_tokenizer(folder).encode(asked).ids
@@ -59,7 +59,7 @@ def greedy_text(name: str) -> tuple[list[int], int, list[torch.Tensor]]:
 def test_a_bundled_head_guesses_much_of_a_greedy_text(
     of: str, folder: str, mean: float, whole: float
 ) -> None:
-    """So many tokens of a draft are right on average, and such a share of drafts as a whole."""
+    """More than `mean` tokens of a draft are right on average; of drafts, a share above `whole`."""
     text, start, states = greedy_text(of)
     path = target(of)[0]
     head = read(MODELS / folder, LlamaConfig.from_pretrained(path))

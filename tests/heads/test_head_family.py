@@ -82,7 +82,7 @@ class Site:
         return Features(number, first, self.rows(text)[first:end].numpy().tobytes())
 
     def guesses(self, text: list[int], first: int = 0) -> list[int]:
-        """What the head alone guesses behind a text, if it has the features from `first` on."""
+        """What the head alone guesses after a text, if it has the features from `first` on."""
         model = self.fresh()
         sequence = model.open(text[:1])
         model.extend([Extension(sequence, text[1:], self.rows(text)[first:], first)])

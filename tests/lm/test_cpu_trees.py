@@ -247,7 +247,7 @@ def test_attention_to_a_tree_equals_plain_attention(
     window: int,
     page_size: int,
 ) -> None:
-    """Behind the tokens `before` the slice, the cache is NaN."""
+    """After the tokens `before` the slice, the cache is NaN."""
     torch.manual_seed(seed)
     pages = random.Random(seed).sample(range(64), 64)[: -(-(before + 65) // page_size)]
     part = SequenceSlice([0] * (len(parents) + 1), before, pages, 0, parents)

@@ -240,7 +240,7 @@ def long_runner(monkeypatch: pytest.MonkeyPatch, kernel: Any, device: str = "cpu
 
 
 def long_batches() -> list[list[SequenceSlice]]:
-    """Return a tree of 64 tokens behind 1,900, beside a text of 1,000; the same beside a prompt."""
+    """Return a tree of 64 tokens after 1,900, beside a text of 1,000; the same beside a prompt."""
     draw = random.Random(2)
     parents = [draw.randrange(max(0, i - 6), i + 1) for i in range(MAX_TREE_TOKENS)]
     pages = draw.sample(range(300), 200)

@@ -24,7 +24,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Fail if numbers differ by more than a sum may round.
+    """Fail if numbers differ by more than the rounding of a sum.
 
     In float16 nearly all are equal, because both round at the same places.
     """

@@ -211,7 +211,7 @@ def test_a_prompt_beside_chains_and_trees_is_not_split(how: dict[str, Any]) -> N
 
 
 def with_sequences_of_no_tokens(batch: KernelArguments) -> KernelArguments:
-    """Put a sequence of no tokens before, between and behind the others."""
+    """Put a sequence of no tokens before, between and after the others."""
 
     def spread(numbers: torch.Tensor, padding: int) -> torch.Tensor:
         count = 2 * len(numbers) + 1
@@ -229,7 +229,7 @@ def with_sequences_of_no_tokens(batch: KernelArguments) -> KernelArguments:
 
 
 def with_rows_of_no_sequence(batch: KernelArguments) -> KernelArguments:
-    """Put 40 rows behind the last sequence, as in a graph of a larger batch."""
+    """Put 40 rows after the last sequence, as in a graph of a larger batch."""
 
     def padded(numbers: torch.Tensor) -> torch.Tensor:
         return torch.cat([numbers, numbers.new_zeros(40)])

@@ -39,13 +39,13 @@ END = 9
 
 @cache
 def logits(text: Text) -> torch.Tensor:
-    """Random logits of its own behind each text, [VOCAB]: positive and negative, a few likely."""
+    """Random logits of its own after each text, [VOCAB]: positive and negative, a few likely."""
     rng = np.random.default_rng(zlib.crc32(bytes(text)))
     return torch.from_numpy(rng.normal(size=VOCAB) * 2.5).float()
 
 
 def traffic(sampling: SamplingParams, **more: Any) -> Traffic:
-    """Many requests at a time for the first three tokens behind the prompt."""
+    """Many requests at a time for the first three tokens after the prompt."""
     return Traffic(
         logits=logits,
         prompts=(PROMPT,),
@@ -127,7 +127,7 @@ def _warpers(s: SamplingParams) -> Iterator[Callable[..., torch.Tensor]]:
 
 
 UNIFORM = np.full(VOCAB, 1 / VOCAB)
-"""Behind longer texts, where the target's distribution is not enumerated."""
+"""After longer texts, where the target's distribution is not enumerated."""
 
 
 def equal_to_target(sampling: SamplingParams) -> NextProbs:

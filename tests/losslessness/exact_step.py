@@ -1,7 +1,7 @@
 """Measures what one step commits, with given random numbers in place of noise.
 
 Bisection through `accept` itself finds the random numbers at which its result changes. So the
-length of a measured interval is the probability that a token is accepted, or drawn. Behind the
+length of a measured interval is the probability that a token is accepted, or drawn. After the
 committed tokens the target goes on alone.
 """
 
@@ -30,7 +30,7 @@ from verifier_svc.verification.draft import Draft
 Text = tuple[int, ...]
 Probs = npt.NDArray[np.float64]
 NextProbs = Callable[[Text], Probs]
-"""The distribution of the token behind a text."""
+"""The distribution of the token after a text."""
 
 HALVINGS = 44
 POSITION = 7
@@ -81,7 +81,7 @@ class Trial:
     """By number of accepted tokens, up to which random number each next token is drawn, [V]."""
 
     def next_probs(self, accepted: int) -> Probs:
-        """The distribution of the token behind `accepted` draft tokens."""
+        """The distribution of the token after `accepted` draft tokens."""
         return np.diff(self.steps[accepted], prepend=0.0)
 
 
@@ -256,7 +256,7 @@ def set_coupled_counts(trials: Sequence[Trial], count: int) -> None:
 def find_steps(
     pairs: Sequence[tuple[Trial, int]], count: int, vocab: int, patch: pytest.MonkeyPatch
 ) -> None:
-    """Find up to which random number a trial draws a token behind `count` accepted ones."""
+    """Find up to which random number a trial draws a token after `count` accepted ones."""
     batch = Batch([trial for trial, _ in pairs], patch)
     coins = batch.coins(0.5)
     for n, (trial, _) in enumerate(pairs):
@@ -356,5 +356,5 @@ def predicted_count(trial: Trial, accept_coins: Probs, draw_coins: Probs) -> int
 
 
 def drawn_token(trial: Trial, count: int, draw_coins: Probs) -> int:
-    """The token that a trial draws behind `count` accepted ones."""
+    """The token that a trial draws after `count` accepted ones."""
     return int((trial.steps[count] <= draw_coins[count]).sum())

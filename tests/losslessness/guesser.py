@@ -36,7 +36,7 @@ class Guesser:
 
     Messages from and to it arrive up to `late` ticks later, in order. It drafts nothing in a share
     `silent` of the ticks. `stops` ends a run before a token of such a probability, and `ends` a
-    chain behind such a token. With `branches` it also drafts one-hot branches beside its chain, and
+    chain after such a token. With `branches` it also drafts one-hot branches beside its chain, and
     with `sampled_branches` another sampled run beside each token of its chain. `claims` is the
     distribution that it claims, if not `draft_probs`. If it `always_samples`, it does so though
     the verifier asks for the likeliest token.

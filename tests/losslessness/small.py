@@ -23,23 +23,23 @@ LENGTH = 3
 Probs = npt.NDArray[np.float64]
 Text = tuple[int, ...]
 NextProbs = Callable[[Text], Probs]
-"""The distribution of the token behind a text, prompt included."""
+"""The distribution of the token after a text, prompt included."""
 NextLogits = Callable[[Text], torch.Tensor]
-"""The logits of the token behind a text, [V]."""
+"""The logits of the token after a text, [V]."""
 PROMPTS: tuple[Text, ...] = ((2,), (1, 2, 3, 4, 0, 1), (1, 2, 3, 4, 0, 1, 2, 3, 4, 1, 0))
 """Prompts that are longer than a page begin alike."""
 
 
 @cache
 def target_probs(text: Text) -> Probs:
-    """A random distribution of its own behind each text."""
+    """A random distribution of its own after each text."""
     logits = np.random.default_rng(zlib.crc32(bytes(text))).normal(size=VOCAB) * 1.3
     probs: Probs = torch.from_numpy(logits).softmax(-1).numpy()
     return probs
 
 
 def fixed(*probs: float) -> NextProbs:
-    """The same distribution behind every text."""
+    """The same distribution after every text."""
     return lambda text: np.array(probs)
 
 

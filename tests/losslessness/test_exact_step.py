@@ -21,7 +21,7 @@ COUPLED = AcceptanceRule.COUPLED
 
 
 def target(vocab: int, seed: int, *, zeros: int = 0, peak: float = 0.8) -> NextProbs:
-    """A distribution of its own behind each text, in which `zeros` tokens have probability 0."""
+    """A distribution of its own after each text, in which `zeros` tokens have probability 0."""
 
     @cache
     def probs(text: Text) -> Probs:

@@ -62,7 +62,7 @@ SETTINGS = {
 
 @cache
 def target_probs(text: Text) -> Probs:
-    """The distribution of the allowed tokens behind a text, [VOCAB]."""
+    """The distribution of the allowed tokens after a text, [VOCAB]."""
     with torch.inference_mode():
         logits = target()(torch.tensor([text])).logits[0, -1, :VOCAB]
     probs: Probs = logits.double().softmax(-1).numpy()
@@ -96,9 +96,9 @@ class HeadDrafter(Guesser):
         self.marks: list[int] = []
         """The right guesses before each time that something happened to it."""
         self.drafts: dict[Text, list[Proposal]] = {}
-        """All proposals behind each committed text."""
+        """All proposals after each committed text."""
         self.empty_count = 0
-        """The texts behind which it could propose nothing."""
+        """The texts after which it could propose nothing."""
         self.feature_bytes = 0
 
     def join(self, engine: Engine) -> None:
@@ -301,7 +301,7 @@ def test_a_head_changes_no_text_whatever_becomes_of_it(
     assert case.happened(traffic)
     assert drafter.accepted_count > 0
     if not case.is_calm:
-        # It guessed right again behind an event.
+        # It guessed right again after an event.
         assert drafter.accepted_count > drafter.marks[0]
 
 
@@ -345,7 +345,7 @@ def test_a_verifier_that_projects_sends_fewer_bytes_for_the_same_drafts(
 
 
 def test_lost_features_cost_the_drafts_of_their_step_alone(site: Site) -> None:
-    """The features behind a gap are enough to draft with."""
+    """The features after a gap are enough to draft with."""
     traffic = site.traffic(prompts=(PROMPTS[0],), sampling=SETTINGS["greedy"], length=40)
     drafter = site.drafter()
     empty: list[int] = []
@@ -357,7 +357,7 @@ def test_lost_features_cost_the_drafts_of_their_step_alone(site: Site) -> None:
     traffic.events = lose
     traffic.run(1, drafter)
     assert len(drafter.marks) == 1
-    # Nothing could be guessed behind the prompt alone either.
+    # Nothing could be guessed after the prompt alone either.
     assert empty[:12] == [0, *[1] * 6, *[2] * 5]
 
 

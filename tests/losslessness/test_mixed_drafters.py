@@ -2,7 +2,7 @@
 
 A drafter that knows a sequence's noise can make anything depend on it: the length of its runs, or
 whether it drafts at all. If the verifier chose between its path and a sampled one, the noise would
-decide by which rule the next token is drawn. A sampling drafter may end a chain behind a token that
+decide by which rule the next token is drawn. A sampling drafter may end a chain after a token that
 it drew. If the length of its chain decided whether the chain is verified, that token would.
 """
 

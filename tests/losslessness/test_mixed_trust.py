@@ -56,7 +56,7 @@ class Speaking(Guesser):
 
 
 def drafters(spoken: int) -> tuple[Guesser, Speaking]:
-    """A trusted drafter that samples, and an untrusted one that later speaks by token."""
+    """A trusted drafter that samples, and an untrusted one that later drafts for `spoken` only."""
     sampling = Guesser(
         "sampling", near(target_probs), {ONE_HOT, SPARSE}, silent=0.3, shortest=1, longest=LONGEST
     )

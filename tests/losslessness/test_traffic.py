@@ -182,7 +182,7 @@ HEADS = fixed(0.9, 0.1, *[0.0] * (VOCAB - 2))
 def test_the_engine_uses_no_coin_twice(rule: AcceptanceRule, dies: bool) -> None:
     """The target throws a fair coin, and the drafter takes it for a loaded one.
 
-    Here the end of a block reveals the most about the coins behind it. A verifier that continues a
+    Here the end of a block reveals the most about the coins after it. A verifier that continues a
     sequence does not know which coins were used before.
     """
     traffic = Traffic(

@@ -59,15 +59,15 @@ class Traffic:
     """Requests through one engine, `concurrent` at a time, which take turns with the prompts."""
 
     probs: NextProbs = target_probs
-    """The target's distribution behind a text."""
+    """The target's distribution after a text."""
     logits: NextLogits | None = None
-    """The target's logits behind a text; by default the logarithms of `probs`."""
+    """The target's logits after a text; by default the logarithms of `probs`."""
     runner: ModelRunner | None = None
     """A target with hidden states, in place of the small one."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     stop_token: int | None = None
-    """A token that ends a text; behind its end a text is filled with it."""
+    """A token that ends a text; after its end a text is filled with it."""
     enough: int = 64
     """A request is cancelled when it has this many tokens."""
     prompts: tuple[Text, ...] = PROMPTS

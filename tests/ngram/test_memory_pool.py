@@ -17,7 +17,7 @@ def pool_of(text: list[int], **options: Any) -> MemoryPool:
 
 
 def newest_by_search(text: list[int], size: int, length: int) -> list[int]:
-    """The tokens behind the newest occurrence, with enough tokens, of the longest known suffix."""
+    """The tokens after the newest occurrence, with enough tokens, of the longest known suffix."""
     for n in range(min(size, len(text)), 0, -1):
         places = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-16:]
         if places:
@@ -66,7 +66,7 @@ def test_shares_are_a_distribution_over_different_first_tokens(
 
 def test_shares_count_the_longest_suffix_first() -> None:
     pool = pool_of([3, 1, 2, 9, 1, 2, 9, 8, 2, 7, 1, 2])
-    # 9 followed 1 2 twice of two times, 7 followed 2 alone.
+    # 9 followed 1 2 twice of two times; 7 followed 2, but not 1 2.
     share, [other] = pool.shares([1, 2], 2, 9)
     assert share == 2 / 3
     assert (other.tokens, other.confidences) == ([7, 1], [1 / 3 / 2, 1 / 2])

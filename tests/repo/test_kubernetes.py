@@ -40,7 +40,7 @@ SETTINGS: dict[str, type[Settings]] = {
 
 
 def closed(required: str, optional: str = "", **properties: Any) -> Document:
-    """The schema of an object with these fields and no others; unnamed ones may hold anything."""
+    """The schema of an object with these fields only. Without a schema a field holds anything."""
     names = required.split()
     fields = {name: properties.get(name, {}) for name in names + optional.split()}
     return {

@@ -1,4 +1,4 @@
-"""A grammar behind a thought binds what follows the thought, exactly as it would bind it alone."""
+"""A grammar after a thought binds what follows the thought, exactly as it would bind it alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def encoded(text: str) -> list[int]:
 
 
 def after(grammar: Grammar, thought: FreeThought | None, text: str = "") -> TextMatcher:
-    """A matcher of the grammar behind the thought, which has read a text."""
+    """A matcher of the grammar after the thought, which has read a text."""
     matcher = compiler().compile(replace(grammar, thought=thought)).matcher()
     for token in encoded(text):
         assert matcher.accept(token), text

@@ -129,7 +129,7 @@ class TableModel:
         return pages[positions // self.page_size], positions % self.page_size
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The tokens of plain greedy decoding behind the prompt."""
+        """The tokens of plain greedy decoding after the prompt."""
         tokens = list(prompt)
         while len(tokens) - len(prompt) < max_tokens:
             tokens.append(int(self.table[tokens[max(len(tokens) - 2, 0)], tokens[-1]].argmax()))
@@ -189,7 +189,7 @@ class ScriptedDrafter:
         self.length: dict[int, int] = {}
         """The last known committed length, by sequence."""
         self.ahead: dict[int, list[int]] = {}
-        """Its guesses behind that length which no verdict contradicts."""
+        """Its guesses after that length which no verdict contradicts."""
         fields = {"max_draft_tokens": 16, **hello}
         introduction = Hello(name, family, "f", **fields)
         self.handle: Drafter = engine.drafting.join(

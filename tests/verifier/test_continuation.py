@@ -53,7 +53,7 @@ class Compiled:
 
 
 def matcher(request: TokenRequest) -> Matcher:
-    """The state of the grammar behind the request's committed tokens."""
+    """The state of the grammar after the request's committed tokens."""
     return advanced(Compiled(), request.committed)
 
 

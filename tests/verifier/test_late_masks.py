@@ -192,7 +192,7 @@ def test_a_sequence_can_end_while_its_masks_are_computed() -> None:
 
 
 def spent(work: MaskWork, seconds: float) -> None:
-    """Let finished work have taken so much processor time."""
+    """Let finished work have taken this much processor time."""
     work._seconds = seconds
 
 

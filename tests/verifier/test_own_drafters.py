@@ -77,7 +77,7 @@ async def is_ready(client: Client) -> bool:
 async def text(
     address: str, options: SpeculationOptions, sampling: SamplingParams = GREEDY
 ) -> list[int]:
-    """The text behind a prompt of code."""
+    """The text after a prompt of code."""
     prompt = load_tokenizer(TARGET).encode("def main() -> None:\n    for i in range(").ids
     async with Client(address) as client:
         request = TokenRequest(prompt, 24, sampling, ignore_eos=True, speculation=options)

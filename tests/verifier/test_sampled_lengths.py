@@ -1,6 +1,6 @@
 """No decision of a step depends on how long a sampled draft is.
 
-Its drafter may have ended it behind a token because of the token's value. All tests run in virtual
+Its drafter may have ended it after a token because of the token's value. All tests run in virtual
 time.
 """
 

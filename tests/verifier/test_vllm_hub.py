@@ -60,7 +60,7 @@ class TestHub(DraftHub):
         self.drafter: Drafter | None = None
         self.told: list[StepBatch | OutriderError] = []
         self.right = list(range(10, 60))
-        """The target's text behind each prompt."""
+        """The target's text after each prompt."""
         self.answers = True
         self.lengths: dict[int, int] = {}
         self.closed: list[int] = []

@@ -117,7 +117,7 @@ class DraftMessage:
 
 
 def _new_depth(parents: list[int], merged: int) -> int:
-    """The depth of the part that a tree adds to its repeated main path, in tokens.
+    """The depth of a tree's new part, in tokens, below the main path that the tree repeats.
 
     Branches are drafted side by side, so their tokens do not add up. `merged` tokens of the tree
     were drafted before.
@@ -172,7 +172,7 @@ class JudgedDraft:
     def record(self, metrics: VerifierMetrics, emitted: int) -> None:
         """Count it in acceptance rates and metrics; the step committed `emitted` tokens.
 
-        The rate of an assignment counts its main guesses alone. `observe_siblings` measures the
+        The rate of an assignment counts only its main guesses. `observe_siblings` measures the
         other guesses by the committed tokens, whether a step verified them or not.
         """
         self.assignment.observe_rates(self.drafted, self.accepted, self.run)

@@ -21,7 +21,7 @@ from verifier_svc.verification.batch import Verified
 
 # The largest entry of a message. A message with one entry has room for the rest of a step.
 _MAX_ENTRY_BYTES = 2**20
-# Most tokens whose features wait for a drafter that is not asked. Probes come less often.
+# The most tokens whose features wait for a drafter that is not asked. Probes come less often.
 _MAX_HELD_TOKENS = 64
 
 

@@ -20,11 +20,11 @@ _FULL_S = 5.0
 # Names of which faults are remembered.
 _REMEMBERED = 256
 MOST_LOST = 32
-"""Most drafters that left of which anything is kept: pages, metrics and /readyz name them."""
+"""The most drafters that left of which anything is kept: pages, metrics and /readyz name them."""
 _MAX_DRAFTERS = 64
 # The part of all places that drafters of one source may take, so that nobody takes them all.
 _SOURCE_SHARE = 0.25
-# Most drafters of a sequence. They bound what drafters cost a step, however many are connected.
+# The most drafters of a sequence. They bound what drafters cost a step, however many are connected.
 PLACES = 4
 
 

@@ -359,7 +359,7 @@ class Engine:
     def _go_on_plainly(self, scheduled: ScheduledSequence) -> None:
         """Repeat a step without its draft, and draft no more for its sequence.
 
-        A model may overflow at a draft token alone. Attention does not hide that from the tokens
+        A model may overflow only at a draft token. Attention does not hide that from the tokens
         before it, because 0 * NaN is NaN. But a guess must not end a sequence.
         """
         scheduled.is_late = scheduled.is_spoilt = True

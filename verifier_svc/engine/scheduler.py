@@ -195,7 +195,7 @@ class Scheduler:
         return self._shares.divide(ready, tenants, drafted)
 
     def draft_room(self) -> int:
-        """Most draft tokens of all decoding sequences together in the next batch."""
+        """The most draft tokens of all decoding sequences together in the next batch."""
         pending = [sequence.num_uncomputed_tokens for sequence in self.ready()]
         decoding = pending.count(1)
         return max(

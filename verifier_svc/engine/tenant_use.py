@@ -1,4 +1,4 @@
-"""How much of the steps each tenant has used of late; who has used little goes first.
+"""How much of the steps each tenant has used recently; who has used little goes first.
 
 The measure is the time of steps, as in a fair-share scheduler: it counts prompts, decoding and
 drafts alike. It decays, so that nobody is held to what was long ago and nobody can save up.
@@ -58,5 +58,5 @@ class TenantUse:
         return frozenset([tenant for tenant, own in used.items() if own < bound])
 
     def expects(self, tenants: Collection[str]) -> bool:
-        """Whether a tenant that was served of late is not among these, and may come back."""
+        """Whether a tenant that was served recently is not among these, and may come back."""
         return bool(self._used.keys() - tenants)

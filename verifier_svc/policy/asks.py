@@ -19,7 +19,7 @@ Drafts = list[tuple[Sequence, Assignment, int]]
 
 
 def draft_tokens(drafts: Drafts) -> dict[int, int]:
-    """Most draft tokens to verify, by sequence id."""
+    """The most draft tokens to verify, by sequence id."""
     found: dict[int, int] = {}
     for sequence, _, count in drafts:
         longest = max(count, found.get(sequence.id, 0))
@@ -84,10 +84,10 @@ def listened(
 ) -> Drafts:
     """Drafts of at most `limit` tokens that no step waits for, of `drafters` that guess for little.
 
-    Of such a drafter, such as one that looks up n-grams, mostly too few guesses are right for a
-    wait. But where a text begins to repeat itself, the commit shows that a guess was right, and the
-    rest of the draft is there for the next step. Unless the share `least_right` of guesses is right
-    within repeats, verifying them costs more than it gains.
+    A drafter that guesses for little, such as one that looks up n-grams, is mostly right too seldom
+    to be worth a wait. But where a text begins to repeat itself, the commit shows that a guess was
+    right, and the rest of the draft is there for the next step. Unless the share `least_right` of
+    guesses is right within repeats, verifying them costs more than it gains.
     """
     heard = {
         drafter

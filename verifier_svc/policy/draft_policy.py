@@ -68,7 +68,7 @@ class PayingDrafts(DraftPolicy):
     least_gain: ClassVar[float] = -1e-9
 
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:
-        """True if plain steps of this batch were not measured of late."""
+        """True if plain steps of this batch were not measured recently."""
         return budget.needs_baseline(batch)
 
     def may_draft(self, drafter: Drafter) -> bool:

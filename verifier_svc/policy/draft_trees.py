@@ -93,9 +93,9 @@ class _Tree:
 
     assignment: Assignment
     depth: int
-    """Most tokens of a path."""
+    """The most tokens of a path."""
     most: int
-    """Most tokens in all."""
+    """The most tokens in all."""
     fixed: bool
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)

@@ -25,7 +25,7 @@ _SHARE_DECAY = 0.99
 
 
 class _FixedRate:
-    """A prior that never changes, known for the first position alone."""
+    """A prior that never changes. It has a rate for the first position only."""
 
     __slots__ = ("by_position", "version")
 
@@ -68,7 +68,7 @@ class AcceptanceRate:
         self._judged = [0.0] * count
         self.version = 0
         """Grows with each draft that changes a rate."""
-        # The lists below hold for this sum of versions, its own and the prior's.
+        # The lists below hold for this sum of two versions: this rate's and the prior's.
         self._valid = -1
         self._rates: list[float] = []
         self._cumulative: list[float] = []

@@ -38,8 +38,8 @@ _MESSAGE_BYTES = 1024
 _TOKEN_BYTES = 16
 _ENTRY_BYTES = 256
 MOST_ANSWERS = 2**16
-"""Most proposals, and most skips, that a drafter may still send: what it has not used of them is
-kept up to here. A drafter that answers each message stays below, even if it reads a thousand steps
+"""The most proposals, and the most skips, that a drafter may have left to send: unused ones add up
+to this at most. A drafter that answers each message stays below, even if it reads a thousand steps
 of 64 sequences at once."""
 
 

@@ -44,7 +44,7 @@ def is_branched(sequence: Sequence) -> bool:
 
 
 def is_sampled(sequence: Sequence) -> bool:
-    """Whether a drafter samples its drafts. The rules for these know chains alone."""
+    """Whether a drafter samples its drafts. The rules for these know only chains."""
     assignments = sequence.assignments.values()
     return any(each.distribution is DraftDistribution.SPARSE for each in assignments)
 

@@ -28,7 +28,7 @@ class ScheduledSequence:
     samples: bool
     """Whether a token is drawn. False for a prompt's chunk that is not its last."""
     planned_draft_tokens: int = 0
-    """Most draft tokens that the plan allows."""
+    """The most draft tokens that the plan allows."""
     scored: range = _NOTHING
     """Positions of the prompt tokens whose log probabilities this part yields.
 

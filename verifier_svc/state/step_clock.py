@@ -77,7 +77,7 @@ class StepClock:
         return has_worked
 
     def undisturbed_since(self, busy_until: float) -> bool:
-        """Whether drafters that computed until then were done before the last step began."""
+        """Whether drafters that computed until `busy_until` were done when the last step began."""
         return busy_until <= self._ended[0]
 
     def times(self) -> StepTimes:

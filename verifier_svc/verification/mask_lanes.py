@@ -35,7 +35,7 @@ class MaskLanes(Protocol):
         """Have a tenant's masks for the step in progress computed, in this order."""
 
     def begin_slow(self, work: MaskWork, tenant: str) -> None:
-        """Have masks computed that take long; they delay the tenant's other slow masks alone."""
+        """Have masks computed that take long; they delay only the tenant's other slow masks."""
 
     def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
         """Wait until all are done, for at most `seconds`."""

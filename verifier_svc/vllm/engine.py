@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# No trial step begins after this time. A large model then misses its larger batches.
+# After this time no larger batch is tried. Of a large model only smaller batches are measured then.
 _TRIALS_S = 10.0
 _TRIAL_PROMPT = 16
 # Steps of a trial; the fastest counts.

@@ -26,8 +26,9 @@ PATHS = _GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 
 _SCOPE_KEY = "outrider.admitted"
 _ENDLESS = ClientTimeout(total_s=math.inf)
-# A body may name a longer timeout than its headers. Of each tenant, so many requests at a time are
-# not refused as late before their bodies are read. A burst that is late must not be read at all.
+# A body may name a longer timeout than its headers. So the gateway reads the bodies of this many
+# requests of a tenant at a time before it refuses them as late. It must not read all bodies of a
+# burst that is late.
 _READ_AT_ONCE = 8
 # OpenAI's clients say here when they give up: in Python, and in all other languages.
 _CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")

@@ -19,9 +19,9 @@ from outrider.process.security.roles import Peer, check_http, peer_of_ssl
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
 MAX_IDLE = 1024
-"""Most connections of a gateway that stay open between two requests."""
+"""The most connections of a gateway that stay open between two requests."""
 UNSENT_BYTES = 16 * 1024
-"""Bytes of answers that wait in a connection, and as many in the kernel, before it is full."""
+"""A connection is full when it holds this many unsent bytes, and the kernel as many."""
 
 
 class BoundedProtocol(HttpToolsProtocol):

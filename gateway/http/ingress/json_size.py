@@ -7,9 +7,9 @@ import json
 from outrider.errors import OutriderError, Reason
 
 MAX_STRINGS = 32_768
-"""Most strings of a body, keys included."""
+"""The most strings of a body, keys included."""
 MAX_VALUES = 262_144
-"""Most values of a body, such as the token ids of its prompts."""
+"""The most values of a body, such as the token ids of its prompts."""
 
 
 def check_size(body: bytes, max_values: int = MAX_VALUES) -> None:

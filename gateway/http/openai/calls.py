@@ -25,7 +25,7 @@ from outrider.process.observability.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
 
 MAX_SEQUENCES = 64
-"""Most sequences of one request, prompts times n: the batch of a verifier with default settings."""
+"""The most sequences of a request, prompts times n: a verifier's batch with default settings."""
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody)
 

@@ -65,7 +65,7 @@ def joined(separator: str) -> Callable[[object], object]:
 
 
 MAX_DEPTH = 128
-"""Most objects and lists around a value of a schema or of a call's arguments."""
+"""The most objects and lists around a value of a schema or of a call's arguments."""
 
 
 def checked_json(value: Any) -> Any:

@@ -221,8 +221,8 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
 def _prompt_alternatives(body: GenerationBody) -> int | None:
     """The same, unchecked.
 
-    With `echo`, the prompt's tokens have as many as generated tokens, unless `prompt_logprobs` is
-    given.
+    With `echo`, a token of the prompt has as many alternatives as a generated token, unless
+    `prompt_logprobs` is given.
     """
     if body.prompt_logprobs is None and isinstance(body, CompletionBody) and body.echo:
         return body.logprobs

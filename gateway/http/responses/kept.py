@@ -22,7 +22,7 @@ from outrider.errors import OutriderError, Reason, invalid
 
 MAX_LISTED_ITEMS = 100
 MAX_REPLAYED_BYTES = 1024 * 1024
-"""Most bytes of a response whose events are sent again: three of them hold the whole response."""
+"""The most bytes of a response whose events can be sent again. Three events each hold it whole."""
 # Their encoding takes a few milliseconds.
 _EVENTS_AT_ONCE = 64
 # By the type of an item, the start of its id.
@@ -119,7 +119,7 @@ class _Items:
         self._response_id = response_id
 
     async def page(self, after: str | None, limit: int, *, is_ascending: bool) -> Json:
-        """The page behind the item of id `after`. Raises OutriderError(INVALID_VALUE)."""
+        """The page after the item of id `after`. Raises OutriderError(INVALID_VALUE)."""
         places = range(len(self._kept))
         if not is_ascending:
             places = places[::-1]

@@ -91,7 +91,7 @@ class Tools(NamedTuple):
 
     @property
     def namespaced(self) -> Mapping[str, tuple[str, str]]:
-        """The namespace and the own name of each function in a namespace, by its flat name."""
+        """Each namespace's functions by flat name: the namespace, and the function's name in it."""
         return {
             tool.name: (tool.namespace, tool.function.name) for tool in self.flat if tool.namespace
         }

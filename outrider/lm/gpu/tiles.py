@@ -1,7 +1,7 @@
 """How attention on a GPU is cut into tiles, parts and programs. No sequence's length changes it.
 
 The order in which a row adds its keys decides its last bits. Tiles of keys and parts begin at fixed
-slots, so the order depends on the query rows of its tile alone. Tiles of 16 and of 32 rows use the
+slots, so the order depends only on the query rows of its tile. Tiles of 16 and of 32 rows use the
 same instruction (mma.sync) and divide their keys alike among the warps. Tiles of 64 rows use wgmma
 on Hopper (9.x), which divides them otherwise. So a plain and a drafted step attend alike where a
 sequence has at most 32 rows on average in both: eight tokens if four query heads share a key/value
@@ -31,7 +31,7 @@ its parts would be written and read again for each row."""
 _ROWS = (16, 32, 64)
 # Bytes of a tile of keys.
 _TILE_BYTES = 2**14
-# Most tiles of keys and values in shared memory: one in use, the rest on their way.
+# The most tiles of keys and values in shared memory: one in use, the rest on their way.
 _MOST_BUFFERS = 3
 # Programs for each multiprocessor: enough for several to run on it at once, in a few turns.
 _PROGRAMS = 8

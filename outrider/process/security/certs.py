@@ -85,7 +85,7 @@ class Authority:
         """A certificate of one of `NAMES` and its key, as PEM.
 
         `name` is its common name. `hosts` are DNS names and IP addresses, besides `LOCAL_NAMES` and
-        the name of its role. A drafter's certificate has the name of its role alone.
+        the name of its role. A drafter's certificate has only the name of its role.
         The certificate may have expired already, for tests; it ends with the authority's at the
         latest.
         """

@@ -92,7 +92,7 @@ class PagedTarget:
         for token in tokens[:first]:
             found = (found * _FACTOR + token + 1) % _PRIME
             states.append(found)
-        # The states behind the text and the tree's tokens, by row.
+        # The states after the text and the tree's tokens, by row.
         by_row = states[-1:]
         for token, parent in zip(tokens[first:], part.parents, strict=True):
             by_row.append((by_row[parent] * _FACTOR + token + 1) % _PRIME)

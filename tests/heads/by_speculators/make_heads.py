@@ -4,7 +4,7 @@
 
 writes a folder for each case: the head as its own `save_pretrained` writes it, and
 reference.safetensors with a text, its features, the target's matrices, and the scores of a few
-guesses behind the text's first n tokens, for each n of `LENGTHS`. The text's own tokens are fed as
+guesses after the text's first n tokens, for each n of `LENGTHS`. The text's own tokens are fed as
 guesses.
 """
 
@@ -94,7 +94,7 @@ def documents(length: int) -> torch.Tensor:
 
 
 def run_eagle3(case: Case) -> tuple[Any, Values]:
-    """Each step is a pass over the whole text, whose row n - 2 guesses behind n tokens."""
+    """Each step is a pass over the whole text, whose row n - 2 guesses after n tokens."""
     model = made(
         eagle3.Eagle3DraftModel,
         Eagle3SpeculatorConfig,
@@ -145,7 +145,7 @@ def run_peagle(case: Case) -> tuple[Any, Values]:
 
 
 def run_blocks(case: Case) -> tuple[Any, Values]:
-    """One pass with a block behind each context."""
+    """One pass with a block after each context."""
     of_dspark = case.kind == "dspark"
     module: Any = dspark if of_dspark else dflash
     model = made(

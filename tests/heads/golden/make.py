@@ -2,7 +2,7 @@
 
 Run it once, with the packages speculators, specforge, eagle-llm and medusa-llm on PYTHONPATH; the
 tests need none of them. Each file has the head as that code saves it, a text, the text's features,
-and the scores of a few guesses behind the text's first n tokens, for each n of `lengths`. The
+and the scores of a few guesses after the text's first n tokens, for each n of `lengths`. The
 text's own tokens are fed as guesses.
 """
 
@@ -303,9 +303,10 @@ def eagle3_by_specforge(name: str, seed: int, **flags: Any) -> None:
 
 
 def mtp(seed: int) -> None:
-    """MiMo-7B's layer: Qwen2's of transformers in speculators' MTP layer.
+    """MiMo-7B's layer, made of speculators' MTP layer around transformers' Qwen2 layer.
 
-    That joins the embedding first; MiMo joins it last, so the columns of input_proj change places.
+    Speculators' layer has the embedding first in the joined input. MiMo has it last, so the columns
+    of input_proj change places.
     """
     from speculators.models.mtp.model_definitions import _create_mtp_layer_class
     from transformers import Qwen2Config
