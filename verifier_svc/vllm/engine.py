@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# After this time no larger batch is tried. Of a large model only smaller batches are measured then.
+# After this time the trial of no further batch begins: 1 comes first, then the largest, then 4, 8
+# and so on. A large model may miss some.
 _TRIALS_S = 10.0
 _TRIAL_PROMPT = 16
 # Steps of a trial; the fastest counts.
