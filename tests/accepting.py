@@ -1,4 +1,4 @@
-"""Acceptance of drafts whose logits are there."""
+"""Decides which drafts are accepted, for tests that have the logits."""
 
 from __future__ import annotations
 

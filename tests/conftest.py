@@ -25,16 +25,16 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 torch.set_num_threads(1)
-# With the default thresholds, a fifth of the time of imports and up to a third of a test's goes
-# into looking for cycles.
+# With the default thresholds, the search for cycles takes a fifth of the time of imports and up to
+# a third of a test's time.
 gc.set_threshold(200_000, 50, 100)
 
 
 def _is_not_of_an_ended_test(record: logging.LogRecord) -> bool:
-    """False where gRPC reports that the event loop of an earlier test is closed.
+    """False if gRPC logs that the event loop of an earlier test is closed.
 
     gRPC has one completion queue for all loops of a process. A call that a test cancels may end
-    after the test's loop; then gRPC logs that from within a later test.
+    later than the test's loop. gRPC then logs this during a later test.
     """
     error = record.exc_info and record.exc_info[1]
     late = "PollerCompletionQueue._handle_events" in record.getMessage()
@@ -43,7 +43,7 @@ def _is_not_of_an_ended_test(record: logging.LogRecord) -> bool:
 
 logging.getLogger("asyncio").addFilter(_is_not_of_an_ended_test)
 
-# On a busy machine some example always takes long; that is no failure of the tested code.
+# On a busy machine some example always takes long, which is no fault of the tested code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # For `--hypothesis-profile=long`: `hostile_messages.fuzzing` then takes many random examples.
 settings.register_profile("long", settings.get_profile("patient"))

@@ -1,4 +1,4 @@
-"""A device that only pretends to compute by itself, and counts what the host does with it.
+"""A device that pretends to compute like a GPU, and counts what the host does with it.
 
 Its tensors say that they are on a GPU and lie on the CPU. So code runs the branches for a GPU, and
 every operator, every copy and every wait for the device passes through here.
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 DEVICE = torch.device("cuda", 0)
 
 _aten = torch.ops.aten
-# Operators whose result has a size, or a value, that the host has to know.
+# Operators after which the host has to know the size or a value of the result.
 _WAITS = {
     _aten._local_scalar_dense.default,
     _aten.nonzero.default,
@@ -49,7 +49,7 @@ class Far(torch.Tensor):
             strides=held.stride(),
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
-            # Torch without CUDA has no operators for a GPU's tensors, but some for these.
+            # Torch without CUDA has operators for this device's tensors, but none for a GPU's.
             device="meta",
         )
         made.held = held
@@ -95,7 +95,7 @@ class FakeDevice(TorchDispatchMode):
         self.copies = 0
         """Copies from the host."""
         self.waits = 0
-        """Copies to the host, operators that need a value there, and blocking copies from it."""
+        """Copies to the host, blocking copies from it, and operators that need a value there."""
         self._on_wait = on_wait
         self._patches = ExitStack()
 
@@ -110,7 +110,7 @@ class FakeDevice(TorchDispatchMode):
             make = getattr(torch, name)
             self._patches.enter_context(patch(f"torch.{name}", self._factory(make)))
         if not torch.cuda.is_available():
-            # To name a GPU as a destination starts CUDA, which is not there.
+            # A GPU as destination would make torch start CUDA, which is not installed.
             self._patches.enter_context(patch("torch.cuda._lazy_init"))
         super().__enter__()
         return self
@@ -186,7 +186,7 @@ class FakeDevice(TorchDispatchMode):
             self._wait()
         elif copies and goes and not came:
             self.copies += 1
-            # `copy_` has it as its third argument.
+            # The third argument of `copy_` is `non_blocking`.
             if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
                 self._wait()
         elif (was_far or becomes_far) and not func.is_view:
@@ -198,14 +198,14 @@ class FakeDevice(TorchDispatchMode):
 
 
 def _has_mask(indices: Any) -> bool:
-    """Whether an index is a mask, of which the host has to know how many entries are true."""
+    """Whether an index is a mask: the host has to know how many of its entries are true."""
     return any(isinstance(index, Far) and index.dtype is torch.bool for index in indices)
 
 
 def _penalise(
     logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, numbers: torch.Tensor
 ) -> None:
-    """`penalty_kernel.penalise` by torch's operators; no other reference is as plain."""
+    """`penalty_kernel.penalise` with torch's operators, as the simplest reference."""
     repetition, frequency, presence = numbers.unsqueeze(-1)
     kept = logits[rows]
     kept = torch.where(

@@ -44,7 +44,7 @@ class Rig:
     def commit(
         self, sequence_id: int, *new: int, window: Window | None = None, tree_tokens: int = 0
     ) -> None:
-        """Send a verdict with these tokens, for as many draft tokens as before."""
+        """Send a verdict with these tokens; the window stays."""
         sequence = self.session.sequences[sequence_id]
         length = len(sequence.tokens) + len(new)
         draft_tokens = sequence.draft_tokens
@@ -74,5 +74,5 @@ class Rig:
 
     @property
     def abandoned(self) -> set[int]:
-        """Ids of the sequences that are no longer drafted because their drafting raised."""
+        """Ids of the sequences for which drafting raised an exception, and has ended."""
         return {sequence.id for sequence in self.session.sequences.values() if sequence.abandoned}

@@ -45,9 +45,9 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
 
 
 def fuzzing(examples: int) -> settings:
-    """Settings with `examples` examples, always the same; the profile `long` has other ones.
+    """Settings with `examples` fixed examples; the profile `long` draws others.
 
-    The fixed ones are not made smaller after a failure, which could take minutes.
+    Fixed examples are not shrunk after a failure, since that could take minutes.
     """
     patient = {"deadline": None, "suppress_health_check": list(HealthCheck)}
     if settings.get_current_profile_name() == "long":
@@ -119,7 +119,7 @@ def _varint(number: int) -> bytes:
 
 @st.composite
 def _stray_field(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
-    """A field that the message lacks, or one of its own with any wire type, as bytes.
+    """The bytes of a field that the message lacks, or of one of its fields with any wire type.
 
     The wire type 2 has a length, 3 and 4 begin and end a group, and 6 and 7 do not exist.
     """
@@ -134,7 +134,7 @@ def _stray_field(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
 
 
 def wire(kind: type[Message], valid: list[bytes] | None = None) -> st.SearchStrategy[bytes]:
-    """Bytes sent as a message of the type: it, it with a stray field, changed ones, or garbage."""
+    """Bytes for a message of the type: valid, with a stray field, changed, or garbage."""
     random = messages(kind).map(lambda message: message.SerializeToString())
     stray = _stray_field(kind.DESCRIPTOR)
     followed = st.tuples(st.sampled_from(valid) if valid else random, stray).map(b"".join)

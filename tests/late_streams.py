@@ -1,7 +1,7 @@
-"""Streams that compute late: each in its own order, among each other in random order.
+"""Streams that compute late: each stream in order, the streams interleaved at random.
 
 Within `LateStreams`, operators on tensors that it made are queued, and their results are NaN until
-their turn comes. So code that leaves out an event reads NaN, or numbers that came later.
+their turn comes. So code that leaves out an event reads NaN, or numbers that were written later.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def _overwrite(tensor: torch.Tensor) -> bool:
 
 
 class LateStream:
-    """One stream, with as much of torch's interface as is used."""
+    """One stream, with the part of torch's interface that the tested code uses."""
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], bool]] = deque()
-        """Each returns whether it is done, or has to wait."""
+        """Queued steps. A step returns True if it is done, and False if it has to wait."""
 
     def record_event(self) -> _Event:
-        """An event after what is queued."""
+        """An event after the queued steps."""
         event = _Event()
         self.queue.append(event.set)
         return event
 
     def wait_event(self, event: _Event) -> None:
-        """Have what is queued from now on wait for the event."""
+        """Make all steps that are queued later wait for the event."""
         self.queue.append(lambda: event.done)
 
 
@@ -63,7 +63,7 @@ class LateStreams(TorchDispatchMode):
         self._random = Random(seed)
         self._all: dict[str, LateStream] = {}
         self._current = ""
-        # By the address of the memory: the stream that made it, and those that still read it.
+        # By address of the memory: the stream that made it, and the streams that still read it.
         self._makers: dict[int, tuple[torch.Tensor, str]] = {}
         self._readers: dict[int, set[str]] = {}
         monkeypatch.setattr(streams, "_stream_of", lambda tensor: self._all[self._current])
@@ -79,7 +79,7 @@ class LateStreams(TorchDispatchMode):
         self._current = before
 
     def made(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A tensor that the current stream fills with these numbers, later."""
+        """A tensor that the current stream later fills with these numbers."""
         return self._late(lambda: numbers, numbers)
 
     def _late(self, compute: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -109,9 +109,9 @@ class LateStreams(TorchDispatchMode):
         readers.add(next(name for name, each in self._all.items() if each is stream))
 
     def free(self, maker: str, reader: str) -> None:
-        """Have the maker's stream overwrite its memory, as an allocator that got it back would.
+        """Make the stream that made the memory overwrite it, like an allocator that got it back.
 
-        It does not have what the reader's stream still keeps.
+        The allocator does not get memory that a reading stream still keeps.
         """
         for address, (tensor, name) in self._makers.items():
             if name == maker and reader not in self._readers.get(address, ()):

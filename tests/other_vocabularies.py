@@ -1,4 +1,4 @@
-"""Draft models with other vocabularies than the bundled one, made of it, and their tokenizers."""
+"""Draft models with other vocabularies, made from the bundled model, and their tokenizers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def order_of(seed: int, removed_share: float = 0.0) -> list[int]:
 
 
 def tokenizer_of(order: Sequence[int], *, rename_end: bool = False) -> str:
-    """The bundled tokenizer.json with these of its tokens, each at its place as id.
+    """The bundled tokenizer.json with only these tokens. Their places here are their ids.
 
     With `rename_end`, the token that ends a text has another name.
     """

@@ -14,8 +14,8 @@ from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
-# Share of the tokens that go on after the last one; and, where the likely token is not in the tree
-# yet, its share of the first children and of the others.
+# The share of tokens that follow the last token. And the share of the likely token among first
+# children and among others, where it is not in the tree yet.
 _DEEP = 0.6
 _MAIN = 0.4
 _SIBLING = 0.9

@@ -32,7 +32,7 @@ def path(method: MethodDescriptor) -> str:
 
 def check_details(failure: grpc.aio.AioRpcError) -> OutriderError:
     """The error of a call of one of our services, whose details must agree with its status."""
-    # Only an error without the details is taken for the other reason.
+    # `otherwise` counts only if the error has no details.
     error = rpc_errors.error_of(failure, otherwise=Reason.ROUTE_NOT_FOUND)
     again = rpc_errors.error_of(failure, otherwise=Reason.METHOD_NOT_ALLOWED)
     assert error.reason is again.reason, failure
@@ -41,7 +41,7 @@ def check_details(failure: grpc.aio.AioRpcError) -> OutriderError:
 
 
 def check_clear(failure: grpc.aio.AioRpcError, *, is_ours: bool = True) -> None:
-    """The status says what is wrong with the call, and in our services the details name it."""
+    """The status says what is wrong with the call; in our services, so do the details."""
     assert failure.code() not in _UNCLEAR, failure
     if is_ours:
         error = check_details(failure)

@@ -14,7 +14,7 @@ from outrider.v1 import drafts_pb2, verifier_pb2
 
 
 class RawDrafter:
-    """The drafter's end of a draft stream, driven by a test. It has said nothing yet."""
+    """The drafter's end of a draft stream, driven by a test. At first it has sent nothing."""
 
     def __init__(self, channel: grpc.aio.Channel, name: str, **hello: Any) -> None:
         parse = verifier_pb2.StreamDraftsResponse.FromString

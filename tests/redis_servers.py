@@ -132,7 +132,7 @@ class Deployment:
         return ",".join(f"{scheme}://outrider@127.0.0.1:{port}{options}" for port in ports)
 
     def reached_with(self, password_file: Path) -> RedisServer:
-        """Where it is, and how to log in with this password."""
+        """The server's address, and how to log in with this password."""
         return RedisServer.parse(self.url, password_file, is_cluster=self.is_cluster)
 
     @property

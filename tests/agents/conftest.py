@@ -1,4 +1,4 @@
-"""Two gateways for released clients: of the bundled pair, and of a scripted model."""
+"""Two gateways for released clients: with the bundled pair, and with a scripted model."""
 
 from collections.abc import AsyncIterator, Iterator
 

@@ -26,7 +26,7 @@ _CONTEXT_LENGTH = 262144
 
 Calls = list[tuple[str, dict[str, Any]]]
 
-# By a piece of the prompt, the first one that is found: the calls that the model answers with.
+# The first piece of text that the prompt holds decides which calls the model answers with.
 _FIRST: dict[str, Calls] = {
     '"name": "weather"': [("weather", {"city": "Oslo"})],
     # semantic-kernel puts the plugin's name before the function's.
@@ -62,7 +62,7 @@ _FIRST: dict[str, Calls] = {
     "about Lisbon": [("get_weather", {"city": "Lisbon"})],
     "9.11 or 9.9": [("record_answer", {"answer": "9.9"})],
 }
-# The same where the prompt holds a result: tools for a last answer.
+# The calls where the prompt holds a tool's result: here the last answer is a call too.
 _THEN: dict[str, Calls] = {
     '"name": "final_answer"': [("final_answer", {"answer": ANSWER})],
     '"name": "final_result"': [("final_result", {"sky": "clear", "windy": False})],

@@ -24,7 +24,7 @@ LIMIT_S = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 NODE = ("sdks-node", "npm", "tools")
-# Environment, script and its argument. CI installs the two environments of SDKs alone; the other
+# Environment, script and its argument. CI installs only the two environments of SDKs. The other
 # clients are built on these SDKs, and run by hand before a release (`make agents`).
 CLIENTS = [
     ("sdks", "openai_python", ""),
@@ -110,7 +110,7 @@ async def test_a_client_gets_what_it_asks_for(
 
 
 def linked(script: Path, environment: str) -> Path:
-    """The script beside the packages: Node.js looks for them in the script's own folders."""
+    """The script's copy in the packages' folder: Node.js looks for packages near the script."""
     folder = INSTALLED / environment / "clients"
     folder.mkdir(exist_ok=True)
     for source in HERE.glob("clients/*.mjs"):
@@ -118,7 +118,7 @@ def linked(script: Path, environment: str) -> Path:
     return folder / script.name
 
 
-# By program: its configuration, where that goes, and its command's words before the question.
+# By program: its configuration, the configuration's path, and the command before the question.
 CODEX = """
 model = "outrider"
 model_provider = "outrider"
@@ -170,7 +170,7 @@ async def test_a_command_line_reads_a_file_by_a_tool(
     status, output = await run(
         *(program("tools", name), *words.split(), "What do my notes say of the weather?"),
         cwd=tmp_path,
-        # Node.js of these packages' own, since a system's may be too old.
+        # The Node.js among these packages, since the system's may be too old.
         PATH=f"{INSTALLED}/npm/node_modules/.bin:{os.environ['PATH']}",
         HOME=str(tmp_path),
         CODEX_HOME=str(tmp_path / ".codex"),
@@ -188,7 +188,7 @@ async def probe(url: str) -> tuple[str, list[tuple[str, str, str]]]:
         *(program("current", "canitoolcall"), "probe", "--base-url", f"{url}/v1"),
         *("--model", "outrider", "--timeout", "120", "--json", "-"),
     )
-    # Its table follows the report, or is before it.
+    # The table comes before or after the report.
     report, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
     outcomes = report["outcomes"]
     assert len(outcomes) == 27, output
@@ -224,7 +224,7 @@ async def test_langchains_tests_pass_but_for_those_that_need_a_larger_model(real
     status, output = await run(
         *(program("current", "python"), "-m", "pytest", "-q", "-rfEX", "--tb=short"),
         *("-p", "no:cacheprovider", "-c", os.devnull, "--noconftest", "--rootdir", "clients"),
-        # The model's client keeps connections, which belong to one event loop.
+        # The model's client keeps its connections, and they work in one event loop only.
         *("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session"),
         "clients/langchain_suite.py",
         OUTRIDER_URL=f"{real}/v1",

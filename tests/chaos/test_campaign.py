@@ -114,5 +114,5 @@ def test_a_short_campaign_loses_alters_and_leaks_nothing(
     assert {event["name"] for event in events if event["event"] == "fault"} <= {*kinds}
     requests = [event for event in events if event["event"] == "request"]
     assert sum(event["outcome"] == "finished" for event in requests) > 20
-    # A slow machine plays a single round in this time.
+    # Long enough for one round on a slow machine.
     assert sum(event["event"] == "quiet" for event in events) >= 1

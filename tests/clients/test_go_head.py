@@ -35,7 +35,7 @@ def program() -> str:
 def write_head(
     folder: Path, block: tuple[torch.Tensor, torch.Tensor], outputs: list[torch.Tensor]
 ) -> Path:
-    """Write Medusa heads that share a block's numbers, and have these matrices for the scores."""
+    """Write Medusa heads: all have this block, and each has its matrix of `outputs` for scores."""
     tensors: dict[str, torch.Tensor] = {}
     for i, output in enumerate(outputs):
         tensors[f"{i}.0.linear.weight"] = block[0].clone()
@@ -55,7 +55,7 @@ def write_fitted_head(folder: Path) -> Path:
     width = model.config.hidden_size
     torch.manual_seed(1)
     block = torch.randn(width, width) / width, torch.randn(width) / 10
-    # Each head's inputs, and what it should make of them, of all texts in a row.
+    # Each head's inputs, and the states that it should make of them: all texts in a row.
     inputs: list[list[torch.Tensor]] = [[] for _ in range(HEADS)]
     wanted: list[list[torch.Tensor]] = [[] for _ in range(HEADS)]
     for text in prompts()[:24]:
@@ -67,7 +67,7 @@ def write_fitted_head(folder: Path) -> Path:
     outputs = []
     for i in range(HEADS):
         x, y = torch.cat(inputs[i]), torch.cat(wanted[i])
-        # A ridge keeps the few texts from being learned by heart.
+        # The ridge keeps the fit from learning these few texts by heart.
         fitted = torch.linalg.solve(x.T @ x + 10.0 * torch.eye(width), x.T @ y)
         outputs.append(model.lm_head.weight @ fitted.T)
     return write_head(folder, block, outputs)

@@ -23,7 +23,7 @@ corpus: list[int] = []
 
 
 def tree(text: list[int], count: int) -> tuple[list[int], list[int]]:
-    """All continuations of the last token that differ in their first, and the tokens' parents."""
+    """Continuations of the last token, one for each next token, and the tokens' parents."""
     tokens: list[int] = []
     parents: list[int] = []
     firsts: set[int] = set()
@@ -40,7 +40,7 @@ def tree(text: list[int], count: int) -> tuple[list[int], list[int]]:
 def guess(text: list[int], count: int) -> list[int]:
     """The tokens that followed the last token before; none if it is new.
 
-    With the fault "prediction-as-corpus", a new token is followed by the prediction's second one.
+    With the fault "prediction-as-corpus", the prediction's second token follows a new token.
     """
     for start in range(len(text) - 2, -1, -1):
         if text[start] == text[-1]:
@@ -181,7 +181,7 @@ class Stream:
 
 
 def is_final(info: error_details_pb2.ErrorInfo) -> bool:
-    """Whether the refusal is for good."""
+    """Whether the refusal is final."""
     if FAULT == "gives-up-for-known-reasons-only":
         return info.reason in FINAL
     return info.metadata.get("retry") == "never" and FAULT != "never-gives-up"

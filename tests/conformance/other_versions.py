@@ -1,4 +1,4 @@
-"""A relay before a verifier, with which one side seems to speak another version of the contract."""
+"""A relay before a verifier. It makes one side seem to speak another version of the contract."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _grow(message: Any) -> None:
 
 
 class _Relay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only stubs give it types
-    """Passes calls on to a verifier: with what both versions know, or with what a newer one adds.
+    """Passes calls on to a verifier, and removes or adds what only a newer version knows.
 
     The side of the verifier or of its callers is the newer one.
     """
@@ -122,7 +122,7 @@ class _Relay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only stubs gi
 async def _changed(
     messages: AsyncIterator[bytes], kind: Any, *, grows: bool
 ) -> AsyncIterator[bytes]:
-    """The messages in the other version; a newer one sends a kind of its own after each."""
+    """The messages in the other version. A newer version adds an unknown message after each."""
     made: Callable[..., Any] = message_factory.GetMessageClass(kind)
     async for content in messages:
         message = made()

@@ -27,7 +27,7 @@ FAULTS: dict[str, set[str]] = {
     "parents-behind": {"valid-parents"},
     "confidences-of-zero": {"valid-confidences"},
     "forgets-closed": {"knows-its-sequences"},
-    # It fails to answer in several scenes.
+    # This drafter fails to answer in several scenes.
     "never-skips": {
         "answers-verdicts",
         "many-at-once",
@@ -92,7 +92,7 @@ def played(commands: Iterable[list[str]], tokenizer: str = "") -> list[Kit]:
 
 
 def reasons(kit: Kit) -> dict[str, str]:
-    """By name of each broken rule, how it was broken."""
+    """How each rule was broken, by the rule's name."""
     return {name: kit.results[name].reason for name in kit.failed}
 
 

@@ -1,4 +1,4 @@
-"""Drafters, gateways and verifiers of older and newer versions: texts stay as they are."""
+"""Drafters, gateways and verifiers of older and newer versions change no text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_part_of_another_version_changes_no_text(
                     assert rpc_errors.error_of(caught.value).reason is Reason.UNKNOWN_PARAMETER
                     return
                 found = await answers(caller, SpeculationOptions(drafter_id=name))
-        # The drafter was not dropped for a message that could not be read.
+        # The verifier did not drop the drafter for an unreadable message.
         assert "PROTOCOL" not in stack.verifier.output()
     assert [each.texts for each in found] == [each.texts for each in expected]
     assert sum(each.accepted_token_count for each in found) > 20

@@ -1,4 +1,4 @@
-"""A drafter with a family that counts, for tests against a scripted verifier."""
+"""A drafter whose family guesses by counting, for tests against a scripted verifier."""
 
 from __future__ import annotations
 

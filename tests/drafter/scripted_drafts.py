@@ -40,7 +40,7 @@ class Stream(testing.DraftStream):
         return str(request.draining.reason)
 
     async def drafted(self, opened: Opened) -> list[int]:
-        """Open a sequence; returns the guesses of the next message, which has one proposal."""
+        """Open a sequence, and return the guesses of the next message's only proposal."""
         self.send(StepBatch(opened=[opened]))
         batch = await self.receive()
         assert isinstance(batch, DraftBatch)
@@ -63,7 +63,7 @@ class Stream(testing.DraftStream):
 
 
 class ScriptedVerifier(testing.ScriptedVerifier):
-    """Serves the model `info` without having one."""
+    """Claims to serve the model `info`."""
 
     def __init__(self, info: ModelInfo = READY, **how: Any) -> None:
         super().__init__(wire_model.model_to_proto(info), **how)

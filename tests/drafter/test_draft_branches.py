@@ -1,4 +1,4 @@
-"""The draft model's branches: its own greedy text, and the next chain if they are committed."""
+"""The draft model's branches are its greedy text; a committed branch becomes the next chain."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def close(rig: Rig) -> None:
 
 
 def chain_length(proposal: Proposal) -> int:
-    """The length of a proposal's chain. After it a token's parent is not its neighbour."""
+    """The length of a proposal's chain: up to it, each token's parent is the token before."""
     return next(
         (i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids)
     )
@@ -90,7 +90,7 @@ async def test_branches_are_the_models_own_greedy_continuations(
 async def test_a_committed_branch_brings_its_cache_and_continues_like_a_chain(
     place: int, at_page_end: bool, rig: Rig, greedy: Greedy, prompt: list[int], runner: ModelRunner
 ) -> None:
-    """At a page's end, the branch's first token takes the last slot that the chain filled."""
+    """At a page's end, the branch's first token overwrites the last slot that the chain filled."""
     text = (prompt * 8)[: 2 * runner.page_size - 1 - place] if at_page_end else prompt
     rig.open(opened(text))
     branches = await branches_of(rig)
@@ -98,7 +98,7 @@ async def test_a_committed_branch_brings_its_cache_and_continues_like_a_chain(
     new = [*rig.guesses(1)[:place], run[0]]
     rig.commit(1, *new)
     assert rig.guesses(1) == run[1:] == greedy([*text, *new], len(run) - 1)
-    # Only the branch's last guess has not been read yet.
+    # Only the branch's last guess has not yet been through a forward.
     assert family_of(rig)._drafts[1].unread_count == 1
     await rig.drafts()
     assert rig.guesses(1) == greedy([*text, *new], DEPTH)
@@ -108,7 +108,7 @@ async def test_a_committed_branch_brings_its_cache_and_continues_like_a_chain(
 async def test_behind_a_committed_branch_new_branches_fit_their_places(
     rig: Rig, reference: Reference, prompt: list[int]
 ) -> None:
-    """Alternatives are remembered for guesses of a chain; for those of a branch there are none."""
+    """The family remembers alternatives to guesses of a chain, and none to guesses of a branch."""
     rig.open(opened(prompt))
     at, run = (await branches_of(rig))[0]
     new = [*rig.guesses(1)[:at], run[0]]
@@ -137,7 +137,7 @@ async def test_a_miss_without_a_branch_frees_all_pages(
 async def test_branches_of_a_failed_round_free_their_pages(
     rig: Rig, runner: ModelRunner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One round fails; the session then asks the family again."""
+    """The session asks the family again after a failed round."""
     rig.open(opened(prompt))
     await rig.draft()
     forward = runner.forward
@@ -158,7 +158,7 @@ async def test_branches_of_a_failed_round_free_their_pages(
 async def test_branches_of_sampled_drafts_carry_no_distributions(
     distribution: DraftDistribution, rig: Rig, prompt: list[int]
 ) -> None:
-    """A branch is chosen, not sampled. Verified as a sample, it would bias the output."""
+    """A branch is chosen, not sampled. Verification as a sample would bias the output."""
     rig.open(opened(prompt, sampling=SamplingParams(1.0, seed=3), distribution=distribution))
     proposals = (await rig.drafts()).proposals
     assert any(proposal.parents for proposal in proposals)

@@ -1,4 +1,4 @@
-"""The draft model guesses its own greedy text, however it was batched, rewound or interrupted."""
+"""The draft model guesses its greedy text in any batch, after rewinds and after interruptions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_several_tokens_of_one_decoder_call_are_the_likeliest(
             assert len(guess) == 4 + i % 2
             whole = SequenceSlice([*text, *guess[:-1]], 0, list(range(20)), len(guess))
             logits = thread.submit(fresh.forward, [whole]).result()
-            # After rounding, two logits may be the largest.
+            # Rounding may make the two largest logits equal.
             assert torch.equal(logits[range(len(guess)), guess], logits.amax(-1))
             right = guess[: i % 4]
             text += [*right, 7]

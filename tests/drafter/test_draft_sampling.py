@@ -1,4 +1,4 @@
-"""The draft model samples exactly as it says, and never uses a random number twice."""
+"""The draft model samples from the distribution it reports, and uses no random number twice."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_no_random_number_is_used_twice(
 async def test_drafters_and_sequences_without_a_seed_draw_differently(
     make: Make, prompts: list[list[int]]
 ) -> None:
-    """Otherwise one draw would predict another, and a restarted drafter would repeat its draws."""
+    """Equal draws would predict each other, and a restarted drafter would repeat its draws."""
     drawn = []
     for _ in range(2):
         rig = make()

@@ -37,7 +37,7 @@ def sure(token: int) -> SparseDistribution:
 
 
 class Model:
-    """A reference that keeps every guess as its whole path, in the order of their arrival."""
+    """A reference that keeps the whole path to every guess, in order of arrival."""
 
     def __init__(self) -> None:
         self.tokens = list(PROMPT)
@@ -90,7 +90,7 @@ actions = st.one_of(
 class Pair:
     """A sequence, its reference and the verifier's committed tokens.
 
-    Verdicts bring both of them the tokens in any portions, with repeats.
+    Verdicts bring the tokens to the sequence and the reference in any portions, with repeats.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Pair:
             self.real.branch(at, run)
 
     def commit(self, accepted: int, own: list[int]) -> None:
-        """The verifier accepts some guesses, if its texts agree, and adds tokens of its own."""
+        """The verifier accepts some guesses if they agree with its text, and adds more tokens."""
         if self.committed == self.real.tokens:
             self.committed += self.real.guesses[:accepted]
         self.committed += own
@@ -118,7 +118,7 @@ class Pair:
     def deliver(self, earlier: int, later: int) -> None:
         """A verdict that begins `earlier` tokens before the drafter's text ends.
 
-        It ends `later` - 2 tokens after that end. Where that is negative, it is a repeat.
+        It ends `later` - 2 tokens after that end. If that is negative, the verdict is a repeat.
         """
         start = max(0, len(self.real.tokens) - earlier)
         end = min(len(self.committed), len(self.real.tokens) + later - 2)
@@ -135,7 +135,7 @@ class Pair:
         self.model.follow(self.committed[:end])
 
     def take(self) -> None:
-        """Take a proposal: it is valid on the wire, complete in itself, and has all new guesses."""
+        """Take a proposal: it is valid on the wire, and has all new guesses and their parents."""
         unsent = set(self.model.paths) - self.sent()
         proposal = self.real.take_proposal()
         if proposal is None:
@@ -149,7 +149,7 @@ class Pair:
         assert self.real.take_proposal() is None
 
     def sent(self) -> set[tuple[int, ...]]:
-        """The proposed paths behind the committed tokens: what the verifier's trie would hold."""
+        """The proposed paths after the committed tokens: what the verifier's trie would hold."""
         found: set[tuple[int, ...]] = set()
         for proposal in self.proposals:
             behind = self.real.tokens[proposal.base_length :]

@@ -118,7 +118,7 @@ async def test_it_reconnects_though_the_strategy_cannot_be_closed(
 
 
 async def test_it_gives_up_on_another_tokenizer_and_names_both(verifier: ScriptedVerifier) -> None:
-    """Also if the strategy cannot be closed."""
+    """The drafter gives up even if its strategy's `aclose` fails."""
 
     class Failing(Counting):
         async def aclose(self) -> None:
@@ -195,7 +195,7 @@ async def test_each_draft_is_a_span_below_the_step_it_answers(
 def test_drafts_and_skips_are_one_message_where_they_fit() -> None:
     """The verifier divides a message's drafting time by its longest draft.
 
-    Skips in a message of their own would seem to be as long on their way.
+    A message with only skips would seem to travel for as long as the drafting took.
     """
     batch = DraftBatch([Proposal(1, 2, [5])] * 300, [Skip(2, 2)] * 212)
     assert list(dialled._messages(batch)) == [batch]

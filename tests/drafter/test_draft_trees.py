@@ -1,4 +1,4 @@
-"""Where the verifier verifies trees, the draft model's next-best tokens are branches."""
+"""If the verifier verifies trees, the draft model proposes its next-best tokens as branches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.drafter.draft_model_rig import GREEDY, Make, opened
 from tests.family_rig import Rig
 
 DEPTH = 4
-# On the target's cores the window ends with the next step. Elsewhere the drafter runs ahead.
+# A drafter on the target's cores gets a window for the next step only; another runs ahead.
 WINDOWS = {"next step": Window(16, DEPTH), "ahead": Window(54, 9)}
 Reference = Callable[[list[int]], torch.Tensor]
 
@@ -71,7 +71,7 @@ async def test_leaves_are_the_next_likeliest_tokens_and_their_probabilities(
                 offered.append(cumulative * share)
             cumulative_values += [cumulative * value for value in best.values[1:].tolist()]
             cumulative *= float(best.values[0])
-        # Of all alternatives, those that are likeliest to be committed got the room.
+        # The alternatives that are likeliest to be committed got the room.
         expected = sorted(cumulative_values, reverse=True)[: 16 - DEPTH]
         assert sorted(offered, reverse=True) == pytest.approx(expected, rel=1e-3)
 

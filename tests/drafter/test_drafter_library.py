@@ -1,4 +1,4 @@
-"""`outrider.drafter`, the library for drafters of one's own."""
+"""`outrider.drafter`, the library for users' drafters."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def opened(sequence_id: int, tokens: Sequence[int]) -> Opened:
 
 
 def count_on(text: Sequence[int], count: int) -> list[int]:
-    """Guess one more than the token before; nothing behind 99."""
+    """Guess one more than the token before; nothing after 99."""
     if text[-1] >= 99:
         return []
     return [text[-1] + i for i in range(1, count + 1)]
 
 
 async def proposed(stream: Stream) -> tuple[int, list[int]]:
-    """Base length and guesses of the next message, which has one proposal."""
+    """Base length and guesses of the next message's only proposal."""
     batch = await stream.receive()
     assert isinstance(batch, DraftBatch)
     [proposal] = batch.proposals

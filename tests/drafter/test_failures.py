@@ -109,7 +109,7 @@ async def test_a_failing_sequence_loses_its_drafts_and_no_other_does(
     assert Skip(4, len(other)) in drafts.skips
     assert caplog.text.count("is not drafted for") == 1
     assert "Traceback" in caplog.text
-    # The session skips it after each verdict and no longer asks the family for it.
+    # The session sends a skip for this sequence after each verdict, and no longer asks the family.
     rig.commit(4, 1)
     rig.commit(3, expected[0] + 1)
     assert Skip(4, len(other) + 1) in (await rig.drafts()).skips
@@ -147,7 +147,7 @@ async def test_guessing_ends_where_every_token_is_forbidden(
     guessed = rig.guesses(1)
     assert tokenizer.decode(guessed) == "ab"
     assert drafts.skips == [Skip(1, len(REPEATING))]
-    # The rest of the guesses stays behind the next verdict, and no token may follow it.
+    # The other guesses stay valid after the next verdict, but no token may follow them.
     rig.commit(1, guessed[0])
     assert (await rig.drafts()).skips == [Skip(1, len(REPEATING) + 1)]
     assert rig.guesses(1) == guessed[1:]

@@ -63,7 +63,7 @@ class Site:
         self.stream.send(data)
 
     async def check_drafting(self) -> None:
-        """A well-formed sequence is drafted for, on this stream or on one of those after it."""
+        """The drafter drafts for a well-formed sequence, on this stream or a later one."""
         while True:
             drafted = asyncio.ensure_future(self._drafted(self.stream))
             redialled = asyncio.ensure_future(self.verifier.streams.get())

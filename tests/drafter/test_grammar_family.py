@@ -1,4 +1,4 @@
-"""The family grammar drafts what a request's grammar forces, in the model's own tokens."""
+"""The family grammar drafts the text that a request's grammar forces, in the model's tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
 
 
 def tool_calls(**more: Any) -> Grammar:
-    """Calls in Qwen 3's format: of `get_weather` and `get_time`, both with a person."""
+    """Calls in Qwen 3's format of `get_weather` and `get_time`; both take a person."""
     tags = [
         {
             "type": "tag",
@@ -77,7 +77,7 @@ class Writer:
     async def open(
         self, grammar: Grammar | None, text: str = "", sequence_id: int = 1, **more: Any
     ) -> None:
-        """Open a sequence of which `text` is there, and wait for its grammar."""
+        """Open a sequence whose text so far is `text`, and wait for its grammar."""
         self.tree_tokens = more.get("tree_tokens", 0)
         prompt = self.encoded(PROMPT)
         tokens = [*prompt, *self.encoded(text)]
@@ -248,7 +248,7 @@ async def test_it_is_silent_about_joints_after_misses_and_comes_back(grammars: G
     await writer.open(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value)), '{"k0": 1')
     said = []
     for i, name in enumerate(names[1:], 1):
-        # The layout settles after eight joints that are each unlike the one before.
+        # The layout settles after eight joints, each unlike the joint before.
         blanks = " " if i > 8 else ("\n    ", "", " ", "\n")[i % 4]
         writer.write(",")
         said.append(await writer.chain())
@@ -313,7 +313,7 @@ async def test_a_text_beyond_its_grammar_is_not_drafted(grammars: Grammars) -> N
 async def test_grammars_that_take_long_lose_their_drafts_and_those_of_their_tenant(
     grammars: Grammars,
 ) -> None:
-    """Each guess takes 0.25 s of processor time: the second one exceeds what a sequence has."""
+    """Each guess takes 0.25 s of processor time: the second exceeds a sequence's allowance."""
     now = [0.0]
     ticks = itertools.count()
     clocks = {"cpu_clock": lambda: 0.25 * next(ticks), "clock": lambda: now[0]}
@@ -325,7 +325,7 @@ async def test_grammars_that_take_long_lose_their_drafts_and_those_of_their_tena
 
     assert [await is_drafted(i, "a") for i in range(1, 5)] == [True, True, True, False]
     assert await is_drafted(5, "b")
-    # Whatever was offered: the grammar of such a sequence is left alone.
+    # The family drops the grammar of a sequence that has used up its time.
     assert writer.family._texts == {}
     now[0] = 60.0
     assert await is_drafted(6, "a")
@@ -346,7 +346,7 @@ async def test_grammars_that_take_long_lose_their_drafts_and_those_of_their_tena
 async def test_no_guess_is_forbidden_by_the_grammar(
     grammars: Grammars, grammar: Grammar, begin: str
 ) -> None:
-    """Along random texts: half of the steps take a guess."""
+    """The texts are random: half of the steps take a guess."""
     compiled = grammars.compiler.compile(grammar)
     checked = 0
     for seed in range(4):
@@ -402,7 +402,7 @@ async def test_of_a_text_longer_than_a_guess_every_guessed_token_is_the_whole_te
 async def test_guesses_that_outlive_a_commit_are_not_joined_to_another_text(
     grammars: Grammars,
 ) -> None:
-    """The verifier holds them as the drafter's first choice, and the rest of another misleads."""
+    """The verifier ranks them first. Joined to another choice's text, they would mislead it."""
     writer = Writer(grammars)
     choices = ("yes, of course", "no, never at all")
     await writer.open(Grammar(GrammarKind.CHOICE, choices=choices))
@@ -455,7 +455,7 @@ async def test_one_tenants_grammars_that_compile_for_long_delay_no_others(
 async def test_what_is_mostly_wrong_is_not_offered_until_it_is_right_again(
     grammars: Grammars, tree_tokens: int
 ) -> None:
-    """The model writes the forced word in tokens of one byte, as no tokenizer would, and then not.
+    """The model first writes the forced word in one-byte tokens, later as the tokenizer would.
 
     A word at the end of a forced text is right in 70 % of all cases, before its text tells more.
     """

@@ -1,4 +1,4 @@
-"""A drafter follows its guesses through a request's grammar, also when they change."""
+"""A drafter follows its guesses through a request's grammar, even when the guesses change."""
 
 from __future__ import annotations
 

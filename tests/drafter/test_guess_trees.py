@@ -92,7 +92,7 @@ def test_no_tree_unless_the_verifier_asks_for_one() -> None:
 
 
 def test_a_committed_branch_is_sent_again_from_its_first_unsent_guess_on() -> None:
-    """The branch was sent, then grew. Once it is the chain, its new guess is still to be sent."""
+    """A branch grew after it was sent. When it becomes the chain, its new guess is sent too."""
     drafted = sequence()
     drafted.extend([1, 2])
     drafted.branch(0, [3, 4])

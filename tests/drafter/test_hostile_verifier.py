@@ -55,7 +55,7 @@ async def test_an_invalid_message_ends_the_stream_and_it_reconnects(
 async def test_a_nonsensical_verifier_is_redialled_with_a_growing_delay(
     verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Welcome does not reset the delay. Only a stream that lasted does."""
+    """A Welcome does not reset the delay; only a stream that lasts does."""
     delays: list[float] = []
     drafter = Drafter(verifier.port)
 

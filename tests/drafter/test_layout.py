@@ -1,4 +1,4 @@
-"""The blanks of a structured text are guessed by the joints that were seen before."""
+"""The blanks of a structured text are guessed from the joints seen before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model with another vocabulary guesses the target's tokens, as many as it can."""
+"""A draft model with another vocabulary guesses as many of the target's tokens as it can."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ KINDS = {
 async def test_a_permuted_vocabulary_changes_no_guess(
     make_bundled: Make, make_other: Make, kind: str, branch_count: int
 ) -> None:
-    """Where the text is committed as its tokenizer divides it, so that both read the same."""
+    """The text is committed as the tokenizer divides it, so both draft models read one text."""
     sampling, distribution = KINDS[kind]
     rigs = (
         make_bundled(branch_count=branch_count),
@@ -141,7 +141,7 @@ async def test_a_permuted_vocabulary_changes_no_guess(
 
 
 def divided(text: str) -> list[list[int]]:
-    """A text's beginnings, a few tokens each, that its tokenizer divides as the whole text."""
+    """Prefixes of a text, a few tokens apart, that its tokenizer divides as it does the whole."""
     tokenizer = load_tokenizer(str(MODEL))
     ids = tokenizer.encode(3 * text).ids
     source = random.Random(3)
@@ -164,9 +164,9 @@ def paths(batch: DraftBatch) -> list[tuple[int, list[int], list[int]]]:
 async def test_guesses_are_the_likeliest_that_both_vocabularies_have(
     make_other: Make, make_for: Make, folder: Folder, lacking: str
 ) -> None:
-    """This holds after hits, misses and parts of characters, which the draft model encodes anew.
+    """Checked after hits, misses and parts of characters, which the draft model encodes anew.
 
-    Where its likeliest token is one that the target lacks, the draft goes on with the guess.
+    If the target lacks the draft model's likeliest token, the draft goes on with the guess.
     """
     draft, other = folder("smaller"), str(MODEL)
     if lacking == "target":
@@ -300,7 +300,7 @@ async def test_a_text_with_ids_that_the_targets_tokenizer_lacks_is_not_drafted(
 async def test_a_text_without_a_token_of_the_draft_model_is_not_drafted_yet(
     runner: ModelRunner, thread: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    """As a text of a target like Llama that has nothing but <s>."""
+    """An example is a text with only <s>, of a target like Llama."""
     save_llama_like(tmp_path / "llama", [LONG])
     target = str(tmp_path / "llama")
     vocabulary = load_vocabulary(str(MODEL), runner.vocab_size, runner.eos_token_ids, target)

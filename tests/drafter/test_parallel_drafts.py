@@ -124,7 +124,7 @@ def test_a_round_after_one_without_any_guess_guesses_as_usual(
     monkeypatch: pytest.MonkeyPatch,
     parallel: bool,
 ) -> None:
-    """As after a forward that overflowed. The text may have grown by no token of the model's."""
+    """A forward may overflow. A step may add no token of the model's to the text."""
     monkeypatch.setattr(runner, "parallel_token_id", UNKNOWN if parallel else None)
     monkeypatch.setattr(runner, "decoder", None)
     forward = runner.forward
@@ -161,7 +161,7 @@ async def test_no_forward_goes_beyond_the_models_context(
     monkeypatch: pytest.MonkeyPatch,
     room: int,
 ) -> None:
-    """It drafts until the context ends, though the tokens for unknown ones have no room there."""
+    """The model drafts until the context ends, though its placeholder tokens have no room there."""
     forward = runner.forward
     ends: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A refusal reaches every client of a stream, though the client is writing when it comes."""
+"""A refusal reaches every client of a stream, even a client that is just writing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_S = 20.0
 
 
 class Refusing(TokenStreamServiceServicer):
-    """Refuses each stream of a gateway after one message, and some messages of its own."""
+    """Refuses each stream of a gateway after it read one message and sent some messages."""
 
     def __init__(self, own_messages: int = 0) -> None:
         self.own_messages = own_messages
@@ -64,7 +64,7 @@ async def refusing(servicer: Refusing) -> AsyncIterator[Any]:
 
 
 async def drafter() -> OutriderError:
-    """A drafter that runs far ahead ends for good; it would redial after any other error."""
+    """A drafter that runs far ahead gets a final refusal; it would redial after another error."""
     async with serving(ScriptedVerifier()) as verifier:
         made = Drafter(verifier.port)
         running = asyncio.create_task(made.stream.run())

@@ -167,7 +167,7 @@ async def test_a_failing_sequence_does_not_disturb_other_verifiers(
 async def test_a_long_prompt_delays_another_verifier_by_few_forwards(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
-    """The long prompt alone fills sixteen forwards."""
+    """The long prompt by itself fills sixteen forwards."""
     busy = rig_of(model)
     other = rig_of(model)
     busy.open(opened([20 + i % 200 for i in range(1024)], window=4))

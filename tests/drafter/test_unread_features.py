@@ -1,4 +1,4 @@
-"""A drafter that is slow loses features before its memory grows, and no verdict."""
+"""A slow drafter loses features before its memory grows, but no verdict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 40
 
 
 class Reading(Counting):
-    """Drafts when it is let, and keeps the positions of the features that it got."""
+    """Drafts once `let` is set, and keeps the positions of the features that it got."""
 
     feature_request = FeatureRequest((1,))
 
@@ -44,7 +44,7 @@ class Reading(Counting):
 
 
 class Flood:
-    """A transport whose steps are all there at once."""
+    """A transport whose steps have all arrived at the start."""
 
     address = "a test"
 
@@ -90,7 +90,7 @@ async def test_features_that_a_slow_drafter_has_not_read_are_bounded() -> None:
     assert MAX_FEATURE_BYTES < held <= MAX_FEATURE_BYTES + 2 * 2 * WIDTH
     strategy.let.set()
     await until(lambda: strategy.length == 2 + STEPS)
-    # Those of the first steps, without a gap.
+    # The drafter kept the features of the first steps, without a gap.
     assert strategy.positions == [*range(1, 1 + held // (2 * WIDTH))]
     stopping.set()
     await serving

@@ -1,4 +1,4 @@
-"""A drafter drafts for all verifiers that a name stands for, and these come and go."""
+"""A drafter drafts for all verifiers that a name stands for, while verifiers come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer reads its own encoding of the target's text."""
+"""A draft model with another tokenizer encodes the target's text anew."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_bytes_that_are_no_text_are_read_one_by_one(folder: Save) -> None:
 def test_a_commit_encodes_the_end_of_a_text_alone(
     folder: Save, own: str, odd: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the text has no words. A cut within a word costs a token here and there."""
+    """Some of the texts have no words. A cut within a word costs a token here and there."""
     vocabulary = vocabulary_of(folder(own), MODEL)
     tokens = load_tokenizer(str(MODEL)).encode(WORDS + odd).ids
     lengths: list[int] = []
@@ -157,7 +157,7 @@ def test_a_commit_keeps_the_tokens_that_are_still_right(folder: Save, own: str) 
         assert cache[same : same + 1] != now[same : same + 1] or same == len(cache)
         kept += same
         read += len(cache)
-    # Only the last word or so is ever read again.
+    # Only about the last word is ever read again.
     assert kept > read - 4 * count
 
 
@@ -169,7 +169,7 @@ def test_special_tokens_and_the_end_of_a_text_are_those_of_the_draft_model(folde
     vocabulary = vocabulary_of(permuted, MODEL)
     user, end = load_tokenizer(str(MODEL)).encode("<|user|><|end|>").ids
     assert vocabulary.begin([user, end]).ids == [ids["<|user|>"], ids["<|end|>"]]
-    # Llama's tokenizer puts <s> before a text, and has </s> alone as special token besides.
+    # Llama's tokenizer puts <s> before a text; its only other special token is </s>.
     assert vocabulary_of(llama, MODEL).begin([user]).ids[:1] == [1]
     assert vocabulary_of(llama, MODEL).own_of[0] == 2
     assert vocabulary_of(MODEL, llama).begin([1, 2]).ids == [0]

@@ -1,8 +1,8 @@
 """In bfloat16 a request has the same text with every drafter, each a process, on a CPU.
 
 `python -m pytest -m slow -s tests/e2e/test_bfloat16_texts.py` prints a row for each drafter.
-OUTRIDER_TEST_CHATS sets the number of chats. tests/losslessness/test_same_request.py has the ways
-of one engine, and texts that go on at another engine.
+OUTRIDER_TEST_CHATS sets the number of chats. tests/losslessness/test_same_request.py tests
+the ways of drafting in one engine, and texts that continue at another engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
 
 @dataclass
 class Target:
-    """A target, its drafters, and the form of a chat."""
+    """A target, its drafters, and its chat format."""
 
     model: str
     chat: str
@@ -104,7 +104,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
 async def test_a_text_is_the_same_with_every_drafter(
     target: Target, grammar: Grammar | None, request: pytest.FixtureRequest
 ) -> None:
-    """A text is first written alone with no cached prompt, then by each drafter in batches."""
+    """A text is first written alone with no cached prompt, then in batches with each drafter."""
     requests = target.requests(grammar)
     names = [name for name in target.stack.drafters if grammar or name != "grammar"]
     ways = {name: SpeculationOptions(drafter_id=name, always_draft=True) for name in names}

@@ -1,4 +1,4 @@
-"""A verifier continues only what one of its own weights, dtype, settings and version has begun."""
+"""A verifier continues only texts of a verifier with its weights, dtype, settings and version."""
 
 from __future__ import annotations
 

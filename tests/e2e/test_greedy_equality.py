@@ -24,7 +24,7 @@ CONFIGURATIONS = {
 class Reference:
     """The prompts, and the texts that transformers' `generate` writes for them.
 
-    Greedy `generate` writes a text if each token is the likeliest one after those before it. One
+    Greedy `generate` writes a text if each token is the likeliest after the tokens before it. One
     forward over the text checks that.
     """
 

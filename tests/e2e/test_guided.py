@@ -47,7 +47,7 @@ def guided(
 
 async def check(stack: Stack, values: list[Any], options: SpeculationOptions) -> int:
     """Check that every answer is complete and valid; return the number of accepted draft tokens."""
-    # On a busy machine more grammars at once would be refused after 5 s in the queue.
+    # On a busy machine, more than two grammars at once would be refused after 5 s in the queue.
     places = asyncio.Semaphore(2)
 
     async def one(client: Client, i: int, value: Any) -> int:
@@ -84,7 +84,7 @@ async def test_a_seed_gives_the_same_guided_text_with_and_without_drafters(stack
 async def test_the_grammars_drafter_leaves_the_text_as_it_is_and_saves_forwards(
     stack: Stack, kind: str, temperature: float
 ) -> None:
-    """Each with a seed: JSON by a schema, the call of a tool, and JSON after a thought."""
+    """The texts have a seed: JSON by a schema, the call of a tool, and JSON after a thought."""
     of_prompts = "schema" if kind == "thought" else kind
     found = GRAMMARS[of_prompts]
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(found.get("json")))

@@ -1,4 +1,4 @@
-"""Who may become a drafter of a real verifier, and what the verifier remembers of it.
+"""Who may become a drafter of a real verifier, and what the verifier remembers of a drafter.
 
 tests/verifier has drafters that lie, err or stall, on an engine with a small model.
 """

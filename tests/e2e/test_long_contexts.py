@@ -1,7 +1,7 @@
 """SmolLM2 with all 8,192 tokens of its context: texts, drafts, the prefix cache and the limit.
 
-The first request reads a prompt of 8,100 tokens, for a minute or more. Those after it find most of
-that in the prefix cache.
+The first request reads a prompt of 8,100 tokens, for a minute or more. The next requests find
+most of that prompt in the prefix cache.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ async def test_a_second_turn_computes_only_the_last_page_again(
 ) -> None:
     first = [*prompt, *tokens_of(await ask(stack, prompt, DRAFTED))]
     second = await ask(stack, [*first, *prompt[:30]], PLAIN, 2)
-    # The first turn's last token was computed by no forward.
+    # No forward has read the first turn's last token.
     assert cached(second) == whole_pages(len(first) - 1)
 
 

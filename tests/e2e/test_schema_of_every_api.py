@@ -1,4 +1,4 @@
-"""A schema comes by many APIs. By none of them does it make a process open a file or an address."""
+"""A schema makes no process open a file or an address, by whichever API it comes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gateway(stack: Stack) -> Iterator[GatewayProcess]:
 
 
 def schemas(uri: str) -> list[dict[str, Any]]:
-    """Schemas with a reference where a validator may follow it and a grammar's backend does not."""
+    """Schemas with a reference that a validator may follow and a grammar's backend does not."""
     to = {"$ref": uri}
     properties = {"properties": {"a": to}, "required": ["a"]}
     draft_3 = "http://json-schema.org/draft-03/schema#"
@@ -50,7 +50,7 @@ def schemas(uri: str) -> list[dict[str, Any]]:
 
 
 def requests(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A request with the schema by each way of HTTP."""
+    """A request with the schema for each HTTP API."""
     function = {"name": "f", "parameters": schema}
     chat = {"messages": ASK, "max_tokens": 4}
     tools = [{"type": "function", "function": function}]

@@ -59,7 +59,7 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def stack(reference: Reference) -> Iterator[Stack]:
-    """The model with each drafter that there is for it."""
+    """The model with each of its drafters."""
     stack = Stack("--max-sequences", "8", target=reference.file)
     target = ["--target", reference.file]
     options = {
@@ -115,7 +115,7 @@ async def test_greedy_texts_and_log_probabilities_are_those_of_transformers(
 
 
 def test_generate_writes_the_texts_that_one_forward_shows(reference: Reference) -> None:
-    """`Reference.check` makes use of that."""
+    """`Reference.check` relies on this: it runs one forward instead of `generate`."""
     for index in (0, 7):
         text = reference.written(index)
         assert len(text) == TOKENS or text[-1] in reference.ends

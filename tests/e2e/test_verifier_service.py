@@ -58,7 +58,7 @@ async def test_a_cancelled_request_frees_its_sequence_within_a_second(stack: Sta
 
 @pytest.mark.slow
 async def test_a_draining_verifier_finishes_requests_and_takes_no_new_ones() -> None:
-    # It runs for seconds on any machine.
+    # This request runs for seconds on any machine.
     long = replace(GOOD, max_tokens=2000, ignore_eos=True)
     with running(Stack("--drain-seconds", "60")) as stack:
         async with Client(stack.address) as client, client.drafter("mute") as drafter:

@@ -1,4 +1,4 @@
-"""A verifier with drafters in its process: like all others, to clients and operators."""
+"""Clients and operators see a verifier with drafters in its process like any other."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_operators_see_each_as_a_drafter(stack: Stack, family: str) -> Non
         rows = re.findall(rf"^outrider:{name}\{{(.*)\}} ([\d.e+]+)$", page, re.MULTILINE)
         counts = [float(n) for labels, n in rows if f'drafter="{own.drafter_id}"' in labels]
         assert sum(counts) > 0
-    # Two drafters share the page, on which a name may begin once.
+    # Two drafters share the page, where each name may begin once.
     names = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)
     assert len(names) == len(set(names))
 

@@ -79,7 +79,7 @@ def test_the_first_drafter_walkthrough_ends_with_accepted_tokens(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_placement_walkthrough_ends_with_a_table_of_places(tmp_path: Path) -> None:
-    """It measures a profile, which takes most of the time; less with a small target."""
+    """Most of the time goes into measuring a profile; a small target shortens it."""
     page = (ROOT / "docs/placement.md").read_text()
     _, _, section = page.partition("## Choose a place\n")
     section, _, _ = section.partition("\n## ")

@@ -35,7 +35,7 @@ COUNTERS = {
 
 SPEC = "spec_decode_num"
 APART = {
-    # Of 30 drafts, 24 had their first token accepted, and so on.
+    # The first token of 24 of 30 drafts was accepted, and so on.
     f"{SPEC}_accepted_tokens_per_pos.0": 24.0,
     f"{SPEC}_accepted_tokens_per_pos.1": 21.0,
     f"{SPEC}_accepted_tokens_per_pos.2": 15.0,

@@ -51,10 +51,10 @@ MODELS = {
     "model-1.5b": (1.54e9, 28 * 2 * 128),
     "model-3b": (3.21e9, 28 * 8 * 128),
 }
-"""Parameters of the table's draft models, and numbers of keys in a token of context."""
+"""Parameters of the table's draft models, and how many numbers a token's keys have."""
 GRACE_CPU = (410e9, 0.8 * 72 * 3.1e9 * 32)
 GPU = (0.8 * 8e12, 0.8 * 2500e12)
-"""Bytes and operations each second that are attained."""
+"""The bytes and operations per second that the hardware attains."""
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -77,7 +77,7 @@ def test_only_an_answer_with_a_grammar_may_end_early(
     asked = Request(kind, [1], wanted, None, GRAMMARS.get(kind))
     _read(asked, answer, 0.0, played)
     assert bool(played.errors) is is_error
-    # Where ends of text count, only an answer that is too long is wrong.
+    # If answers may end early, only an answer that is too long is wrong.
     free = _played()
     _read(asked, answer, 0.0, free, may_end=True)
     assert bool(free.errors) is (wanted < 5)

@@ -33,7 +33,7 @@ RECORDERS: dict[str, Recorder] = {}
 
 
 def predictor(**more: Any) -> Predictor:
-    """A predictor with a profile of its own, and the texts that were recorded before."""
+    """A predictor with a new profile and the recorded texts."""
     return Predictor([made_up_profile(**more)], RECORDERS)
 
 
@@ -108,7 +108,7 @@ def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down() -> None:
     assert found.drafters == []
     costs = found.costs
     assert costs.forward_s(8, 8) == pytest.approx(1.1 * 0.006)
-    # 0.1 ms for each sequence behind a forward, 0.05 ms before it.
+    # 0.1 ms for each sequence after a forward, 0.05 ms before it.
     assert costs.host_sequence_s == pytest.approx(0.0001)
     assert costs.plan_sequence_s == pytest.approx(0.00005)
 
@@ -177,7 +177,7 @@ def test_plain_decoding_is_predicted_as_the_table_says() -> None:
     costs = {**COSTS, "forwards": [{"sequences": 1, "tokens": 1, "seconds": 0.004}]}
     found = predictor(costs=costs).measurement(cell(), PLAIN)
     sample = found.sample
-    # On top of the forward a step takes 0.15 ms of the host.
+    # Besides the forward, a step takes 0.15 ms on the host.
     step_s = sample.counters["step_seconds_sum"] / sample.counters["step_seconds_count"]
     assert step_s == pytest.approx(0.00415, rel=0.15)
     assert sample.tokens == sample.counters["generation_tokens"]

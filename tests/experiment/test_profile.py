@@ -107,7 +107,7 @@ def test_the_costs_of_serving_are_what_a_load_took_beyond_the_idle_machine() -> 
     assert one.round_trip_s == 0.0
     # A step with eight draft tokens takes 5 ms on the idle machine, and a draft token 0.3 ms.
     assert (other.slowdown, other.slowness) == pytest.approx((2.0, 2.0))
-    # Its answer took 1 ms longer than its round trip and eight draft tokens.
+    # The drafter's answer took 1 ms longer than the round trip and eight draft tokens.
     assert (other.round_trip_s, other.jitter_s) == pytest.approx((0.0005, 0.001))
     # The wait for drafts is no work of the host.
     assert one.before_s == other.before_s == pytest.approx(0.0003)

@@ -21,7 +21,7 @@ Row = dict[str, str]
 
 
 class WithoutMatplotlib:
-    """Finds no matplotlib, as where it is not installed."""
+    """Makes matplotlib seem not installed."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "matplotlib":
@@ -110,7 +110,7 @@ def test_acceptance_is_shown_by_position_family_and_kind(reports: dict[str, Path
     assert {"all", "family far", "kind any"} <= set(shown)
     first, second = (float(shown["all"][f"at {i}"]) for i in (1, 2))
     assert 0.2 < second < first < 1.0
-    # One drafter and one kind have all drafts.
+    # All drafts are of one drafter and one kind.
     assert shown["all"] | {"of": ""} == shown["family far"] | {"of": ""}
     row = next(row for row in rows_of(reports["placement"]) if row["sweep.use"] == "far")
     assert "accepted_at_1" in row

@@ -15,7 +15,7 @@ from tests.gateway.mortal_verifiers import Site, running_site
 from tests.gateway.scripted_verifier import Script, ready
 from tests.waiting import until
 
-# Of a model that thinks, and calls tools as Hermes does. It leaves some texts out.
+# The template of a model that thinks, and calls tools in Hermes' format. It drops some texts.
 _THINKERS_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -36,7 +36,7 @@ def prompts() -> Prompts:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
-        # Tests should not wait a second until the gateway sees a change.
+        # With the default, tests would wait up to a second until the gateway sees a change.
         patch.setattr(routing, "_POLL_READY_S", 0.05)
         async with own_rig(prompts) as rig:
             yield rig

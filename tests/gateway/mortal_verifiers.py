@@ -70,7 +70,7 @@ class Verifier:
         [self.port] = await self._server.start(f"127.0.0.1:{self.port}")
 
     def drain(self) -> None:
-        """Announce that it leaves, and finish the texts that stay."""
+        """Announce that the verifier leaves, and let it finish the remaining texts."""
         self.script.info = replace(self.script.info, stage=Stage.DRAINING)
         self.script.leaves = True
 
@@ -109,7 +109,7 @@ class Site:
         verifier.script.answer = steps
 
     def chunk(self, request: TokenRequest, at: int) -> TokenChunk:
-        """The chunk of the text's token `at`. It has a log probability if the request wants it."""
+        """The chunk of TEXT's token `at`, with a log probability if the request wants one."""
         chunk = plain([self.ids[at]])
         if request.top_logprobs is not None:
             chunk.logprobs = [TokenLogprob(-0.25 * at, (self.ids[at],), (-0.25 * at,), 1)]
@@ -168,7 +168,7 @@ class Site:
 async def running_site(
     prompts: Prompts, *, poll_s: float = 0.05, through_link: bool = False, **given: Any
 ) -> AsyncIterator[Site]:
-    """Run a gateway with these settings, which polls its verifiers so often.
+    """Run a gateway with these settings and this pause between two polls of its verifiers.
 
     It may reach `first` through the site's link only.
     """
@@ -177,7 +177,7 @@ async def running_site(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(routing, "_POLL_READY_S", poll_s)
         patch.setattr(routing, "_POLL_LOADING_S", 0.05)
-        # A gateway's own would start a process for templates, which takes half a second.
+        # With its own templates, a gateway would start a process, which takes half a second.
         patch.setattr(server, "Prompts", lambda *_: prompts)
         for verifier in (site.first, site.second):
             await verifier.start()

@@ -43,13 +43,13 @@ class Script:
     cancelled: int = 0
     unreachable: bool = False
     refusal: OutriderError | None = None
-    """What GetModel answers with, if anything, instead of the model."""
+    """If set, what GetModel answers instead of the model."""
     hangs_up: bool = False
     leaves: bool = False
     """Whether to say on each stream that the verifier is about to stop."""
     stream_count: int = 0
     message_count: int = 0
-    """Messages of gateways, each with one or more requests."""
+    """The gateways' messages; each has one or more requests."""
 
     def play(self, *steps: Step) -> None:
         """Answer every request with these steps from now on."""

@@ -1,4 +1,4 @@
-"""Every response has an id and an access line: over HTTP and gRPC, refusals and faults too."""
+"""Every HTTP or gRPC response has an id and an access line, also a refusal or a fault."""
 
 from __future__ import annotations
 

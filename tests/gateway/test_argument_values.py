@@ -1,4 +1,4 @@
-"""What the grammar of a call allows, the reader gives back as a value that the schema accepts."""
+"""The reader turns every text that a call's grammar allows into a value that the schema accepts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def compiled(libraries: Libraries, form: ToolFormat, schema: Any) -> Compiled:
 
 
 class Writer:
-    """Writes random texts of a grammar that end, and that try what may be misread."""
+    """Writes random texts of a grammar that end, with pieces that a reader may misread."""
 
     def __init__(self, libraries: Libraries, form: ToolFormat, rng: random.Random) -> None:
         self._bytes = libraries.token_bytes
@@ -150,7 +150,7 @@ class Writer:
         return None
 
     def _snippet(self, matcher: TextMatcher, position: int) -> bytes | None:
-        """Write a text from the lists, if the grammar allows one."""
+        """Write a text from the listed pieces, if the grammar allows such a text."""
         choices = self._ends if self._rng.random() < position / 40 else self._more
         for text in self._rng.sample(choices, min(6, len(choices))):
             if text and self._rng.random() < 0.7 and matcher.accept_bytes(text.encode()):
@@ -159,7 +159,7 @@ class Writer:
 
 
 def arguments_of(form: ToolFormat, schema: Any, text: str, cuts: list[int]) -> str:
-    """The arguments of the one call that the text holds, read in pieces."""
+    """The arguments of the text's only call, read in pieces."""
     reader = AnswerReader(Reading(form, {"f": schema}, is_forced=True))
     parts: list[Part] = []
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):

@@ -17,7 +17,7 @@ from tests.gateway.gateway_rig import Rig, rig_with_template, text_by_part
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 # As Qwen 3's: the model may think, unless the prompt has an empty thought. "open" is as in models
-# that always think, and "deaf" knows no switch.
+# that always think, and "deaf" has no switch for thoughts.
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>"
@@ -73,7 +73,7 @@ async def choice_of(rig: Rig, **given: Any) -> dict[str, Any]:
         ({"enable_thinking": False}, None),
         ({"reasoning_effort": "none"}, None),
         ({"chat_template_kwargs": {"enable_thinking": False}}, None),
-        # The template does not hear that the model is not to think; the grammar sees to it.
+        # The template has no switch for thoughts, so the grammar forbids them.
         ({"enable_thinking": False, "chat_template_kwargs": {"deaf": True}}, None),
         # Nobody can take back a thought that the prompt begins.
         ({"enable_thinking": False} | ALWAYS, OPEN),
@@ -208,7 +208,7 @@ async def test_a_caller_over_grpc_names_the_thought_of_its_own_prompt(thinker: R
         (ALWAYS, 'so <b>\n</think>\n\n{"a": "<tool_call>"}', "so <b>", '{"a": "<tool_call>"}'),
         ({}, '{"a": "<think>b</think>"}', None, '{"a": "<think>b</think>"}'),
         ({}, "<thin", None, "<thin"),
-        # Blanks that the grammar writes are the answer's.
+        # Blanks that the grammar writes belong to the answer.
         (ALWAYS, "so</think>\n\n\n x \n", "so", "\n x \n"),
         ({}, "\n x \n", None, "\n x \n"),
         (ALWAYS, "so</think>\n", "so", None),

@@ -1,4 +1,4 @@
-"""Requests that would take long to read are refused for their size first."""
+"""Requests that would take long to read are refused by size before they are read."""
 
 from __future__ import annotations
 

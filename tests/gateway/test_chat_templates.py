@@ -1,4 +1,4 @@
-"""Named templates are taken as in `transformers`, and calls have the form that a template shows."""
+"""Named templates are chosen as in `transformers`; calls have the form that a template shows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type
 
 
 def template(call: str, beside: str = "true", rest: str = "") -> str:
-    """A template that writes calls so, where `beside` is true."""
+    """A template that writes calls in this form if `beside` is true."""
     return (
         "{% for m in messages %}{{ m.role }}: {% if m.tool_calls and " + beside + " %}"
         "{% for t in m.tool_calls %}" + call + "|{% endfor %}"
@@ -179,7 +179,7 @@ def test_a_chat_template_of_another_type_is_an_error_at_the_start(
 
 
 def test_the_bundled_template_gets_objects(prompts: Prompts) -> None:
-    """Its model was trained so; `transformers` renders the same."""
+    """The model was trained with such prompts; `transformers` renders the same text."""
     messages = [Message.model_validate(message).for_template() for message in TALK]
     calls = [{**CALL, "function": {"name": "look_up", "arguments": json.loads(ARGUMENTS)}}] * 2
     given = [TALK[0], {**TALK[1], "content": "", "tool_calls": calls}, TALK[2]]

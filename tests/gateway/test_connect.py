@@ -171,7 +171,7 @@ async def test_a_deadline_ends_the_call_and_frees_its_sequence(rig: Rig, encodin
 
 @every_encoding
 async def test_a_browser_that_hangs_up_frees_its_sequence(rig: Rig, encoding: str) -> None:
-    """Its messages come one by one, so it has the first before the second is made."""
+    """Messages come one by one: the client has the first before the second is made."""
     rig.script.answer = lambda _: [plain([5]), 60.0]
     body = envelope(encoding, GenerateTextRequest(prompt="x"))
     arrived: list[bytes] = []

@@ -21,7 +21,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# A test fails if a connection stays open for longer.
+# A test fails if a connection stays open longer than this.
 PATIENCE_S = 20.0
 HEAD = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -137,7 +137,7 @@ async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -
         received = await connection.to_the_end()
     assert received.startswith(b"HTTP/1.1 200")
     assert b"connection: close" not in received
-    # In whole seconds, rounded down: later the client could write into a closed connection.
+    # In whole seconds, rounded down: rounded up, the client might write to a closed connection.
     assert b"\r\nkeep-alive: timeout=1\r\n" in received
 
 
@@ -218,7 +218,7 @@ async def test_a_slow_answer_does_not_time_out(gateway: Gateway) -> None:
 async def test_a_connection_whose_last_bytes_are_never_read_ends(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes are too few to pause an answer."""
+    """The unread bytes are too few to pause the answer."""
     monkeypatch.setattr(BoundedProtocol, "unread_seconds", 0.5)
     where = urlsplit(gateway.http_url)
     state = gateway._http.server_state

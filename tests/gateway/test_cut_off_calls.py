@@ -44,7 +44,7 @@ async def post(rig: Rig, path: str, **body: Any) -> Json:
 
 
 async def after_chat(rig: Rig) -> str:
-    """The prompt of a chat that goes on with the chat's own answer."""
+    """The prompt of a chat that continues after the chat's answer."""
     tools = [{"type": "function", "function": FUNCTION}]
     answer = await post(rig, "chat/completions", messages=[ASK], tools=tools)
     message = answer["choices"][0]["message"]

@@ -36,7 +36,7 @@ def late(rig: Rig) -> float:
 
 
 async def ended(rig: Rig, late_before: float) -> None:
-    """Wait until the verifier has nothing to do, and check that the deadline is why."""
+    """Wait until the verifier has nothing to do, and check that the deadline ended its work."""
     await until(lambda: rig.script.running == 0, timeout_s=4.0)
     assert rig.script.cancelled == 1
     await until(lambda: late(rig) == late_before + 1)
@@ -109,7 +109,7 @@ async def test_a_timeout_is_a_number_of_seconds(rig: Rig, given: Any) -> None:
         (5.0, None, False, ClientTimeout(5.0)),
         (5.0, None, True, ClientTimeout(5.0)),
         (None, "600", False, ClientTimeout(600.0)),
-        # The client waits so long for the next bytes, not for the end.
+        # The client waits this long for the next bytes, not for the whole answer.
         (None, "600", True, ClientTimeout(None, 600.0)),
         (5.0, "3.5", False, ClientTimeout(3.5)),
         (5.0, "3.5", True, ClientTimeout(5.0, 3.5)),

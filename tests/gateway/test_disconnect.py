@@ -107,7 +107,7 @@ async def test_a_client_that_never_reads_and_hangs_up_frees_its_sequence(rig: Ri
 async def test_an_unread_answer_stops_at_the_verifier_alone_and_goes_on_when_it_is_read(
     rig: Rig,
 ) -> None:
-    """Meanwhile another request gets its place, the only one."""
+    """While the answer is paused, another request gets the verifier's only place."""
     sent = 0
 
     def answer(_: object) -> Iterator[Any]:
@@ -130,7 +130,7 @@ async def test_an_unread_answer_stops_at_the_verifier_alone_and_goes_on_when_it_
     other = await rig.client.completions.create(model="models/target", prompt="x")
     assert other.choices[0].text == "It goes on."
     assert rig.script.running == 1
-    # With the small buffer the rest would take half a minute.
+    # With the small buffer, the rest of the answer would take half a minute.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     with connection, connection.makefile("rb") as lines:
         reading = asyncio.ensure_future(
@@ -166,7 +166,7 @@ async def test_an_answer_that_is_never_read_ends_with_an_error(
 async def test_a_call_over_grpc_that_is_never_read_keeps_no_place(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call has no deadline. The only place goes to another request, also after the time-out."""
+    """The call has no deadline. Another request gets the only place, also after the time-out."""
     monkeypatch.setattr(generate, "_UNREAD_S", 0.5)
     await long_answers_in_one_place(rig)
     rig.script.answer = lambda _: [each for _ in range(20_000) for each in (plain([5] * 50), 0.0)]

@@ -23,7 +23,7 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BODIES = {path: body for path, (_, body) in ENDPOINTS.items()}
 BODIES["/v1/messages"] = {"messages": CHAT, "max_tokens": 5}
-# Other parameters that a parameter needs.
+# By parameter: other parameters that it needs.
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "max_tokens": {"prompt_logprobs": 0},
@@ -97,7 +97,7 @@ def number_limits(parameter: Any) -> list[tuple[Any, Any]]:
     kinds = parameter.get("anyOf", [parameter])
     whole = any(kind.get("type") == "integer" for kind in kinds)
     step = 1 if whole else 0.001
-    # By the name of a limit: the steps from it to the last value within and the first beyond.
+    # By limit: the steps from the limit to the last value within and the first value beyond.
     steps = {
         "minimum": (0, -step),
         "maximum": (0, step),

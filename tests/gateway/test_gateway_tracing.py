@@ -1,4 +1,4 @@
-"""Each request makes one span, and the verifier gets its context. Without tracing it gets none."""
+"""Each request makes one span, whose context the verifier gets; without tracing it gets none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GenerationService over gRPC generates the same as HTTP, and its errors have details."""
+"""GenerationService over gRPC generates the texts that HTTP does, and its errors have details."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Answers of Messages and Responses, whole and streamed, are those in the files of golden/.
+"""Answers of Messages and Responses, whole and streamed, equal the files of golden/.
 
-A file has what the model says, the request, if it has one the same request as a chat's, the answer,
+A file has the model's text, the request, the equivalent chat request if there is one, the answer,
 and the events of the stream. `OUTRIDER_WRITE_GOLDEN=1 pytest tests/gateway/test_golden_answers.py`
 writes answers and events anew; read the difference before you commit it.
 """
@@ -59,7 +59,7 @@ class Names:
 
 
 def play(rig: Rig, case: Json, chunk: int | None = None) -> None:
-    """Let the model say what the case says, by as many tokens at a time."""
+    """Let the model write the case's text, this many tokens at a time."""
     ended = FinishReason[case.get("ends", "stop").upper()]
     size = chunk or case.get("chunk", 3)
     rig.says(case["says"], size, ended, cached=case.get("cached", 0))
@@ -95,7 +95,7 @@ async def events_of(rig: Rig, api: str, request: Json) -> list[Json]:
 
 
 def asked(rig: Rig) -> TokenRequest:
-    """The verifier's last request, without what is drawn anew for each and a stream's own."""
+    """The verifier's last request, without its random fields and those that only a stream has."""
     changed: Json = {"request_id": "", "traceparent": "", "noise_seed": 0, "min_chunk_tokens": 1}
     return replace(rig.script.requests[-1], **changed)
 

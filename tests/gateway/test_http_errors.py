@@ -27,7 +27,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
-# (body beside the prompt, param, code, a part of the message)
+# (changes to a good body, param, code, a part of the message)
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"prompt": ""}, "prompt", "invalid_value", "at least 1 token"),
     ({"prompt": []}, "prompt", "invalid_value", "none empty"),

@@ -46,7 +46,7 @@ async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig
 
 @pytest.fixture(autouse=True)
 def one_tenant(rig: Rig, thinker: Rig) -> Iterator[None]:
-    """Send the key of OpenAI's client with all requests: without keys, it names the tenant."""
+    """Send the key of OpenAI's client with all requests: it names the tenant at this gateway."""
     for each in (rig, thinker):
         each.http.headers["authorization"] = f"Bearer {each.client.api_key}"
     yield
@@ -146,7 +146,7 @@ async def test_the_items_before_an_answer_are_listed(thinker: Rig) -> None:
     after = items[2]["id"]
     assert await listed(thinker, answer["id"], order="asc", after=after) == items[3:]
     assert await listed(thinker, answer["id"], after=after) == items[1::-1]
-    # What a client sends back is listed as what the gateway kept.
+    # Items that a client sends back are listed like items that the gateway kept.
     sent = [{"role": "user", "content": "hi"}, *first["output"], *again]
     answer = await ask(thinker, sent, tools=TOOLS)
     assert [{**item, "id": ""} for item in await listed(thinker, answer["id"], order="asc")] == [

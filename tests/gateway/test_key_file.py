@@ -1,4 +1,4 @@
-"""The file of API keys and the refusal to listen for everybody: checked before anything starts."""
+"""Before anything starts, the gateway checks its key file and refuses to listen for everybody."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 ALLOWED_S = 0.05
 TRIES = 8
 MIB = 2**20
-# The context of many models. With the bundled model's shorter one, more requests are refused early.
+# Many models have this context. With the bundled model's, more requests would be refused early.
 CONTEXT = 131_072
 HEADERS = {"content-type": "application/json"}
 _BUCKET = re.compile(
@@ -124,7 +124,7 @@ class Target:
         return {float(bound): float(count) for bound, count in _BUCKET.findall(text)}
 
 
-# What one token lists with 20 log probabilities.
+# The 20 log probabilities that a token lists.
 LISTED = TokenLogprob(-1.0, tuple(range(100, 120)), tuple(-1.0 - i for i in range(20)), 1)
 
 
@@ -191,7 +191,7 @@ def _chat(count: int) -> bytes:
 
 
 def _turns(count: int) -> bytes:
-    """Anthropic's messages: calls of a tool, and its results."""
+    """Anthropic's messages: a tool's calls and results."""
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
     turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]

@@ -1,4 +1,4 @@
-"""A sequence whose verifier is lost or leaves goes on at another: no token twice, none missing."""
+"""A sequence whose verifier dies or leaves goes on at another; no token is doubled or lost."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_begun_answer_never_goes_on_at_a_verifier_of_another_fingerprint
         assert error["code"] == "model_changed"
         assert "other weights, dtype, version" in error["message"]
         assert second.requests == []
-        # A request that has not begun may go there.
+        # A request that has not begun may go to that verifier.
         assert text_of(await site.ask(stream=True)) == TEXT
         assert [request.model_fingerprint for request in second.requests] == [other]
 
@@ -244,7 +244,7 @@ async def test_grpc_tells_how_often_a_request_went_on(site: Site) -> None:
 
 
 async def test_a_verifier_that_drains_hands_its_sequences_over(prompts: Prompts) -> None:
-    # The gateway must believe the verifier at once, and not only when it polls it.
+    # The gateway must believe the verifier at once, not only at the next poll.
     async with running_site(prompts, poll_s=60.0) as site:
         site.writes(site.first, 3)
         begun = site.ask(stream=True)

@@ -49,7 +49,7 @@ async def test_waiting_sequences_leave_a_verifier_when_its_poll_fails(site: Site
 async def test_a_sequence_with_a_chunk_leaves_a_verifier_that_is_silent_for_long(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when its event loop hangs: gRPC answers pings without it, so the call does not end."""
+    """The verifier's event loop may hang: gRPC still answers pings, so the call does not end."""
     monkeypatch.setattr(routing, "_SILENT_S", 0.5)
     asked = await site.begin(3, stream=True)
     site.first.script.unreachable = True
@@ -67,7 +67,7 @@ async def test_a_sequence_with_a_chunk_stays_when_the_poll_fails(site: Site) -> 
 
 
 async def test_without_another_verifier_waiting_sequences_stay(site: Site) -> None:
-    """No other verifier would serve them, and this one may only be slow."""
+    """No other verifier would serve the requests, and the silent verifier may only be slow."""
     site.second.script.info = replace(site.second.script.info, stage=Stage.DRAINING)
     await site.known_lost(1)
     site.first.script.answer = lambda request: [0.5, *echo(request)]

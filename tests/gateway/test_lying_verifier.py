@@ -43,7 +43,7 @@ DOMAIN = "outrider.dev"
 
 
 class Liar:
-    """A verifier that answers a request with any bytes, and then ends its sequence."""
+    """A verifier that answers a request with arbitrary bytes, and then ends its sequence."""
 
     def __init__(self, prompts: Prompts) -> None:
         self.info = ready(prompts.fingerprint, model_id="lies")
@@ -86,7 +86,7 @@ class Liar:
 
 
 def aimed(lie: bytes, call_id: int) -> bytes:
-    """The message with its small call ids made that of a running call."""
+    """The message with each small call id replaced by the id of a running call."""
     try:
         message = Message.FromString(lie)
     except DecodeError:
@@ -195,7 +195,7 @@ def check_error(answer: httpx.Response) -> None:
     assert set(error) == {"message", "type", "param", "code"}
     reason = Reason[error["code"].upper()]
     assert answer.status_code == reason.kind.http
-    # The gateway has said so itself if it met something that it does not expect.
+    # The gateway writes this itself if it meets something unexpected.
     assert "failed; " not in error["message"]
     assert error["type"] == reason.kind.openai_type
 

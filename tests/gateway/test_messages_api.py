@@ -1,4 +1,4 @@
-"""Anthropic's Messages, as Anthropic's own clients use them; test_golden_answers.py has shapes."""
+"""Messages as Anthropic's clients use them; test_golden_answers.py has the answers' shapes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def text(words: str) -> dict[str, Any]:
 USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "é"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "cold", "is_error": False}
 THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s"}
-# A call, two results, and a text behind them.
+# A call, two results, and a text after them.
 HISTORY = [
     *ASK,
     {"role": "assistant", "content": [THOUGHT, text("I "), USE, text("look.")]},
@@ -302,7 +302,7 @@ def said_by(role: str, *content: Any) -> dict[str, Any]:
     return {"messages": [*ASK, {"role": role, "content": list(content)}]}
 
 
-# The body beside the messages, and the beginning of the message.
+# The body without its messages, and the beginning of the error's message.
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens: "),
     ({"max_tokens": 0}, "max_tokens: "),
@@ -405,7 +405,7 @@ async def test_errors_around_the_body_have_anthropics_shape(rig: Rig, path: str)
     assert error_of(await rig.http.get(path), 405)
     foreign = await post(path, json=good, headers={"host": "evil.example"})
     assert error_of(foreign, 403)["type"] == "permission_error"
-    # The parser of HTTP writes this one, without the header.
+    # The HTTP parser writes this answer, and sends no such header.
     headers = await post(path, json=good, headers={"x": "x" * 70_000})
     assert (headers.status_code, headers.json()["type"]) == (431, "error")
 

@@ -1,4 +1,4 @@
-"""Anthropic's tools that the caller runs are functions to the model; others are refused."""
+"""The model sees Anthropic's client tools as functions; the gateway refuses other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model is served under each of its names, in every API; answers have the first."""
+"""A model is served under each of its names, in every API; answers show the first name."""
 
 from __future__ import annotations
 

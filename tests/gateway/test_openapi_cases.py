@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes from /openapi.json, valid and invalid ones.
+"""Valid and invalid requests that schemathesis makes from /openapi.json.
 
 Each answer has a documented status; each error has its API's form and, in OpenAI's, names the
 field; and the gateway answers a good request afterwards.

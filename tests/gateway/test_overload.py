@@ -1,4 +1,4 @@
-"""A request too many is refused at once, by what the verifiers report and the gateway has sent."""
+"""The gateway refuses excess requests at once, from verifiers' reports and its own requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 BODY = {"prompt": "if x", "temperature": 0, "max_tokens": 64}
-# 64 run and as many wait; one ends each 0.1 s.
+# 64 sequences run, 64 wait, and one ends each 0.1 s.
 BUSY = Load(64, 64, 64, 1024, sequence_s=6.4)
 ENDLESS = ClientTimeout()
 
@@ -64,14 +64,14 @@ async def test_a_full_queue_takes_no_more_of_the_tenant_that_fills_it() -> None:
 
 
 async def test_a_full_queue_lets_a_smaller_tenant_through() -> None:
-    """The verifier drops a request of the larger one for it."""
+    """For the smaller tenant's request, the verifier drops one of the larger tenant."""
     assert refusal(BUSY, {"a": 1000, "b": 88}, "b") is None
     assert refusal(BUSY, {"a": 1000, "b": 88}, "c") is None
     assert refusal(BUSY, {"a": 544, "b": 544}, "b") is not None
 
 
 async def test_a_full_queue_of_tenants_with_one_request_takes_no_further_tenant() -> None:
-    """As when each request without a key comes with a bearer token of its own."""
+    """Callers make such tenants by a different bearer token in each request without a key."""
     counts = {str(number): 1 for number in range(64 + 1024)}
     assert refusal(BUSY, counts, "new") is not None
     # Another gateway may have a larger tenant, so the verifier decides.
@@ -98,7 +98,7 @@ async def test_a_flood_does_not_make_another_tenant_late() -> None:
 
 
 async def test_a_large_tenant_waits_longer_beside_small_ones() -> None:
-    """They pass it in the queue, now and later."""
+    """Small tenants' requests, present and future, overtake the large tenant's in the queue."""
     alone = refusal(BUSY, {"a": 128}, timeout=ClientTimeout(1.0))
     beside = refusal(BUSY, {"a": 128, "b": 4, "c": 12}, timeout=ClientTimeout(1.0))
     assert alone is not None
@@ -111,7 +111,7 @@ async def test_a_large_tenant_waits_longer_beside_small_ones() -> None:
 async def test_shares_are_max_min_fair(places: int, rivals: list[int]) -> None:
     share = fair_share(places, rivals)
     assert share > 0.0
-    # What the tenant leaves is exactly what the rivals take, none of them more than it.
+    # The rivals take exactly what the tenant leaves, and none takes more than the tenant.
     assert share + sum(min(each, share) for each in rivals) == pytest.approx(places)
 
 
@@ -183,7 +183,7 @@ def sum_of(counts: dict[str, Counter[str]]) -> int:
 
 
 async def test_a_burst_that_would_be_late_is_refused_unread_beside_another_tenant(rig: Rig) -> None:
-    """Two run, and one of 15 more begins each 2 s: they fit into half of a minute's patience."""
+    """Two run; of 15 more, one begins every 2 s, and all within half of a minute's patience."""
     host, _, port = rig.gateway.http_url.removeprefix("http://").partition(":")
 
     async def begin(number: int) -> asyncio.StreamReader:
@@ -205,7 +205,8 @@ async def test_a_burst_that_would_be_late_is_refused_unread_beside_another_tenan
     heads = [asyncio.create_task(reader.readuntil(b"\r\n\r\n")) for reader in readers]
     counts = rig.gateway.generation.admission.counts
     await until(lambda: sum(head.done() for head in heads) + sum_of(counts) == 60)
-    # Of those within half a minute, and of eight more the body may name a longer timeout.
+    # 17 begin within half a minute. Of the others, eight at a time may show a longer timeout in
+    # their bodies.
     assert 17 <= sum_of(counts) <= 17 + 8
     refused = [head.result() for head in heads if head.done()]
     assert all(head.startswith(b"HTTP/1.1 429") for head in refused)
@@ -228,7 +229,7 @@ async def test_a_burst_that_would_be_late_is_refused_unread_beside_another_tenan
 async def test_a_timeout_that_a_library_sends_by_itself_makes_nobody_patient(
     rig: Rig, header: str
 ) -> None:
-    """It is 600 s in the clients of OpenAI and of Anthropic."""
+    """The clients of OpenAI and of Anthropic send 600 s by themselves."""
     async with crowded(rig, 1, sequence_s=31.0):
         answer = await rig.http.post("/v1/completions", json=BODY, headers={header: "600"})
         assert answer.status_code == 429
@@ -241,7 +242,7 @@ async def test_a_timeout_that_a_library_sends_by_itself_makes_nobody_patient(
 
 
 async def test_callers_that_name_no_timeout_have_a_minute_until_their_first_token(rig: Rig) -> None:
-    """Twice the wait must fit into it; the time of the answer does not count."""
+    """Twice the wait must fit into the minute; the time of the answer does not count."""
     async with crowded(rig, 1, sequence_s=31.0):
         answer = await rig.http.post("/v1/completions", json=BODY)
         assert answer.status_code == 429
@@ -253,9 +254,9 @@ async def test_callers_that_name_no_timeout_have_a_minute_until_their_first_toke
 
 
 async def test_refusals_take_milliseconds(rig: Rig) -> None:
-    """`pytest -s` prints how many each of 200 in a row took.
+    """`pytest -s` prints how much each of 200 refusals in a row took.
 
-    Their processor time, of client and gateway together, does not depend on the machine's load.
+    It is processor time of client and gateway together, so the machine's load hardly matters.
     """
     body = BODY | {"prompt": "x " * 1500}
     times = []

@@ -179,7 +179,7 @@ async def test_a_template_that_hangs_ends_at_its_limit_and_delays_no_other(
         for name in attackers
         for _ in range(2)
     ]
-    await asyncio.sleep(0.1)  # as many begin as may
+    await asyncio.sleep(0.1)  # all that may run at once begin
     assert await prompts.render(said("hello"), "messages", 2048, "b") == "hello"
     if text == "loop":
         assert not any(task.done() for task in hanging)

@@ -1,4 +1,4 @@
-"""The gateway is ready if and only if a verifier with its tokenizer is; else it says why."""
+"""The gateway is ready if and only if a verifier with its tokenizer is ready; else it says why."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_requests_fail_with_the_reason_of_a_verifier_that_is_not_ready(
     response = await rig.http.post("/v1/completions", json={"prompt": "x"})
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (503, reason.name.lower())
-    # Any tenant may see this one.
+    # Any tenant may see this error.
     assert words not in error["message"]
     assert "127.0.0.1" not in error["message"]
     channel = rpc.dial(rig.gateway.grpc_address)

@@ -69,7 +69,7 @@ async def test_a_model_is_looked_up_at_the_replica_with_the_longest_context(rout
         assert router.lookup(name) == ("models/target", longer)
     router.replicas[0].sequences |= set(range(2))
     router.replicas[1].sequences |= set(range(2))
-    # Without a name, it is the model of the replica that `pick` would choose.
+    # If the request names no model, it gets the model of the replica that `pick` would choose.
     assert router.lookup(None) == ("large", router.replicas[2].info)
 
 
@@ -91,7 +91,7 @@ async def test_news_that_come_before_a_sequence_waits_are_not_missed(router: Rou
     for replica in router.replicas:
         replica.mark_lost(LOST)
     waiting = asyncio.create_task(router.pick_fallback(pick, LOST, wait_s=60.0))
-    # The task has looked at the replicas, but what it waits for may begin a turn later.
+    # The task has looked at the replicas, but its wait may begin a turn of the event loop later.
     await asyncio.sleep(0)
     router.replicas[2].problem = None
     router._wake()

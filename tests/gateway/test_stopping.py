@@ -46,7 +46,7 @@ async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]
 
 
 async def ended(gateway: GatewayProcess) -> int:
-    """Its exit status."""
+    """The gateway's exit status, once it has ended."""
     return await asyncio.to_thread(gateway.popen.wait, 60)
 
 

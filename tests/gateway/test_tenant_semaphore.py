@@ -93,7 +93,7 @@ async def test_a_request_that_leaves_while_it_waits_costs_no_slot() -> None:
     waiting[0].cancel()
     await asyncio.sleep(0)
     slots.release("first")
-    waiting[1].cancel()  # in the moment in which it gets its slot
+    waiting[1].cancel()  # at the moment when it gets its slot
     await asyncio.wait(waiting)
     assert order == ["c"]
     await asyncio.wait_for(slots.acquire("next"), 1.0)

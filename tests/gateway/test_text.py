@@ -31,7 +31,7 @@ def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 def content(parts: Sequence[Part]) -> str:
-    """The text of parts that are content alone."""
+    """The text of parts that are all content."""
     return "".join(part.text for part in parts if isinstance(part, Content))
 
 
@@ -70,7 +70,7 @@ def test_the_bytes_of_tokens_join_to_those_of_the_text(
 
 
 def test_a_byte_token_has_its_own_byte() -> None:
-    """With sentencepiece's byte fallback. A token whose text is U+FFFD has its bytes."""
+    """With sentencepiece's byte fallback, a token of the text U+FFFD has that character's bytes."""
     vocabulary = {"<unk>": 0, "é": 1, "<0xC3>": 2, "<0xA9>": 3, "\ufffd": 4}
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
@@ -261,7 +261,7 @@ def test_the_first_min_tokens_complete_no_stop_string(
     prompts: Prompts,
     table: TokenTable,
 ) -> None:
-    """As in vLLM, a stop string may begin among them and end behind them."""
+    """As in vLLM, a stop string may begin among these tokens and end after them."""
     ids = prompts.tokenizer.encode(text, add_special_tokens=False).ids
     early = len(prompts.tokenizer.decode(ids[:min_tokens]))
     found = [
@@ -284,7 +284,7 @@ def test_the_first_min_tokens_complete_no_stop_string(
 def test_what_might_begin_a_stop_string_comes_before_the_call_that_follows(
     prompts: Prompts, table: TokenTable, chunk: int
 ) -> None:
-    """No stop string reaches across a call, so what was held back is content, and comes first."""
+    """No stop string reaches across a call, so held-back text is content and comes before it."""
     form = FORMATS["hermes"]
     call = '<tool_call>\n{"name": "weather", "arguments": {"days": 3}}\n</tool_call>'
     ids = prompts.tokenizer.encode(f"Wait STO{call}P now", add_special_tokens=False).ids

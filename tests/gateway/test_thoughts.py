@@ -56,7 +56,7 @@ async def test_a_thought_of_line_breaks_is_read_in_linear_time(count: int) -> No
             assert reader.push("\n") == []
     for reader in readers:
         assert reader.push("it is") == [Reasoning("\n" * 40_000 + "it is")]
-    # To read the line breaks again for each piece takes many times as long.
+    # A reader that scans the line breaks again for each piece takes many times as long.
     assert time.thread_time() - began < 1.5 * count
 
 

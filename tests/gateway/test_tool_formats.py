@@ -119,7 +119,7 @@ def check_walk(libraries: Libraries, form: ToolFormat, compiled: Compiled, seed:
             assert isinstance(value, dict), text
             assert {key: type(found) for key, found in value.items()} == TYPES, text
     assert calls or not complete, text
-    # However the text is cut, the calls before the cut are the same, and the last is a beginning.
+    # Wherever the text is cut, the calls before the cut stay, and the last is a beginning.
     for end in range(len(text)):
         for (name, begun), (full_name, full) in zip(
             calls_of(parts_of(form, text[:end], step=1000)), calls, strict=False
@@ -262,7 +262,7 @@ def test_each_character_is_placed_in_its_part_of_the_answer(form: ToolFormat) ->
         "tool_calls[0]": begin + calls[0],
         "tool_calls[1]": calls[1] + end,
     }
-    # The text between two calls stands with the second.
+    # The text between two calls comes with the second call.
     texts["tool_calls[1]"] = texts["tool_calls[1]"].removeprefix(form.separator)
     assert {key: text.strip() for key, text in texts.items()} == {
         key: text.strip() for key, text in expected.items() if text
@@ -314,7 +314,7 @@ ONE_THOUGHT = [
 @pytest.mark.parametrize("form", ONE_THOUGHT, ids=lambda form: form.name)
 @pytest.mark.parametrize("step", [1, 4, 1000])
 def test_an_answer_has_one_thought_at_most(form: ToolFormat, step: int) -> None:
-    """Its marks in the content are text: the model may write about them, and hide nothing so."""
+    """A thought's marks in the content are text: the model may write them, but not hide text."""
     assert form.thought is not None
     begin, end = form.thought.begin, form.thought.end
     again = f"{begin}again{end}"

@@ -259,7 +259,7 @@ async def test_tools_that_cannot_be_called_are_refused(
 
 
 async def test_an_unknown_schema_keyword_is_reported_as_the_tools(rig: Rig) -> None:
-    """The verifier refuses the grammar; the caller knows it as `tools`."""
+    """The verifier refuses the grammar; the error to the caller names `tools`."""
     from outrider.errors import OutriderError, Reason
 
     def refuse(request: object) -> Any:
@@ -432,7 +432,7 @@ async def test_a_schema_that_json_cannot_hold_is_refused(
 async def test_forced_arguments_are_an_object_whatever_their_schema(
     rig: Rig, schema: dict[str, Any], held: dict[str, Any]
 ) -> None:
-    """The reader would take what follows another value for a part of it."""
+    """After any other value, the reader would take the next text for a part of the value."""
     rig.says(CALL)
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     await answer_of(rig, tools=[tool], tool_choice="required")

@@ -1,4 +1,4 @@
-"""What clients send along: ignored where it changes nothing, refused or ignored where unknown."""
+"""Parameters without effect are ignored; unknown parameters are refused, or ignored if so set."""
 
 from __future__ import annotations
 

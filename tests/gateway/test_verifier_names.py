@@ -42,9 +42,9 @@ class Fleet:
     prompts: Prompts
     verifiers: list[Verifier]
     listed: list[Verifier] = field(default_factory=list)
-    """Those that the name stands for."""
+    """The verifiers that the name stands for."""
     error: OSError | None = None
-    """What the resolver answers with, if anything, instead."""
+    """If set, what the resolver answers instead."""
     gateway: Gateway = field(init=False)
     http: httpx.AsyncClient = field(init=False)
 
@@ -87,7 +87,7 @@ class Fleet:
         return [replica.address for replica in self.gateway.router.replicas]
 
     async def ready(self, *verifiers: Verifier) -> None:
-        """Wait until requests go to these verifiers alone."""
+        """Wait until requests go only to these verifiers."""
         wanted = sorted(verifier.address for verifier in verifiers)
         picks = self.gateway.router.ready_picks
         await until(lambda: sorted(pick.replica.address for pick in picks()) == wanted)
@@ -220,7 +220,7 @@ async def test_scaling_and_rolling_updates_lose_and_alter_nothing(prompts: Promp
                 texts.append(text_of(await fleet.ask()))
 
         async def leave(verifier: Verifier) -> None:
-            """As a verifier does that gets SIGTERM, while its address vanishes."""
+            """Leave as a verifier does on SIGTERM, while its address vanishes."""
             fleet.listed = [each for each in fleet.listed if each is not verifier]
             verifier.script.answer = lambda _: [LEAVES]
             verifier.drain()

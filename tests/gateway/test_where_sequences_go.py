@@ -52,7 +52,7 @@ async def test_a_request_that_ends_each_verifier_is_given_up(site: Site, progres
 async def test_a_sequence_does_not_go_on_where_it_cannot(
     site: Site, changes: dict[str, Any]
 ) -> None:
-    """One prompt token and 500 more do not fit into 500, and another model has another text."""
+    """A prompt token and 500 more do not fit into 500; another model would write another text."""
     await change_second(site, **changes)
     asked = await site.begin(3, stream=True)
     await site.first.kill()
@@ -78,7 +78,7 @@ async def test_sequences_stay_where_no_other_verifier_can_finish_them(
 
 
 async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None:
-    """It answers polls and pings, so no connection breaks."""
+    """Such a verifier answers polls and pings, so no connection breaks."""
     asked = await site.begin(3, stream=True)
     site.first.script.refusal = HANGS
     assert text_of(await asked) == TEXT

@@ -1,4 +1,4 @@
-"""Every route and RPC of the gateway, with who may call it. A new one must be added here."""
+"""Who may call each route and RPC of the gateway. A new route or RPC must be added here."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ async def call(
 ) -> grpc.StatusCode:
     """The status of a call, OK as soon as it answers."""
     async with rpc.dial(address) as channel:
-        # A call that streams its request reports INTERNAL where the refusal outruns its write.
+        # A call that streams its request reports INTERNAL if the refusal comes before its write.
         stub: Any = channel.unary_stream(
             method,
             request_serializer=lambda message: message.SerializeToString(),

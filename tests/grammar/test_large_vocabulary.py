@@ -28,10 +28,10 @@ from outrider.grammar.trial import Trial, compile_only
 from tests.grammar.everyday import EVERYDAY, grammar_for
 from tests.grammar.large_vocabulary import write
 
-# In a measurement; a test makes do with fewer.
+# For a measurement; a test uses fewer.
 TEXTS = 20
 REPETITIONS = 3
-# Of the compiler's 5 s, since a worker shares the processors with the engine.
+# Half of the compiler's 5 s, since a worker shares the processors with the engine.
 ADMISSION_S = 5.0 / 2
 # Sequences with slower masks get no drafts.
 SLOW_MS = 5.0

@@ -1,8 +1,8 @@
 """Schemas of the public JSON-Schema-Test-Suite and of everyday use are enforced or refused by name.
 
 tests/install-tools.sh takes the suite from jsonschema's source package. The tests play a fixed
-sample. `python -m tests.grammar.test_schema_suite` plays everything and prints a table; a number of
-parts, and then the number of one part, play that part alone: `… 8 3`.
+sample. `python -m tests.grammar.test_schema_suite` plays everything and prints a table. With two
+numbers, it plays one part of several: `… 8 3` plays part 3 of the parts 0 to 7.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENDS = (0, 3)
 # Random texts of each schema: in the tests, and in the whole table.
 TEST_TEXTS = 60
 TEXTS = 200
-# The texts of a schema also end after this processor time.
+# The test of a schema's texts also ends after this processor time.
 SECONDS = 10.0
 SAMPLE = 50
 DRAFTS = {

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 HIDDEN, TARGET_HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS, CONTEXT = 16, 16, 40, 24, 10, 128
-# Heads of 16 channels are attended to by the C library where it is built.
+# If the C library is built, it computes the attention of heads with 16 channels.
 HEADS, KV_HEADS, HEAD_SIZE, INTERMEDIATE = 4, 2, 16, 24
 RANK, BLOCK, MASK = 4, 5, 7
 
@@ -66,7 +66,7 @@ MODEL = "model.safetensors"
 def layer_tensors(
     index: int = 0, inputs: int = HIDDEN, *, norms: bool = False, input_norm: bool = True
 ) -> Tensors:
-    """Random weights of one layer; `norms` are those of queries and keys."""
+    """Random weights of one layer; with `norms`, it norms queries and keys."""
     layer = f"layers.{index}."
     queries, keys = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
     tensors = {
@@ -326,7 +326,7 @@ def dspark_speculators() -> Files:
 
 
 def mtp_mimo() -> Files:
-    """A target's own files, whose other weights the head leaves alone."""
+    """A target's files; the head ignores their other weights."""
     torch.manual_seed(5)
     inside = {
         "token_layernorm.weight": 1 + torch.randn(HIDDEN) / 4,
@@ -377,7 +377,7 @@ def medusa_vllm() -> Files:
 
 PARTS = ("weight", "bias")
 
-# Dialects that say the same of the same head.
+# Dialects in which one head is written.
 DIALECTS: dict[str, dict[str, Callable[[], Files]]] = {
     "eagle3": {
         "speculators": eagle3_speculators,

@@ -1,4 +1,4 @@
-"""The scores that a head gives after the beginnings of a text, when it is fed the text's own."""
+"""The scores that a head gives after prefixes of a text, if it is fed the text's next tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target of random weights, of the sizes that the heads of `head_files` are for."""
+"""A target with random weights, with the sizes that the heads of `head_files` need."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.heads.head_files import CONTEXT, LAYERS, TARGET_HIDDEN, VOCAB
 
 ALLOWED = 5
 BANNED = tuple(range(ALLOWED, VOCAB))
-"""Leaves the first tokens. So random heads are often right, and texts can be enumerated."""
+"""Allows only the first tokens, so random heads are often right and texts can be enumerated."""
 
 
 @cache
 def target() -> LlamaForCausalLM:
     """The target, whose distributions have several likely tokens.
 
-    Its weights are larger than those of a new model, so that they depend on the text.
+    Its weights are larger than a new model's, so that the distributions depend on the text.
     """
     torch.manual_seed(4)
     config = LlamaConfig(

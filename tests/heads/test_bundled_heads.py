@@ -1,4 +1,4 @@
-"""The bundled heads guess what their targets say."""
+"""The bundled heads guess their targets' tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def target(name: str) -> tuple[str, str]:
 def greedy_text(name: str) -> tuple[list[int], int, list[torch.Tensor]]:
     """The target's greedy text, the length of its prompt, and its states [tokens, hidden].
 
-    The states are the inputs of its layers, in order, and then that after the final norm.
+    The states are the inputs of the layers, in order, and last the state after the final norm.
     """
     folder, asked = target(name)
     prompt = load_tokenizer(folder).encode(asked).ids
@@ -59,7 +59,7 @@ def greedy_text(name: str) -> tuple[list[int], int, list[torch.Tensor]]:
 def test_a_bundled_head_guesses_much_of_a_greedy_text(
     of: str, folder: str, mean: float, whole: float
 ) -> None:
-    """More than `mean` tokens of a draft are right on average; of drafts, a share above `whole`."""
+    """Drafts have over `mean` right tokens on average; a share over `whole` is right entirely."""
     text, start, states = greedy_text(of)
     path = target(of)[0]
     head = read(MODELS / folder, LlamaConfig.from_pretrained(path))
@@ -74,6 +74,6 @@ def test_a_bundled_head_guesses_much_of_a_greedy_text(
         true = text[length : length + COUNT]
         right.append(next((n for n in range(COUNT) if guessed[n] != true[n]), COUNT))
         model.close(sequence)
-    # At random, one in thousands of the first guesses would be right.
+    # By chance, one first guess in thousands would be right.
     assert sum(right) > mean * len(right)
     assert right.count(COUNT) > whole * len(right)

@@ -1,4 +1,4 @@
-"""Heads that speculators builds and saves give here the scores that they give there."""
+"""Heads that speculators builds and saves give the scores here that they give in speculators."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cases, made by speculators in its own environment."""
+    """All cases, which speculators makes in a separate environment."""
     folder = tmp_path_factory.mktemp("by_speculators")
     command = [PYTHON, "-m", MAKE, folder]
     ended = subprocess.run(
@@ -57,7 +57,7 @@ def test_scores_are_those_of_the_code_that_wrote_the_head(name: str, made: Path)
     if model.target_ids is not None:
         found = found[..., model.target_ids]
     torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
-    # Heads with equal scores everywhere would agree with anything.
+    # If all scores of a head were equal, it would agree with anything.
     assert wanted.std() > 0.3
     if "confidences" in reference:
         torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""`outrider check-head` tells a head of the target from a head of another one."""
+"""`outrider check-head` tells a head of the target from a head of another target."""
 
 from __future__ import annotations
 

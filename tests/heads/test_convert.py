@@ -1,4 +1,4 @@
-"""`outrider convert-head` makes readable folders of pickled ones, and runs nothing in them."""
+"""`outrider convert-head` makes readable heads from pickled ones, and runs no pickled code."""
 
 import pickle
 import subprocess

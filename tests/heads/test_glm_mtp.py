@@ -53,7 +53,7 @@ def make(**more: Any) -> tuple[Glm4MoeForCausalLM, MtpModel]:
 
 
 def write(folder: Path, target: Glm4MoeForCausalLM, mtp: MtpModel) -> Path:
-    """Save both as GLM's files have them: the MTP layer is one layer more, each expert apart."""
+    """Save both like GLM's files: the MTP layer is one more layer, each expert is separate."""
     target.save_pretrained(folder)
     named = {
         "post_norm.weight": "shared_head.norm.weight",
@@ -77,7 +77,7 @@ def write(folder: Path, target: Glm4MoeForCausalLM, mtp: MtpModel) -> Path:
 
 
 def expected(mtp: MtpModel, features: torch.Tensor, length: int) -> torch.Tensor:
-    """The same by the MTP module, without a cache."""
+    """The scores by the MTP module, without a cache."""
     states, scores = features[None, : length - 1], []
     for step in range(STEPS):
         rows = length - 1 + step

@@ -36,7 +36,7 @@ class Golden:
         head = {key[5:]: value for key, value in tensors.items() if key.startswith("head/")}
         save_file(head, folder / "model.safetensors")
         self.folder = folder
-        # SpecForge means something else by its files than vLLM, whose reading comes first.
+        # SpecForge and vLLM read these files differently; vLLM's reading is number 1.
         self.reading = 2 if name in ("eagle3-1-specforge", "eagle3-no-norm-specforge") else 1
         self.tokens = tensors["tokens"].tolist()
         self.features = tensors["features"]
@@ -54,7 +54,7 @@ class Golden:
         return load(head, self.weights, page_count=16, page_size=4, **settings)
 
     def scores_of(self, model: HeadModel) -> tuple[torch.Tensor, HeadProposal]:
-        """The model's scores of the tokens that it has, where the recorded ones were taken."""
+        """The model's scores after the recorded lengths, only of the tokens in its vocabulary."""
         steps = self.scores.shape[1]
         spread, proposal = scores_of(model, self.tokens, self.features, self.lengths, steps)
         if model.target_ids is not None:
@@ -69,7 +69,7 @@ def test_scores_are_those_of_independent_code(name: str, tmp_path: Path) -> None
     with torch.inference_mode():
         scores, proposal = golden.scores_of(golden.model())
     torch.testing.assert_close(scores, golden.scores, atol=1e-4, rtol=0)
-    # Heads with equal scores everywhere would agree with anything.
+    # If all scores of a head were equal, it would agree with anything.
     assert scores.std() > 0.3
     if golden.confidences is not None:
         torch.testing.assert_close(proposal.confidences, golden.confidences, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""The family `head` offers what its head guesses, whenever and however its features come."""
+"""The family `head` offers its head's guesses, whenever and however the features come."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Site:
         return Features(number, first, self.rows(text)[first:end].numpy().tobytes())
 
     def guesses(self, text: list[int], first: int = 0) -> list[int]:
-        """What the head alone guesses after a text, if it has the features from `first` on."""
+        """The head's guesses after a text by itself, if it has the features from `first` on."""
         model = self.fresh()
         sequence = model.open(text[:1])
         model.extend([Extension(sequence, text[1:], self.rows(text)[first:], first)])
@@ -156,7 +156,7 @@ async def test_a_prompts_features_that_a_slow_head_has_not_read_are_bounded(
     for first in range(0, 48, 4):
         site.session.apply(StepBatch(features=[site.features(1, text, first, first + 4)]))
     worker = site.worker
-    # The first 12 tokens' are more than ten.
+    # The features of the first 12 tokens exceed the bound.
     assert worker._given_bytes - worker._read_bytes == 12 * size
     free.set()
     news = site.features(1, text, 48, 59)
@@ -186,7 +186,7 @@ async def test_a_cached_prefix_needs_no_features_again(site: Site) -> None:
     site.session.apply(StepBatch(features=[news], verdicts=[verdict(1, 14, text[13:])]))
     alone = await proposed(site.session)
     site.session.apply(StepBatch(closed=[Closed(1)]))
-    # The target's own cache had a part of the prompt, of which no features come.
+    # The target's prefix cache had a part of the prompt. For that part no features come.
     known = 0 if site.head.spec.kind == "medusa" else 8
     site.session.apply(opening(2, text[:13]))
     news = site.features(2, text, known, 13)
@@ -279,7 +279,7 @@ async def test_a_failed_forward_costs_one_draft_of_a_text_and_no_later_text(
     def fail(*_: object) -> torch.Tensor:
         raise RuntimeError("planted")
 
-    # It fails while a part of the prompt is read, before any draft is asked for.
+    # The head fails while it reads a part of the prompt, before any draft is asked for.
     monkeypatch.setattr(eagle.model, "read_rows", fail)
     eagle.session.apply(opening(1, text[:13]))
     eagle.session.apply(StepBatch(features=[eagle.features(1, text, 0, 6)]))
@@ -331,7 +331,7 @@ def test_a_verifier_of_another_target_is_refused(eagle: Site) -> None:
 
 
 class Rising:
-    """A grammar in which each token is 1 to 3 more than the one before it, from `first` on."""
+    """A grammar in which each token is 1 to 3 more than the token before, from `first` on."""
 
     mask_width = -(-VOCAB // 32)
     ended = False
@@ -388,7 +388,7 @@ async def test_all_guesses_obey_the_requests_grammar(
 
 
 class OneToken:
-    """A grammar that allows one token alone after `count` tokens, and any token elsewhere."""
+    """A grammar that allows only one token after `count` tokens, and any token elsewhere."""
 
     only = 5
 
@@ -407,7 +407,7 @@ class OneToken:
 async def test_a_draft_ends_where_grammar_and_bans_leave_no_token(
     eagle: Site, monkeypatch: pytest.MonkeyPatch, allowed: int
 ) -> None:
-    """A guess after that would follow none, and a confidence of 0 breaks the protocol."""
+    """A later guess would have no parent, and a confidence of 0 breaks the protocol."""
     monkeypatch.setattr(head_worker.GrammarState, "of", lambda *_: OneToken(1 + allowed))
     session, text = eagle.join(), eagle.text(12)
     banned = SamplingParams(0.0, banned_token_ids=(OneToken.only,))

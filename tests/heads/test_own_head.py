@@ -1,6 +1,6 @@
-"""A head in the verifier's process drafts what it drafts over gRPC, and its faults stay its own.
+"""A head in the verifier's process drafts the same as over gRPC; its faults harm nothing else.
 
-Heads of every kind and a target, of random weights and 40 tokens, on a real engine thread.
+Heads of every kind and a target, with random weights and 40 tokens, on a real engine thread.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SETTINGS = {
     "greedy": SamplingParams(0.0, banned_token_ids=BANNED),
     "seeded": SamplingParams(0.8, seed=2**63 + 5, banned_token_ids=BANNED),
 }
-# The other kinds share all code but their own forward.
+# The other kinds share all code except for their forwards.
 QUICK = ("eagle3", "dspark")
 KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in DIALECTS]
 
@@ -119,7 +119,7 @@ def bundled_worker() -> Iterator[HeadWorker]:
 
 
 class Site(Observer):
-    """An engine on its thread, and what a head says to it."""
+    """An engine on its thread, and a head's messages to it."""
 
     def __init__(self, runner: ModelRunner, worker: HeadWorker, policy: DraftPolicy) -> None:
         self.worker = worker
@@ -232,7 +232,7 @@ async def running_site(
 
 @pytest.fixture
 async def site(runner: ModelRunner, worker: HeadWorker) -> AsyncIterator[Site]:
-    """It waits for drafts, however busy the machine is."""
+    """The engine waits for drafts, however busy the machine is."""
     async with running_site(runner, worker, EVERY_DRAFT) as made:
         yield made
 
@@ -249,15 +249,15 @@ async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
     by_stream, site.proposals = site.proposals, {}
     async with site.head(site.own):
         assert await site.text(ALWAYS) == text
-    # On a busy machine a draft may be late, and its length is passed over; when the head reads how
-    # much of the prompt decides on the last digits.
+    # On a busy machine a draft may be late, so its length is skipped. The last digits depend on the
+    # parts in which the head reads the prompt.
     both = sorted(site.proposals.keys() & by_stream.keys())
     assert len(both) > 5
     for length in both:
         for own, streamed in zip(site.proposals[length], by_stream[length], strict=False):
             assert own[0] == streamed[0]
             assert own[1] == pytest.approx(streamed[1], rel=1e-4)
-    # The stream's are bytes.
+    # The stream's features are bytes.
     assert site.kinds == {bytes, SharedRows}
 
 
@@ -345,7 +345,7 @@ async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_se
     set_by_user: str,
     read: list[int],
 ) -> None:
-    # The bundled target is so small that its layers are much alike.
+    # The bundled target is so small that its layers are similar.
     monkeypatch.setattr(reading_choice, "_RATIO", 1.1)
     head = head_of_other_layers(tmp_path / "head")
     settings = VerifierSettings(target=TARGET, device="cpu")

@@ -1,7 +1,7 @@
-"""Guesses depend on text and features alone: not on batch, pages, chunks, rewinds or prefix hits.
+"""Guesses depend only on text and features, not on batch, pages, chunks, rewinds or prefix hits.
 
-The reference is a sequence that is alone, read at once, in one page; `test_golden` compares that
-with independent code.
+The reference is a single sequence, read at once, in one page; `test_golden` compares it with
+independent code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WITH_PAGES = [kind for kind in FILES if kind != "medusa"]
 
 
 class Rig:
-    """A head, and texts with features that are a function of the text up to their token."""
+    """A head, and texts. A token's features are a function of the text up to the token."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.head: Head = read(write(folder, FILES[kind]()), TARGET)
@@ -75,7 +75,7 @@ class Rig:
         return rows.cumsum(0) / torch.arange(1, len(text))[:, None].sqrt()
 
     def extension(self, sequence: HeadSequence, text: list[int]) -> Extension:
-        """What brings a sequence from its state to the committed text."""
+        """The extension that brings a sequence from its state to the committed text."""
         first = sequence.wanted
         added = text[len(sequence.tokens) :]
         return Extension(sequence, added, self.features(text)[first:], first)
@@ -187,7 +187,7 @@ def test_prefixes_are_shared_only_with_the_same_tenant_and_first_token(paged: Ri
 
 
 def test_after_a_gap_the_head_goes_on_with_the_text_behind_it(rig: Rig) -> None:
-    """What it then guesses is what it would guess for a text that begins there."""
+    """The head's guesses are then those for a text that begins after the gap."""
     text = rig.text(30)
     features = rig.features(text)
     model = rig.model()
@@ -200,7 +200,7 @@ def test_after_a_gap_the_head_goes_on_with_the_text_behind_it(rig: Rig) -> None:
     expected = fresh.propose([tail], COUNT, WIDTH)
     assert_same(model.propose([sequence], COUNT, WIDTH), 0, expected)
     if model.cache is not None:
-        # Pages of a text that begins in its middle are no one else's.
+        # No other text may use the pages of a text that begins in its middle.
         assert model.open(text, "tenant").wanted <= 10
 
 
@@ -247,7 +247,7 @@ def test_the_best_tokens_come_first_and_a_chain_takes_them(rig: Rig) -> None:
 
 
 def test_a_drafter_chooses_among_all_target_ids(rig: Rig) -> None:
-    """Its choice is fed to the next step, as the likeliest token would be."""
+    """The next step reads the chosen token as it would read the likeliest."""
     text = rig.text(12)
     model = rig.model()
     sequence = rig.read(model, text)
@@ -327,7 +327,7 @@ def test_a_copy_of_the_targets_embeddings_takes_no_memory(tmp_path: Path) -> Non
 def test_a_head_serves_a_wider_target_that_holds_its_own_in_its_first_columns(
     kind: str, tmp_path: Path
 ) -> None:
-    """With columns of zeros for the others, its guesses are the same."""
+    """The head's guesses are the same, since it gets zeros for the other columns."""
     rig = Rig(kind, tmp_path / "narrow")
     config, tensors = FILES[kind]()
     wide = 24

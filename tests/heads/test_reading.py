@@ -26,7 +26,7 @@ SEVERAL = [(kind, dialect) for kind, dialects in DIALECTS.items() for dialect in
 
 
 def same(one: Head, other: Head) -> bool:
-    """Whether two heads compute the same, whatever else their files may mean."""
+    """Whether two heads compute the same under the first reading of their files."""
     specs = [replace(head.spec, other_aux_layers=()) for head in (one, other)]
     if specs[0] != specs[1] or one.tensors.keys() != other.tensors.keys():
         return False
@@ -224,7 +224,7 @@ def test_yarns_numbers_are_those_of_the_heads_own_code(
 @pytest.mark.parametrize(
     ("kind", "place", "sizes"),
     [
-        # The code that trains heads turns all channels then, and vLLM the part.
+        # The code that trains heads then rotates all channels, and vLLM rotates a part of them.
         ("default", "rope", [None, 8]),
         ("default", "top", [None, 8]),
         ("yarn", "rope", [8]),
@@ -289,7 +289,7 @@ def write_index(folder: Path, name: str) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 
 
-# What is done to a good head's folder, and words of the sentence that refuses it.
+# Changes to a good head's folder, and words of the sentence that refuses it.
 BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (
         lambda f: (f / "config.json").unlink(),
@@ -353,7 +353,7 @@ def larger_map(size: int) -> dict[str, torch.Tensor]:
     return {"t2d": members, "d2t": ids - torch.arange(len(ids))}
 
 
-# A good head, what is done to its config and tensors, and words of the sentence that refuses it.
+# A good head, changes to its config and tensors, and words of the sentence that refuses it.
 BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = {
     "quantised by its config": (
         head_files.eagle3_modelopt,
@@ -612,7 +612,7 @@ def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "none", TARGET)
 
 
-# Configs that are tried of each head.
+# How many configs of each head are tried.
 CONFIGS = 8
 JUNK: list[Any] = [None, -1, 0, 1.5, 10**12, "x", [], [1, "x"], {"x": 1}, True]
 
@@ -629,7 +629,7 @@ def spoiled(config: Any) -> Any:
 @pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("kind", DIALECTS)
 def test_any_value_of_a_key_is_read_or_refused(kind: str, part: int, tmp_path: Path) -> None:
-    """No value ends in an error of another type, here or when the head is loaded."""
+    """No value ends in another type of error, either when the head is read or when it is loaded."""
     config, tensors = list(DIALECTS[kind].values())[-part]()
     folder = write(tmp_path, (config, tensors))
     weights = TargetWeights(torch.zeros(VOCAB, 16), torch.zeros(VOCAB, 16))

@@ -1,4 +1,4 @@
-"""What a head's file means is found by how often the head's guesses are right."""
+"""The reading of a head's file is chosen by how often the head's guesses are right."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LENGTH = 80
 
 
 class Texts:
-    """A head whose file may mean two triples of layers, and a target's states of a text."""
+    """A head whose file has two readings of its layers, and a target's states of a text."""
 
     def __init__(self, head: Head) -> None:
         torch.manual_seed(3)
@@ -35,9 +35,9 @@ class Texts:
         return load(self.head, self.weights, page_count=20)
 
     def own_answers(self, spec: HeadSpec) -> list[int]:
-        """What the target would say if the head, read so, were right with its first two guesses.
+        """The target's tokens if the head, in this reading, were right with its first two guesses.
 
-        The third guess after a token is the first after the next but one, and that is right.
+        The target's third token is right too: it is the first guess two tokens later.
         """
         model = load(replace(self.head, spec=spec), self.weights, page_count=400)
         features = torch.cat([self.states[i] for i in spec.aux_layers], dim=-1)
@@ -49,7 +49,7 @@ class Texts:
         return answers
 
     def answers(self, aux_layers: tuple[int, ...]) -> list[int]:
-        """What the target would say if the head, on these layers, were always right."""
+        """The target's tokens if the head, on these layers, were always right."""
         model = self.model()
         features = torch.cat([self.states[i] for i in aux_layers], dim=-1)
         sequence, answers = model.open(self.text[:1]), [0]
@@ -103,7 +103,7 @@ def eagle31_by_specforge() -> head_files.Files:
     config, tensors = head_files.eagle3_specforge()
     assert config["norm_output"] is True
     norms = {f"fc_norm.{i}.weight": torch.rand(16) + 0.5 for i in range(3)}
-    # Recycled after this norm, a state is another one.
+    # This norm changes a recycled state.
     return config | {"fc_norm": True}, tensors | norms | {"norm.weight": torch.randn(16)}
 
 

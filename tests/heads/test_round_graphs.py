@@ -49,7 +49,7 @@ def assert_equal(found: HeadProposal, wanted: HeadProposal) -> None:
     assert found.best.equal(wanted.best)
     torch.testing.assert_close(found.shares, wanted.shares, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.confidences, wanted.confidences, atol=1e-5, rtol=1e-4)
-    # A single level has no branches, whoever guessed it.
+    # A single level has no branches, with or without graphs.
     none = [()] * len(found.tokens)
     for branches, others in zip(found.deeper or none, wanted.deeper or none, strict=True):
         assert [(each.at, each.run) for each in branches] == [(o.at, o.run) for o in others]
@@ -65,7 +65,7 @@ def test_rounds_by_graphs_guess_what_forwards_guess(
     capture: Capture,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Batches of each size, over borders of pages, after rewinds, in pages used before."""
+    """Batches of each size, across page borders, after rewinds, in pages used before."""
     rig = Rig(kind, tmp_path)
     model, plain = captured(rig), rig.model(pages=60)
     texts = [rig.text(length) for length in (3, 9, 17)]
@@ -114,7 +114,7 @@ def test_a_round_that_was_not_captured_is_guessed_by_forwards(
     model, plain = captured(rig), rig.model(pages=200)
     assert model.graphs is not None
     assert model.graphs.count == count
-    # Memory failed for chains of the largest batch.
+    # The memory did not suffice for the graph of chains of the largest batch.
     texts = [rig.text(3) for _ in range(17)]
     reads = [[rig.read(each, text) for text in texts] for each in (model, plain)]
     assert_equal(model.propose(reads[0], 2), plain.propose(reads[1], 2))
@@ -169,7 +169,7 @@ COPIES_AND_WAITS = {
     "dspark": ((3, 1), (3, 1)),
     "medusa": ((0, 1), (0, 1)),
 }
-"""Of a round of four guesses without graphs: in chains, and where trees are wanted.
+"""Copies and waits of a round of four guesses without graphs: for chains, and for trees.
 
 A level of a chain copies its layout; a level of a tree copies its layout and the places of the
 chain's rows, and waits, since the host chooses the rows that are followed.

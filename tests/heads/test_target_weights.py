@@ -1,4 +1,4 @@
-"""A head shares two matrices of its target, wherever the target's files are and whatever names."""
+"""A head shares two matrices of its target, whatever the target's files and names are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def in_hub_cache(cache: Path) -> Path:
 
 
 def split(folder: Path, without: str) -> None:
-    """Divide the folder's weights: the embeddings alone, and all else, with an index.
+    """Divide the folder's weights into the embeddings and all else, with an index.
 
     The file `without` is left out.
     """
@@ -56,7 +56,7 @@ def split(folder: Path, without: str) -> None:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A new cache of the hub, which is not asked."""
+    """A new cache of the hub; nothing asks the hub itself."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
@@ -68,7 +68,7 @@ def test_a_target_by_its_hub_id_has_the_weights_of_its_folder(
 ) -> None:
     snapshot = in_hub_cache(offline)
     if is_split:
-        # This part is not needed, nor fetched.
+        # This part is neither needed nor fetched.
         split(snapshot, without="model-1.safetensors")
     expected = target_weights(TARGET)
     found = target_weights(ID)
@@ -102,7 +102,7 @@ def test_vision_models_have_them_under_a_prefix(prefix: str, tmp_path: Path) -> 
     assert torch.equal(found.lm_head, lm_head)
 
 
-# What is done to the folder of a target, and words of the sentence that refuses it.
+# Changes to a target's folder, and words of the sentence that refuses it.
 BROKEN: dict[str, tuple[Any, str]] = {
     "no weights": (
         lambda f: (f / "model.safetensors").unlink(),

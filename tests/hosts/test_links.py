@@ -118,7 +118,7 @@ async def test_a_link_lengthens_round_trips_to_within_a_millisecond(rig: Rig) ->
 async def test_bytes_arrive_by_the_bandwidth_one_behind_the_other() -> None:
     link = ShapedLink(Link(mbit_s=40.0, round_trip_ms=10.0))
     sent = b"x" * 1_000_000
-    # At 5 s all are sent; two connections share the wire.
+    # Both connections send all their bytes at 5 s, and share the wire.
     first = list(link.schedule(link.up, sent, 5.0, 0.0))
     second = list(link.schedule(link.up, sent, 5.0, 0.0))
     assert b"".join(piece for _, piece in first) == sent
@@ -266,7 +266,7 @@ async def test_an_end_of_stream_meets_a_connection_that_was_reset() -> None:
         accepted, _ = listener.accept()
     await loop.create_connection(lambda: _End(link, None), sock=accepted)
     [end] = link._ends
-    # Closing sends RST, which the loop has not seen when the end of stream comes.
+    # Closing sends RST. The loop has not seen it yet when the end of stream comes.
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
     end._take(b"")

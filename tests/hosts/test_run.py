@@ -119,7 +119,7 @@ def _start(out: Path) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "COLUMNS": "200"},
-        # A shell's background job ignores Ctrl-C, and its children would as well.
+        # A shell's background job ignores Ctrl-C, and so would its children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 

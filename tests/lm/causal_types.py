@@ -1,4 +1,4 @@
-"""Tiny models of every causal type of `transformers`, and whether the runner serves each rightly.
+"""Tiny models of every causal type of `transformers`, and whether the runner serves each right.
 
 Run as a script, it writes the last section of docs/models.md.
 """
@@ -62,7 +62,7 @@ _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _CONVOLUTIONS = ["conv", "full_attention"] * 2
 _HYBRID = ["linear_attention", "hybrid"] * 2
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-# What a type needs beside the sizes.
+# Settings that a type needs besides the sizes.
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": _ALTERNATING,
@@ -97,7 +97,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """`kind` is equal, refused, wrong, or not tried; `why` says more in all but the first."""
+    """`kind` is equal, refused, wrong, or not tried; unless it is equal, `why` gives the reason."""
 
     kind: str
     why: str = ""
@@ -107,7 +107,7 @@ def _tiny_config(kind: Any, overrides: Mapping[str, Any]) -> Any:
     fields = {field.name for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {name: size for name, size in _SIZES.items() if name in fields}
     if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
-        # Every head has keys of its own, made from the small rank.
+        # Every head has separate keys, made from the small rank.
         values["num_key_value_heads"] = values["num_attention_heads"]
     for name, part in kind.sub_configs.items():
         is_text = not name.startswith(("vision", "audio"))
@@ -148,7 +148,7 @@ def judge(name: str) -> Verdict:
     try:
         model = build(name)
     except Exception as cause:  # noqa: BLE001
-        # Code of `transformers` that is given unusual sizes may raise anything.
+        # With unusual sizes, code of `transformers` may raise any exception.
         return Verdict("not tried", _in_one_line(cause))
     own = copy.deepcopy(model)
     optimize_for_cpu(model)

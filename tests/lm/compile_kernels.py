@@ -212,9 +212,9 @@ def penalise(architecture: int) -> Any:
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Return a thread's registers and bytes of stack, and the number of instructions.
+    """Return the registers and bytes of stack of a thread, and the number of instructions.
 
-    Registers that do not suffice spill to the stack.
+    If the registers do not suffice, values spill to the stack.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -246,7 +246,7 @@ def products(kernel: Any) -> dict[str, object]:
 
 
 def buffers(kernel: Any) -> int:
-    """Return the buffers of the loop's loads, keys and values alike; 0 without such a loop."""
+    """Return the buffers of the loop that loads keys and values; 0 without such a loop."""
     pattern = r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x\w+, .*mutable"
     found = re.findall(pattern, kernel.asm["ttgir"])
     return min(map(int, found), default=0)
@@ -301,7 +301,7 @@ def kernel_rows() -> Iterator[dict[str, object]]:
 
 
 def program_rows() -> Iterator[dict[str, object]]:
-    """Programs on an H100 for a layer of Llama-3.1-8B: launched, and those that have work."""
+    """Programs on an H100 for a layer of Llama-3.1-8B: how many are launched and have work."""
     steps = {"plain": [1], "drafts of 4": [5], "trees of 64": [65]}
     for step, lengths in steps.items():
         for batch in (1, 8, 64):

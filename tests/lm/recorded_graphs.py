@@ -1,7 +1,7 @@
 """A recording of operators that replaces a CUDA graph on a CPU.
 
 Like a graph, it repeats the operators on the same memory with the numbers of the recording. So a
-test fails if a forward takes anything from the present batch except through its inputs' memory.
+test fails if a forward takes anything from the new batch other than its inputs' memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Recording(TorchDispatchMode):
 class Capture:
     """Replaces `graphs._CudaCapture`; counts recordings and replays.
 
-    `failures` are raised in place of the first captures, where they are not None.
+    Each of the first captures raises its entry of `failures`, unless the entry is None.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Capture:
 
         def replay() -> None:
             self.replays += 1
-            # To whoever counts operators, a replay is one launch.
+            # A counter of operators counts a replay as one launch.
             with _disable_current_modes():
                 recording.replay()
 
@@ -99,7 +99,7 @@ def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: int
 ) -> torch.Tensor:
     if call not in _recorded:
-        # Nothing reads the result of a capture, and Triton's interpreter is slow.
+        # Nothing reads the result of a capture, so the slow interpreter need not run.
         _recorded.add(call)
         return query.new_empty(*query.shape[:2], values.shape[-1])
     batch, softmax, max_seq_len = _calls[call]
@@ -117,7 +117,7 @@ def triton_kernel(
 ) -> torch.Tensor:
     """The real kernel as one operator, which computes when a recording repeats it.
 
-    The batch's tensors are of the recording, whose memory a replay fills with the new batch.
+    The batch's tensors belong to the recording. A replay fills their memory with the new batch.
     """
     _calls.append((batch, softmax, max_seq_len))
     return _attend(query_THD, keys, values, len(_calls) - 1)

@@ -71,10 +71,10 @@ def _seen(
     tree_start: int,
     ancestors: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which keys the rows [Q] of a slice see without a window, and where they are.
+    """Return which keys the rows [Q] of a slice see without a window, and where these keys are.
 
-    Both are [Q, `count`]. A tree's rows may be of an earlier batch; those that a row sees are in
-    its word, one in each position.
+    Both are [Q, `count`]. A tree's rows may be from an earlier batch. The rows that a row sees
+    are in its word, one at each position.
     """
     at = torch.arange(count).repeat(len(slots), 1)
     seen = torch.arange(count) <= slots[:, None].cpu()

@@ -1,4 +1,4 @@
-"""Every causal type of `transformers` is served rightly or refused, as docs/models.md says."""
+"""Every causal type of `transformers` is served right or refused, as docs/models.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is served only if its files have each weight of the model, under its own name."""
+"""A checkpoint is served only if its files have each weight of the model, under its right name."""
 
 import json
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def write(folder: Path, tensors: Tensors, **config: Any) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """The sentence by which the folder is refused; "" if it is served."""
+    """The sentence that refuses the folder; "" if the model is served."""
     try:
         read_checkpoint(str(folder), "float32", trust_remote_code=False)
     except OutriderError as error:
@@ -74,11 +74,11 @@ def refusal(folder: Path) -> str:
 def test_every_weight_is_missed_by_its_name_if_the_files_lack_it(name: str, tmp_path: Path) -> None:
     tensors = save(name, tmp_path)
     assert refusal(tmp_path) == ""
-    # One layer stands for all.
+    # One layer is tested in place of all.
     for missing in (name for name in tensors if not {"0", "2"} & set(name.split(".")[:3])):
         write(tmp_path, {key: each for key, each in tensors.items() if key != missing})
         message = refusal(tmp_path)
-        # `transformers` joins the experts of a layer, and cannot name the one that is missing.
+        # `transformers` joins the experts of a layer, and cannot name the missing expert.
         assert message if ".experts." in missing else missing in message, missing
 
 
@@ -181,7 +181,7 @@ def test_a_tied_matrix_may_be_stored_twice(tmp_path: Path) -> None:
 
 
 def test_the_default_end_of_a_models_type_is_no_end(tmp_path: Path) -> None:
-    """LlamaConfig has 2 where config.json has none."""
+    """LlamaConfig sets the end token 2 if config.json has none."""
     save("llama", tmp_path)
     (tmp_path / "generation_config.json").unlink()
     config = json.loads((tmp_path / "config.json").read_text())

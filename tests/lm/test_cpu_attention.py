@@ -11,7 +11,7 @@ from tests.lm.builds import BUILDS, use_build
 
 PAGE_COUNT = 64
 SCALE = 0.2
-# Below, among and far above the scores of the keys.
+# Sinks below, among and far above the scores of the keys.
 _SINKS = torch.tensor([-torch.inf, -30.0, -1.0, 0.0, 1.0, 2.0, 5.0, 100.0])
 PLAIN = Softmax(SCALE)
 WAYS = [
@@ -46,7 +46,7 @@ class Case:
             torch.randn(PAGE_COUNT, page_size, kv_heads, size).to(dtype) for _ in range(2)
         )
         tokens = sum(lengths)
-        # As models pass them: [1, heads, T, size], where the heads of a token are adjacent.
+        # As models pass them: [1, heads, T, size], with the heads of a token adjacent in memory.
         self.query = torch.randn(1, tokens, heads, size).to(dtype).transpose(1, 2)
         self.key, self.value = (
             torch.randn(1, tokens, kv_heads, size).to(dtype).transpose(1, 2) for _ in range(2)
@@ -66,7 +66,7 @@ class Case:
         return layer.attend(batch, self.query, self.key, self.value, softmax)
 
     def expected(self, softmax: Softmax = PLAIN) -> torch.Tensor:
-        """Attend in float32, sequence by sequence; call `attend` first, which fills the cache."""
+        """Attend in float32, sequence by sequence. Call `attend` first: it fills the cache."""
         out = []
         for row, length, start, pages in zip(
             self.first_rows, self.lengths, self.starts, self.pages, strict=True

@@ -279,7 +279,7 @@ def test_a_model_without_support_runs_its_own_forward(config: PreTrainedConfig) 
 
 
 def deep_runner() -> ModelRunner:
-    """A runner of a model whose many layers round more than the bundled models' six."""
+    """A runner of a model with many layers, which round more than the bundled models' six."""
     return cpu_runner(LlamaConfig(**SIZES | {"num_hidden_layers": 40}), torch.bfloat16)
 
 
@@ -330,7 +330,7 @@ def test_widened_logits_are_those_of_the_same_weights_in_float32(config: PreTrai
     found = widened_logits(model, tokens)
     with torch.inference_mode():
         expected = exact(tokens.unsqueeze(0)).logits[0]
-    # The model rounds its rotary tables, not its products.
+    # The model rounds its rotary tables, but not its products.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 

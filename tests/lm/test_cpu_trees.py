@@ -36,8 +36,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = st.integers(0, 2**32)
 # Emulated tiles are slow.
 FEW = settings(max_examples=10)
-# Of the logits' root mean square, where chains and trees differ in the order of sums; bfloat16
-# rounds what differs, layer by layer.
+# Tolerances as shares of the logits' root mean square: chains and trees add in different orders,
+# and in bfloat16 each layer rounds the difference.
 ROUNDING = {torch.float32: 3e-5, torch.bfloat16: 0.15}
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -63,7 +63,7 @@ _PIECES: dict[str, Any] = {
     "floor_scale": 8,
     "no_rope_layers": [1, 0, 1],
 }
-# Models that run the forward of `transformers`. Heads of 8 are too small for the C attention.
+# Models that run the forward of `transformers`: heads of size 8 are too small for C attention.
 OWN_FORWARD: dict[str, PreTrainedConfig] = {
     "C attention": GPT2Config(
         vocab_size=VOCAB_SIZE, n_positions=256, n_embd=64, n_layer=3, n_head=4
@@ -102,7 +102,7 @@ def c_decoder(build_name: str, dtype: torch.dtype, page_size: int) -> ModelRunne
 
 
 def has_the_bits_of_chains(runner: ModelRunner) -> bool:
-    """Whether a tree's rows add their keys in the order of chains. Tiles of AMX have another."""
+    """Whether a tree's rows add their keys in the order of chains. AMX tiles have another order."""
     return runner.decoder is not None and runner.model_id != "_cpu_amx"
 
 
@@ -118,7 +118,7 @@ def build_name(request: pytest.FixtureRequest) -> str:
     return name
 
 
-# The decoder of each build, and models' own forwards, by turns in both types.
+# The decoder of each build, and forwards of `transformers`, alternating between both types.
 RUNNERS = [
     pytest.param(
         partial(c_decoder, build.values[0], dtype, page_size),
@@ -247,7 +247,7 @@ def test_attention_to_a_tree_equals_plain_attention(
     window: int,
     page_size: int,
 ) -> None:
-    """After the tokens `before` the slice, the cache is NaN."""
+    """Beyond the tokens `before` the slice, the cache holds NaN."""
     torch.manual_seed(seed)
     pages = random.Random(seed).sample(range(64), 64)[: -(-(before + 65) // page_size)]
     part = SequenceSlice([0] * (len(parents) + 1), before, pages, 0, parents)
@@ -289,7 +289,7 @@ def test_attention_to_a_tree_gives_each_row_the_bits_of_its_chain(
     page_size: int,
     head_size: int,
 ) -> None:
-    """A chain has the tokens of the row's path."""
+    """Each row equals the last row of a chain with the tokens of its path."""
     if build_name == "_cpu_amx":
         pytest.skip("tiles of AMX add keys in another order")
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A model with fused layers gives its own logits with fewer launches.
+"""A model with fused layers gives the logits of the plain model with fewer launches.
 
 With the fixture `kernels` the kernels of a layer are the real ones, on a GPU or by Triton's
 interpreter on a CPU. Else they are plain versions.
@@ -43,7 +43,7 @@ KERNELS = ("add_norm", "rotate_and_store", "silu_product")
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take our kernels on a CPU, and plain versions of them."""
+    """Fuse layers on a CPU, with plain versions of the kernels."""
     monkeypatch.setattr(runner, "triton_works", lambda device: True)
     monkeypatch.setattr(attention.LayerCache, "supports_kernel", lambda self, device: True)
     monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: False)
@@ -54,7 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kernels(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels themselves, of which a start's comparison would take a minute."""
+    """The real kernels. The comparison at start is left out, since it would take a minute."""
     from outrider.lm.gpu import layer_kernels
 
     for name in KERNELS:
@@ -96,7 +96,7 @@ def test_fused_layers_give_the_models_own_logits_and_hidden_states(name: str, gp
         one.watch(states)
         logits = logits_of(one)
         made.append((logits, [one._kept[state].clone() for state in states]))
-        # A text goes on over what was written to the cache, as chain and as tree.
+        # The texts continue from the written cache, as a chain and as a tree.
         later = [SequenceSlice([8, 1, 2], 4, [0], 3, [0, 0]), SequenceSlice([4], 2, [3], 1)]
         made[-1][1].append(logits_of(one, later))
     (own_logits, own_states), (logits, kept) = made
@@ -155,7 +155,7 @@ class Launches(TorchDispatchMode):
 
         def counted(executor: Any, *arguments: Any, **options: Any) -> Any:
             self.count += 1
-            # The interpreter's own copies are none of a GPU's.
+            # A GPU makes no such copies; they are the interpreter's.
             with torch.utils._python_dispatch._disable_current_modes():
                 return launch(executor, *arguments, **options)
 
@@ -167,7 +167,7 @@ class Launches(TorchDispatchMode):
 
 
 def launches(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> tuple[int, int]:
-    """Return the launches of one layer, and those of a forward beside its three layers."""
+    """Return the launches of one layer, and of a forward outside its three layers."""
     counts = []
     for layers in (2, 3):
         config = copy.deepcopy(LLAMA_LIKE[name])
@@ -243,7 +243,7 @@ def no_kernel(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def inexact(gate_up: torch.Tensor) -> torch.Tensor:
-    """Round more than the type does, but less than the texts of a start tell."""
+    """Round more than the type does, but less than the comparison at start can tell."""
     out = reference_layers.silu_product(gate_up)
     return out + out * 0.02 * torch.randn_like(out)
 

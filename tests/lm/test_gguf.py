@@ -1,4 +1,4 @@
-"""A GGUF file is served like the checkpoint that it was made from; a broken one gets a sentence."""
+"""A GGUF file is served like its checkpoint; a broken file is refused with a sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def in_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process unpacks into the tests' own cache, here without starting another process."""
+    """Unpack into the tests' cache, without starting another process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
     def here(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
@@ -104,7 +104,7 @@ def test_a_file_is_unpacked_once_by_processes_that_start_together(
         return done
 
     monkeypatch.setattr(subprocess, "run", counted)
-    # Each thread has a file descriptor of its own, so the lock keeps them apart as processes.
+    # Each thread has its file descriptor, so the lock separates threads as it does processes.
     with ThreadPoolExecutor(4) as pool:
         found = set(pool.map(gguf.unpacked.__wrapped__, [str(path)] * 4))
     assert len(started) == len(found) == 1

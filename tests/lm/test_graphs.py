@@ -1,4 +1,4 @@
-"""With CUDA graphs, a batch padded to its bucket gives the logits that it gives by itself.
+"""With CUDA graphs, a batch padded to its bucket gives the logits that it gives unpadded.
 
 A recording of operators replaces the graph on a CPU, see recorded_graphs.py.
 """
@@ -22,7 +22,7 @@ from tests.lm.reference_kernel import paged_attention as reference_attention
 from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
 from tests.tree_paths import path_to
 
-# Rows of padding join whatever their memory held, and numpy warns of infinities in it.
+# Rows of padding compute on arbitrary memory, and numpy warns of infinities in it.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow) encountered:RuntimeWarning"
 )
@@ -48,7 +48,7 @@ def expected(model: Any, texts: list[list[int]], counts: list[int]) -> torch.Ten
 
 
 def pair(name: str, page_size: int = 256, page_count: int = PAGE_COUNT) -> tuple[ModelRunner, Any]:
-    """Return a runner with captured graphs, and the same model as `transformers` runs it."""
+    """Return a runner with captured graphs, and the model as `transformers` runs it."""
     runner = ModelRunner(build(CONFIGS[name]), page_size=page_size, page_count=page_count)
     runner.capture(BOUNDS)
     assert runner._graphs is not None
@@ -81,7 +81,7 @@ def test_a_tree_gives_the_logits_of_its_paths_beside_chains(name: str, capture: 
 def test_a_padded_batch_gives_the_logits_of_its_sequences_alone(
     name: str, capture: Capture
 ) -> None:
-    """Each forward runs over the cache that those before it left behind."""
+    """Each forward runs on the cache that earlier forwards have left."""
     runner, reference = pair(name)
     for counts in ([1], [4], [2, 1, 4], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]):
         texts = [text(i, 30 + 7 * i) for i in range(len(counts))]
@@ -198,7 +198,7 @@ def test_a_prompt_runs_in_a_graph_beside_decoding_sequences(name: str, capture: 
     tree, parents = text(9, 3), [0, 1, 0]
     paths = [texts[1] + [tree[at - 1] for at in path_to(row, parents)] for row in range(4)]
     batches = [
-        # Two chunks of prompts, of which one sequence has logits and the other none.
+        # Two chunks of prompts: one sequence has logits, the other has none.
         [SequenceSlice(texts[2][:9], 0, [2], 0), SequenceSlice(texts[3][:7], 0, [3], 2)],
         [
             SequenceSlice(texts[0][-1:], 29, [0], 1),
@@ -223,7 +223,7 @@ def test_a_prompt_runs_in_a_graph_beside_decoding_sequences(name: str, capture: 
 def long_runner(monkeypatch: pytest.MonkeyPatch, kernel: Any, device: str = "cpu") -> ModelRunner:
     """Return a runner with one layer, 2,048 tokens of context, and graphs of the given kernel.
 
-    The cache holds random numbers. A sequence of its length is split into several parts.
+    The cache holds random numbers. A sequence of 2,048 tokens is split into several parts.
     """
     sizes = {"max_position_embeddings": 2048, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = CONFIGS["llama, one head for all"]
@@ -240,7 +240,7 @@ def long_runner(monkeypatch: pytest.MonkeyPatch, kernel: Any, device: str = "cpu
 
 
 def long_batches() -> list[list[SequenceSlice]]:
-    """Return a tree of 64 tokens after 1,900, beside a text of 1,000; the same beside a prompt."""
+    """Return batches: a tree of 64 tokens after 1,900, beside a text of 1,000 or a prompt."""
     draw = random.Random(2)
     parents = [draw.randrange(max(0, i - 6), i + 1) for i in range(MAX_TREE_TOKENS)]
     pages = draw.sample(range(300), 200)
@@ -276,7 +276,7 @@ def test_trees_of_64_and_prompts_behind_many_tokens_run_in_graphs(
 
 
 def test_a_tree_may_have_slots_beyond_the_context(capture: Capture) -> None:
-    """Its last tokens have positions within the context. The other sequence keeps its pages."""
+    """The tree's positions stay within the context. The other sequence's pages stay unchanged."""
     runner = ModelRunner(build(CONFIGS["llama"]), page_size=16, page_count=40)
     runner.capture(Bounds(sequences=2, tokens_each=1 + MAX_TREE_TOKENS, tokens=80))
     assert runner.context_length == 256
@@ -302,7 +302,7 @@ def test_a_tree_may_have_slots_beyond_the_context(capture: Capture) -> None:
 def test_several_tokens_in_one_call_are_those_of_single_forwards(
     name: str, capture: Capture
 ) -> None:
-    """They cross borders of pages, go on where a sequence was rewound, and write no other page."""
+    """Tokens cross page borders, follow a rewind, and write to no other sequence's page."""
     size, limit = 4, VOCAB_SIZE - 3
     runner, reference = pair(name, page_size=size, page_count=60)
     draw = random.Random(4)

@@ -25,7 +25,7 @@ def text(seed: int, length: int) -> list[int]:
 
 @torch.inference_mode()
 def expected(model: Any, token_ids: list[int], layer_count: int) -> dict[int, torch.Tensor]:
-    """Return what `transformers` has: its last state is after the norm, so hooks give the rest."""
+    """Return the states of `transformers`; hooks give those that it does not return itself."""
     output = model(torch.tensor([token_ids]), output_hidden_states=True)
     states = {k: output.hidden_states[k][0] for k in range(layer_count)}
     states[FINAL_STATE] = output.hidden_states[-1][0]
@@ -33,7 +33,7 @@ def expected(model: Any, token_ids: list[int], layer_count: int) -> dict[int, to
 
 
 def check(runner: ModelRunner, model: Any) -> None:
-    """Compare all states of two packed texts, in chunks, with those of the texts alone."""
+    """Compare all states of two packed texts, in chunks, with the states of each text by itself."""
     layer_count = runner.layer_count
     first, second = text(0, 30), text(1, 11)
     runner.forward([SequenceSlice(first[:20], 0, [0], 0)])

@@ -1,4 +1,4 @@
-"""Each library of kernels is for its own kind of processor, whatever was compiled beside it."""
+"""Each library of kernels runs on its kind of processor, whatever else was compiled."""
 
 import platform
 import shutil

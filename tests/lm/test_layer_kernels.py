@@ -1,7 +1,7 @@
-"""The kernels of a layer compute what `transformers` does, and a row's bits need no other row.
+"""A layer's kernels compute what `transformers` does, and a row's bits depend on no other row.
 
-Runs on a GPU, or by Triton's interpreter on a CPU. The interpreter rounds to bfloat16 by cutting
-off, so it gets float16.
+Runs on a GPU, or by Triton's interpreter on a CPU. The interpreter truncates to bfloat16 without
+rounding, so the test uses float16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Fail if numbers differ by more than the rounding of a sum.
 
-    In float16 nearly all are equal, because both round at the same places.
+    In float16 nearly all are equal, because both computations round at the same places.
     """
     step = torch.finfo(wanted.dtype).eps
     torch.testing.assert_close(found, wanted, rtol=2 * step, atol=2 * step)
@@ -92,7 +92,7 @@ def test_a_gated_product_is_that_of_transformers(size: int, dtype: torch.dtype) 
     close(layer_kernels.silu_product(gate_up), reference_layers.silu_product(gate_up))
 
 
-# The exponential is then infinite, of which numpy warns.
+# The exponential is infinite here, and numpy warns of it.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 def test_numbers_too_large_for_an_exponential_are_products_too() -> None:
     gate_up = torch.tensor([[-200.0, 200.0, 1.0, 1.0]], device=DEVICE)

@@ -68,7 +68,7 @@ def test_greedy_decoding_of_bundled_models_equals_generate(name: str, prompt: st
 def test_on_a_gpu_without_the_kernel_the_cache_leaves_a_part_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """tests/lm/test_gpu_memory.py has the cache of a model whose largest step is measured."""
+    """tests/lm/test_gpu_memory.py tests the cache where the largest step is measured."""
     runner = ModelRunner(build(CONFIGS["llama"]), page_count=1)
     runner.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * 2**20, 2**30))

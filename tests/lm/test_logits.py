@@ -1,6 +1,6 @@
 """The runner's logits equal those of `transformers`.
 
-That holds for texts that are cut, packed, rewound and shared in any way.
+The texts are cut, packed, rewound and shared in any way.
 """
 
 import random
@@ -36,7 +36,7 @@ class Text:
 
 
 class Pair:
-    """The same model twice: as `transformers` runs it, and as the runner does."""
+    """A model as `transformers` runs it, and as the runner does."""
 
     def __init__(self, name: str) -> None:
         self.reference = build(CONFIGS[name])

@@ -1,4 +1,4 @@
-"""The page pool loses no page, lets no two sequences write one, and shares only within a salt."""
+"""The pool loses no page, gives each page one writer, and shares pages only within a salt."""
 
 import pytest
 from hypothesis import settings

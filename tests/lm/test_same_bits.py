@@ -122,7 +122,7 @@ def test_a_row_has_the_same_bits_however_its_text_is_cut(
 def test_a_row_has_the_same_bits_beside_any_number_of_rows(
     runner: ModelRunner, others: int
 ) -> None:
-    """The others are steps, a draft, and a prompt of more rows than a draft ever has."""
+    """The other rows are steps, a draft, and a prompt with more rows than any draft."""
     expected = one_by_one(runner)[-4:]
     mine = SequenceSlice(ids(TEXT, 1)[-4:], TEXT - 4, PAGES, 4)
     steps = [SequenceSlice([5], 0, [20 + i], 1) for i in range(others)]
@@ -136,7 +136,7 @@ def test_a_row_has_the_same_bits_beside_any_number_of_rows(
 def test_a_row_of_a_large_tree_has_the_bits_of_its_path(
     runner: ModelRunner, build_name: str, dtype: torch.dtype
 ) -> None:
-    """A tree of more rows than 32."""
+    """A tree with more than 32 rows."""
     if build_name == "_cpu_amx" and runner.decoder is not None and dtype is torch.bfloat16:
         pytest.skip("tiles of AMX add the keys of a tree in another order")
     parents = [i // 3 for i in range(45)]

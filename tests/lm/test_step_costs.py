@@ -1,7 +1,7 @@
 """A step's launches and waits for the device: the inputs go up once, the tokens come back once.
 
-On a CPU nothing waits, so calls are counted that would wait for a GPU. Acceptance runs on a fake
-device.
+On a CPU nothing waits, so the tests count calls that would wait for a GPU. Acceptance runs on a
+fake device.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ def test_a_step_copies_its_inputs_up_once_and_waits_once(
     # The pages of the first step are known, so nothing but the inputs goes up. The copy is the only
     # launch besides the graph's.
     assert counted(lambda: forward(22)) == {"copies up": 1, "launches": 1}
-    # Each sequence needs a page more: these go up together, and one kernel writes them.
+    # Each sequence needs one more page. One copy sends all of them, and one kernel writes them.
     assert counted(lambda: forward(28)) == {"copies up": 2, "launches": 2}
     assert capture.replays == replays + 2
     logits_RV = forward(22)
     assert logits_RV.shape == (BATCH * ROWS, VOCAB_SIZE)
     with FakeDevice() as device:
         accept(device.put(logits_RV), draft(22))
-    # Plain greedy acceptance needs no numbers of the host.
+    # Plain greedy acceptance needs no numbers from the host.
     assert (device.copies, device.waits) == (int(setting != "greedy"), 1)
 
 
@@ -165,7 +165,7 @@ def test_a_round_of_a_draft_model_copies_up_once_and_waits_once(capture: Capture
     round_of_4 = counted(lambda: draft(19, 4))
     assert capture.replays == 4
     round_of_5 = counted(lambda: draft(19, 5))
-    # The inputs' copy, the first argmax and the stack; then the next inputs and an argmax a token.
+    # The inputs' copy, the first argmax and the stack; then next inputs and an argmax per token.
     assert round_of_4 == {"copies up": 1, "waits": 1, "launches": 3 + 3 * 8}
     assert round_of_5 == {"copies up": 1, "waits": 1, "launches": 3 + 4 * 8}
     # The further pages of the round go up together.

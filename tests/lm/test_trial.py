@@ -1,4 +1,4 @@
-"""A model is served only if the served forward gives the logits of the model's own."""
+"""A model is served only if the served forward gives the logits of the model's forward."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def llama(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> Any:
 
 
 class Recurrent(LlamaForCausalLM):
-    """Adds half of the embedding before to each, which a cut or packed row does not hold."""
+    """Adds half of the previous embedding to each; a cut or packed row does not hold it."""
 
     def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         embedded = self.model.embed_tokens(input_ids)
@@ -94,7 +94,7 @@ class CountsItsRow(LlamaForCausalLM):
 
 
 class OneTokenApart(LlamaForCausalLM):
-    """Computes a row of one token in another way than longer ones."""
+    """Computes rows with one token differently from longer rows."""
 
     def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         output = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **more)
@@ -104,7 +104,7 @@ class OneTokenApart(LlamaForCausalLM):
 
 
 class ForgetsTheFarPast(LlamaForCausalLM):
-    """Its own mask hides what is more than 20 tokens back; the attention is not told."""
+    """Its mask hides tokens more than 20 back, but the runner's attention does not know."""
 
     def forward(self, attention_mask: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         if attention_mask is not None:

@@ -29,7 +29,7 @@ from tests.lm.reference_kernel import paged_attention as reference
 from tests.lm.tiny_models import CONFIGS, VOCAB_SIZE, build
 from tests.tree_paths import path_to
 
-# Rows of padding join whatever their memory held, and numpy warns of infinities in it.
+# Rows of padding compute on arbitrary memory, and numpy warns of infinities in it.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow) encountered:RuntimeWarning"
 )
@@ -81,7 +81,7 @@ def attend(
     sinks: bool = False,
     **how: Any,
 ) -> torch.Tensor:
-    """Attend over numbers that depend on the shapes alone."""
+    """Attend over numbers that depend only on the shapes."""
     torch.manual_seed(1)
     arguments = change(BatchLayout(slices, page_size, DEVICE).kernel)
     query = torch.randn(arguments.positions.numel(), heads, size, dtype=dtype, device=DEVICE)
@@ -180,7 +180,7 @@ def test_parts_grow_with_the_slots(how: dict[str, Any]) -> None:
 def test_the_number_of_programs_changes_no_bit(
     multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without multiprocessors a program takes all parts of its rows, with one every second part."""
+    """Without multiprocessors a program takes all parts of its rows; with one, every other part."""
     slices = batch([(1, 2600, CHAIN), (3, 1500, CHAIN)], pages=512)
     where = {"heads": 1, "kv_heads": 1, "pages": 512, "max_seq_len": 4096}
     expected = attend(slices, **where)
@@ -201,7 +201,7 @@ def test_the_number_of_programs_changes_no_bit(
     ids=str,
 )
 def test_a_prompt_beside_chains_and_trees_is_not_split(how: dict[str, Any]) -> None:
-    """The slices of 128 and 129 tokens are the longest that is split and the shortest that is not.
+    """The slice of 128 tokens is the longest that is split, and 129 the shortest that is not.
 
     All see several parts.
     """
@@ -276,7 +276,7 @@ def test_parts_begin_anywhere_in_a_tree(before: int, how: dict[str, Any]) -> Non
 def test_a_trees_first_path_gets_the_very_result_of_its_chain(
     before: int, how: dict[str, Any]
 ) -> None:
-    """As many rows in both batches, so that tiles are the same; the last rows are branches."""
+    """Both batches have equally many rows, so they have equal tiles; the last rows are branches."""
     parents = [0, 1, 2, 3, 4, 2, 0, 7]
     tree = SequenceSlice([0] * 9, before, list(range(80)), 1, parents)
     chain = SequenceSlice([0] * 9, before, list(range(80)), 1)
@@ -301,7 +301,7 @@ def test_a_model_gets_its_own_logits_with_the_kernel_also_after_tokens_of_a_tree
     monkeypatch.setattr(attention.LayerCache, "supports_kernel", lambda self, device: True)
     monkeypatch.setattr(runner, "triton_works", lambda device: True)
     monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: False)
-    # The comparison below replaces the one at start, which takes the interpreter longer.
+    # The comparison below replaces the one at start, which would take the interpreter longer.
     monkeypatch.setattr(ModelRunner, "_compare", lambda self, texts, own: None)
     ours = ModelRunner(build(CONFIGS[name]).to(DEVICE), page_count=16)
     assert ours._token_mover is not None
@@ -445,7 +445,7 @@ def test_keys_and_values_have_two_buffers_on_every_card_and_three_on_large_cards
 
 @pytest.mark.slow
 def test_tiles_of_plain_steps_and_of_drafts_divide_keys_alike(compiled: Path) -> None:
-    """So both add a row's keys in the same order, as `outrider.lm.gpu.tiles` says."""
+    """Thus steps and drafts add a row's keys in one order, as `outrider.lm.gpu.tiles` says."""
     kernels = {
         (kernel["architecture"], kernel["kernel"]): (kernel["instruction"], kernel["warps"])
         for kernel in table(compiled / "kernels.csv")

@@ -100,7 +100,7 @@ def test_of_a_large_tensor_a_few_kilobytes_are_read(tmp_path: Path) -> None:
 def test_a_change_in_any_part_of_a_large_tensor_gives_another_fingerprint(
     tmp_path: Path, first: int, count: int
 ) -> None:
-    """Of the first row or the last one, or of many rows in between, as further training does."""
+    """The change is in the first row, the last row, or many others, as by further training."""
     rows = torch.randn(4096, 64, generator=torch.Generator().manual_seed(1))
     found = []
     for change in (0.0, 0.01):

@@ -58,7 +58,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES, **_ALTERNATING, head_dim=16, num_local_experts=4, num_experts_per_tok=2
     ),
     "granite_swa, sinks and alternating windows": GraniteSWAConfig(**SIZES, **_ALTERNATING),
-    # Texts are longer than a piece, and than the positions that have one temperature.
+    # Texts are longer than a chunk of attention, and than the positions that share a temperature.
     "llama4, pieces and temperatures by position": Llama4TextConfig(
         **SIZES,
         head_dim=16,
@@ -82,7 +82,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def build(config: PreTrainedConfig, seed: int = 0) -> Any:
-    """Create a float32 model whose weights are large enough that logits depend on the context."""
+    """Create a float32 model with weights so large that logits depend on the context."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).eval()
     with torch.no_grad():
@@ -90,6 +90,6 @@ def build(config: PreTrainedConfig, seed: int = 0) -> Any:
             if parameter.ndim > 1 and "embed" not in name:
                 parameter.mul_(5)
             elif "sinks" in name:
-                # Random sinks are nearly equal, and so weigh little.
+                # Random sinks are nearly equal, so they would show little.
                 parameter.copy_(torch.linspace(-2, 4, len(parameter)))
     return model

@@ -102,13 +102,13 @@ class Sequences:
         return tokens[: root + 1] + [tokens[root + on_path] for on_path in path]
 
     def prefill(self, tokens: list[int], logit_count: int) -> tuple[torch.Tensor, list[int]]:
-        """Compute a chain of tokens in unused pages: its last logits, and its pages."""
+        """Compute a chain of tokens in unused pages; return its last logits and its pages."""
         pages = self._take_pages(len(tokens) + 1)
         logits = self.runner.forward([SequenceSlice(tokens, 0, pages, logit_count)])
         return logits.clone(), pages
 
     def rows_of_chains(self, index: int, most: int) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Yield, for up to `most` leaves, the part's logit rows and what they equal in a chain."""
+        """Yield, for up to `most` leaves, the part's logit rows and the equal rows of a chain."""
         part = self.parts[index]
         leaves = [row for row, below in enumerate(children(part.parents)) if not below]
         for leaf in self.chance.sample(leaves, min(most, len(leaves))):
@@ -125,6 +125,6 @@ def cached(runner: ModelRunner, slots: Sequence[int]) -> list[torch.Tensor]:
 
 
 def near(found: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
-    """Check that numbers are equal but for some of their root mean square."""
+    """Check that numbers are equal up to a share of their root mean square."""
     tolerance = relative * float(expected.float().square().mean().sqrt())
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)

@@ -45,7 +45,7 @@ def gateway() -> Iterator[GatewayProcess]:
 
 
 def write_tasks(folder: Path) -> list[str]:
-    """Write the tasks, a scored choice and for each way of decoding a text; returns the names."""
+    """Write the tasks: a scored choice, and a text for each way of decoding; returns the names."""
     shared: dict[str, Any] = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(QUESTIONS)}},
@@ -72,7 +72,7 @@ def write_tasks(folder: Path) -> list[str]:
             "metric_list": [{"metric": "chrf"}],
         }
     for name, task in tasks.items():
-        # YAML takes JSON.
+        # JSON is valid YAML.
         (folder / f"{name}.yaml").write_text(json.dumps(shared | task | {"task": name}))
     return list(tasks)
 
@@ -114,7 +114,7 @@ def test_the_figures_and_texts_are_the_same_plain_and_drafted(
         [samples] = (tmp_path / "out").rglob(f"samples_{way}_*.jsonl")
         return [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
 
-    # The errors of figures are drawn.
+    # lm-eval draws the errors of figures at random.
     assert results["plain"]["chrf,none"] == results["drafted"]["chrf,none"] > 0
     assert texts("plain") == texts("drafted")
     assert len({str(text) for text in texts("plain")}) > 6

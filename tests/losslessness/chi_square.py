@@ -1,4 +1,4 @@
-"""Compares counts with exact enumeration by chi-square, and says how small a bias that can see."""
+"""Compares counts with exact enumeration by chi-square; says how small a bias the test sees."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy.typing as npt
 from scipy import optimize, stats
 
 LEAST_P = 1e-4
-"""A lower p-value is a bias. Seeds are fixed, so a test that passes once passes always."""
+"""A lower p-value shows a bias. Seeds are fixed, so a test that passes once always passes."""
 POWER = 0.9
 _FEWEST = 5
-"""Cells that expect fewer counts are merged into one."""
+"""Cells with a lower expected count are merged into one."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def visible_distance(cells: int, draws: int) -> float:
     """The least total variation distance that is seen with probability `POWER`.
 
     Under another distribution the statistic is noncentral chi-square. Its noncentrality is `draws`
-    times the chi-square divergence. Of all distributions at a total variation TV, the one whose
-    cells are all off by the same share has the least divergence, 4 TV^2.
+    times the chi-square divergence. Among distributions at a total variation TV, the divergence
+    is least, 4 TV^2, where all cells are off by the same share.
     """
     freedom = cells - 1
     threshold = stats.chi2.isf(LEAST_P, freedom)

@@ -1,4 +1,4 @@
-"""Every setting of sampling over a small target: its exact distribution, by transformers."""
+"""The exact distribution of every sampling setting over a small target, by transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ END = 9
 
 @cache
 def logits(text: Text) -> torch.Tensor:
-    """Random logits of its own after each text, [VOCAB]: positive and negative, a few likely."""
+    """Different random logits after each text, [VOCAB]: positive and negative, a few likely."""
     rng = np.random.default_rng(zlib.crc32(bytes(text)))
     return torch.from_numpy(rng.normal(size=VOCAB) * 2.5).float()
 
@@ -96,7 +96,7 @@ class _OutputPenalties:
 
 
 def processors(s: SamplingParams) -> LogitsProcessorList:
-    """transformers' processors for the settings, in its own order."""
+    """transformers' processors for the settings, in transformers' order."""
     return LogitsProcessorList([*_penalties(s), *_warpers(s)])
 
 
@@ -153,7 +153,7 @@ def on_an_unlikely_token(sampling: SamplingParams) -> NextProbs:
 
 
 def flat(sampling: SamplingParams) -> NextProbs:
-    """The uniform distribution, of which the target accepts many tokens and rejects many."""
+    """The uniform distribution: the target accepts many of its tokens, and rejects many."""
     return lambda text: UNIFORM
 
 

@@ -42,7 +42,7 @@ MOST = 1 - 2.0**-53
 class Scenario:
     """Drafts of one length, sampled from `drafter`.
 
-    Without a drafter, each draft is a case by itself, and must not affect the output at all.
+    Without a drafter, each draft is a separate case, and must not affect the output at all.
     """
 
     rule: AcceptanceRule
@@ -63,7 +63,7 @@ class Scenario:
 
 @dataclass
 class Trial:
-    """A draft of a scenario, and what was measured of it."""
+    """A draft of a scenario, and its measured values."""
 
     scenario: Scenario
     tokens: Text
@@ -72,13 +72,13 @@ class Trial:
     thresholds: list[float] = field(default_factory=list)
     """A coin below its threshold accepts."""
     by_coins: dict[tuple[bool, ...], int] = field(default_factory=dict)
-    """Number of accepted tokens by which coins accept."""
+    """The number of accepted tokens, by the set of coins that accept."""
     counts: dict[int, float] = field(default_factory=dict)
-    """Probability by number of accepted tokens."""
+    """The probability of each number of accepted tokens."""
     example: dict[int, Probs] = field(default_factory=dict)
     """Coins that give a number of accepted tokens, [W]."""
     steps: dict[int, Probs] = field(default_factory=dict)
-    """By number of accepted tokens, up to which random number each next token is drawn, [V]."""
+    """By number of accepted tokens: the random number up to which each next token is drawn, [V]."""
 
     def next_probs(self, accepted: int) -> Probs:
         """The distribution of the token after `accepted` draft tokens."""
@@ -91,7 +91,7 @@ class Coins:
 
     accept: Probs
     draw: Probs
-    """For recovered tokens, and for the target's own."""
+    """For recovered tokens and the target's tokens."""
 
 
 class Batch:
@@ -114,7 +114,7 @@ class Batch:
         return Coins(*(np.full((len(self.trials), self.width), value) for _ in range(2)))
 
     def verify(self, coins: Coins) -> list[tuple[int, int]]:
-        """Of each trial, the number of accepted tokens and the token behind them."""
+        """For each trial, the number of accepted tokens and the token after them."""
         tables = {Purpose.ACCEPT: coins.accept, Purpose.RECOVER: coins.draw}
 
         def uniforms(seeds: Probs, positions: Probs, purpose: Purpose, steps: Probs) -> Probs:
@@ -232,8 +232,8 @@ def find_counts(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
 def find_next(trials: Sequence[Trial], vocab: int, patch: pytest.MonkeyPatch) -> None:
     """Find where the next token changes with its random number, for each possible count.
 
-    Without a drafter's distribution the target draws at every position, and accepts draft tokens as
-    long as they equal its draws.
+    Without a drafter's distribution, the target draws at every position, and accepts draft tokens
+    as long as they equal the draws.
     """
     longest = max(len(trial.tokens) for trial in trials)
     for count in range(longest + 1):
@@ -269,7 +269,7 @@ def find_steps(
 
     def up_to(n: int, accepted: int, token: int) -> bool:
         trial, last = pairs[n]
-        # If more tokens are accepted, the draft's own token was drawn.
+        # If more tokens are accepted, the draw was the draft's token.
         drawn = trial.tokens[count] if accepted > count else token
         return drawn <= last
 
@@ -288,7 +288,7 @@ def joint_probs(trials: Sequence[Trial], target: NextProbs, vocab: int, length: 
                 continue
             probs = trial.next_probs(count).copy()
             if not sampled and count < len(trial.tokens):
-                # If this token were drawn, it would be accepted.
+                # If the draw were this draft token, it would be accepted.
                 probs[trial.tokens[count]] = 0.0
             for token in np.flatnonzero(probs):
                 committed[(*trial.tokens[:count], int(token))] += trial.prob * prob * probs[token]
@@ -334,7 +334,7 @@ def deviation(scenarios: Sequence[Scenario], vocab: int, patch: pytest.MonkeyPat
 
 
 def check_at_random_coins(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
-    """The results with random coins are those that the coins' separate measurements predict."""
+    """Check that results with random coins are as the separate measurements of coins predict."""
     rng = np.random.default_rng(0)
     batch = Batch([trial for trial in trials for _ in range(5)], patch)
     coins = Coins(*(rng.random((len(batch.trials), batch.width)) for _ in range(2)))

@@ -35,11 +35,11 @@ class Guesser:
     """A drafter that runs ahead in runs of a random length, drawn as the verifier asked.
 
     Messages from and to it arrive up to `late` ticks later, in order. It drafts nothing in a share
-    `silent` of the ticks. `stops` ends a run before a token of such a probability, and `ends` a
-    chain after such a token. With `branches` it also drafts one-hot branches beside its chain, and
+    `silent` of the ticks. `stops` ends a run before a token by its probability, and `ends`
+    ends a chain after one. With `branches` it also drafts one-hot branches beside its chain, and
     with `sampled_branches` another sampled run beside each token of its chain. `claims` is the
-    distribution that it claims, if not `draft_probs`. If it `always_samples`, it does so though
-    the verifier asks for the likeliest token.
+    distribution that it claims, if not `draft_probs`. If it `always_samples`, it samples even
+    when the verifier asks for the likeliest token.
     """
 
     trusted = True
@@ -184,7 +184,7 @@ class Guesser:
             self._branch(sequence)
 
     def _branch(self, sequence: DraftSequence) -> None:
-        """Branch beside a random guess: the likeliest other token, and the likeliest behind it."""
+        """Branch beside a random guess: the likeliest other token, and the likeliest after it."""
         at = int(self._rng.integers(0, len(sequence.guesses)))
         text = (*sequence.tokens, *sequence.guesses[:at])
         taken = sequence.guessed_at(at)
@@ -195,7 +195,7 @@ class Guesser:
             sequence.branch(at, [free[0], second])
 
     def _runs_beside(self, sequence: DraftSequence) -> Iterator[Proposal]:
-        """Sampled runs beside each guess, each as long as the chain."""
+        """Sample a run beside each guess, as long as the chain."""
         text = tuple(sequence.tokens)
         chain = list(sequence.guesses)
         for at, avoided in enumerate(chain):

@@ -3,7 +3,7 @@
 Notation of all rules: K draft tokens are verified by K + 1 rows of the target. Row i of
 `target_probs` [K + 1, V] is the target's distribution after the first i draft tokens. Row i of
 `draft_probs` [K, V] is the distribution that draft token i was drawn from. A rule accepts the first
-n draft tokens and adds one token of its own: a *recovered* token if it rejected one (n < K),
+n draft tokens and adds one token: a *recovered* token if it rejected a draft token (n < K),
 otherwise the *bonus* token (n = K). `tree` has the rules for trees of draft tokens.
 """
 
@@ -36,16 +36,16 @@ class Coins:
     """
 
     seed: int
-    """The sequence's."""
+    """The sequence's seed."""
     position: int
-    """Of the first draft token, counted from the prompt's first token: the committed length."""
+    """The first draft token's position, counted from the prompt's start: the committed length."""
 
     def accept(self, i: int) -> float:
-        """Uniform in [0, 1); decides about draft token i."""
+        """A uniform number in [0, 1) that decides about draft token i."""
         return float(uniforms([self.seed], [self.position + i], Purpose.ACCEPT, [self.position])[0])
 
     def draw(self, probs: Probs, i: int) -> int:
-        """The target's own token at place i, drawn with the coupled noise of its position."""
+        """The target's token at place i, drawn with the coupled noise of its position."""
         return coupled_draw(probs, self.seed, self.position + i)
 
     def recover(self, weights: Probs, i: int) -> int:
@@ -67,7 +67,7 @@ def greedy(target_logits: Probs, draft: Sequence[int]) -> Accepted:
 def coupled(target_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted:
     """Accept draft tokens as long as each is the target's own draw (arXiv 2408.07978).
 
-    Nothing of the draft enters the output: the same seed gives the same text with any drafter.
+    The draft does not affect the output: a seed gives the same text with any drafter.
     """
     for i, token in enumerate(draft):
         own = coins.draw(target_probs[i], i)
@@ -106,7 +106,7 @@ def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: 
         if i < len(draft):
             excess = np.maximum(0.0, weight * target_probs[i] - draft_probs[i]).sum()
             total = excess + 1.0 - weight
-            # Both are 0 only if target and draft agree and no mass was lost before.
+            # Both terms are 0 only if target and draft agree and no mass was lost before.
             chance = excess / total if total > 0 else 1.0
         if coins.accept(i - 1) < chance:
             count = i
@@ -118,7 +118,7 @@ def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: 
 
 
 def _residual(target: Probs, draft: Probs, scale: float) -> Probs:
-    """max(0, scale * target - draft); the target itself if that is 0, by rounding alone."""
+    """max(0, scale * target - draft); if rounding makes that 0 everywhere, the target itself."""
     left = np.maximum(0.0, scale * target - draft)
     return left if left.sum() > 0 else target
 

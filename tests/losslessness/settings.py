@@ -1,4 +1,4 @@
-"""The sampling settings with which texts must follow the target, or equal plain ones."""
+"""The sampling settings under which texts must follow the target, or equal plain texts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A small target that the tests can enumerate.
 
-Its distribution depends on the whole text, which it reads from its pages. So a page of another
-text, or one that was overwritten, changes the output.
+Its distribution depends on the whole text, which it reads from its pages. So another text's page,
+or an overwritten page, changes the output.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NextProbs = Callable[[Text], Probs]
 NextLogits = Callable[[Text], torch.Tensor]
 """The logits of the token after a text, [V]."""
 PROMPTS: tuple[Text, ...] = ((2,), (1, 2, 3, 4, 0, 1), (1, 2, 3, 4, 0, 1, 2, 3, 4, 1, 0))
-"""Prompts that are longer than a page begin alike."""
+"""Prompts longer than a page, with a common beginning."""
 
 
 @cache
 def target_probs(text: Text) -> Probs:
-    """A random distribution of its own after each text."""
+    """A different random distribution after each text."""
     logits = np.random.default_rng(zlib.crc32(bytes(text))).normal(size=VOCAB) * 1.3
     probs: Probs = torch.from_numpy(logits).softmax(-1).numpy()
     return probs
@@ -87,7 +87,7 @@ class SmallTarget:
 
 
 def _text_of(part: SequenceSlice, cached: Text, slot: int) -> Text:
-    """The text that ends with the token of `slot`: what is before a tree, and a path in it."""
+    """The text that ends with the token of `slot`: the text before a tree, and a path in it."""
     first = part.tree_start
     path = path_to(slot - first + 1, part.parents)
     if not path:

@@ -1,7 +1,7 @@
 """One step commits the target's joint distribution, exactly to 1e-9, with nothing sampled.
 
-Every draft over a small vocabulary is verified. The joint distribution of as many tokens as the
-longest step commits must equal the target's own.
+Every draft over a small vocabulary is verified. Over as many tokens as the longest step commits,
+the joint distribution must equal the target's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COUPLED = AcceptanceRule.COUPLED
 
 
 def target(vocab: int, seed: int, *, zeros: int = 0, peak: float = 0.8) -> NextProbs:
-    """A distribution of its own after each text, in which `zeros` tokens have probability 0."""
+    """A different distribution after each text; `zeros` tokens have probability 0."""
 
     @cache
     def probs(text: Text) -> Probs:
@@ -37,7 +37,7 @@ def target(vocab: int, seed: int, *, zeros: int = 0, peak: float = 0.8) -> NextP
 def drafter(to: NextProbs, vocab: int, seed: int, kind: str) -> NextProbs:
     """Distributions to draft from: unlike the target's, near them, or equal.
 
-    `sparse` ones have 1, 2, ... entries by position.
+    `sparse` distributions have 1, 2, ... entries by position.
     """
     other = target(vocab, 1000 + seed)
 
@@ -62,7 +62,7 @@ KINDS = ("unlike", "near", "sparse", "equal")
 
 
 def mixed(rule: AcceptanceRule, vocab: int, longest: int, seed: int, zeros: int) -> list[Scenario]:
-    """Drafts of all lengths and kinds in one batch, in which they are padded to each other.
+    """Drafts of all lengths and kinds in one batch, padded to one length.
 
     The last two scenarios have no distributions.
     """

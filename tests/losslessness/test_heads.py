@@ -1,7 +1,7 @@
-"""Heads of every kind change no text, whatever becomes of their messages and their features.
+"""Heads of every kind change no text, whatever happens to their messages and features.
 
 The real engine, a real target with hidden states, and the real family `head`. Messages pass through
-protobuf. The target and the heads have random weights, and 40 tokens; requests may have the first
+protobuf. The target and the heads have random weights and 40 tokens. Requests allow only the first
 five, so that texts can be enumerated.
 """
 
@@ -72,7 +72,7 @@ def target_probs(text: Text) -> Probs:
 class HeadDrafter(Guesser):
     """The real family, in place of a guesser's table.
 
-    Of every `dropped` messages with features, one loses them, as at a drafter that reads slowly.
+    One of every `dropped` messages with features loses them, as at a drafter that reads slowly.
     While it `hangs`, it reads and sends nothing. With `is_local` it is in the verifier's process:
     no message passes through protobuf, and features are tensors.
     """
@@ -94,11 +94,11 @@ class HeadDrafter(Guesser):
         self._lives: list[Drafter] = []
         self.hangs = False
         self.marks: list[int] = []
-        """The right guesses before each time that something happened to it."""
+        """The number of right guesses before each event of a test."""
         self.drafts: dict[Text, list[Proposal]] = {}
         """All proposals after each committed text."""
         self.empty_count = 0
-        """The texts after which it could propose nothing."""
+        """How many texts it could propose nothing after."""
         self.feature_bytes = 0
 
     def join(self, engine: Engine) -> None:
@@ -234,14 +234,14 @@ def come_and_go(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
 
 
 def hang(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
-    """The drafter stops for a few steps, and then reads and answers all that it missed."""
+    """The drafter stops for a few steps, and then reads and answers the messages that it missed."""
     if tick % 8 == 4:
         drafter.marks.append(drafter.accepted_count)
     drafter.hangs = tick % 8 > 3
 
 
 def hang_or_go(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
-    """Each of both by turns."""
+    """Alternate `come_and_go` and `hang`."""
     event = come_and_go if tick % 16 < 8 else hang
     event(traffic, drafter, tick)
 
@@ -301,12 +301,12 @@ def test_a_head_changes_no_text_whatever_becomes_of_it(
     assert case.happened(traffic)
     assert drafter.accepted_count > 0
     if not case.is_calm:
-        # It guessed right again after an event.
+        # The head guessed right again after an event.
         assert drafter.accepted_count > drafter.marks[0]
 
 
 def test_drafting_after_a_prefix_hit_equals_drafting_without_one(site: Site) -> None:
-    """The target computes no states of what it has cached, so the second request gets none."""
+    """The target computes no states of its cached tokens, so the second request gets none."""
     prompt = (*range(9, 30), 3, 1)
     traffic = site.traffic(
         prompts=(prompt,), sampling=SETTINGS["greedy"], concurrent=1, trees=False
@@ -357,7 +357,7 @@ def test_lost_features_cost_the_drafts_of_their_step_alone(site: Site) -> None:
     traffic.events = lose
     traffic.run(1, drafter)
     assert len(drafter.marks) == 1
-    # Nothing could be guessed after the prompt alone either.
+    # The first entries: the head could guess nothing after the prompt either.
     assert empty[:12] == [0, *[1] * 6, *[2] * 5]
 
 

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens and prompts equal those of the target's own logits."""
+"""Log probabilities of tokens and prompts equal those from the target's logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = np.random.default_rng(7).integers(0, VOCAB, 64).tolist()
 
 
 def drafter(engine: Engine) -> Guesser:
-    """A drafter that samples from the target's own distribution after the prompt."""
+    """A drafter that samples from the target's distribution after the prompt."""
     offers = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
     made = Guesser("sampling", equal_to_target(SamplingParams()), offers)
     made.join(engine)
@@ -64,7 +64,7 @@ def must_be_those_of(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_logprobs_of_all_token_sources_are_the_targets(temperature: float) -> None:
-    """They are those before any sampling setting."""
+    """Log probabilities are those before any sampling setting."""
     engine = traffic(SamplingParams()).engine
     guesser = drafter(engine)
     request = TokenRequest(
@@ -115,7 +115,7 @@ def test_logprobs_are_a_sequences_own_in_a_batch_of_which_only_some_want_them() 
 def test_a_prompts_tokens_but_the_first_are_scored_in_order_before_the_first_new_token(
     max_batch_tokens: int,
 ) -> None:
-    """While drafts of other sequences are verified."""
+    """The prompts are scored while drafts of other sequences are verified."""
     engine = traffic(SamplingParams(), max_batch_tokens=max_batch_tokens).engine
     guesser = drafter(engine)
     prompts = [TEXT[at : at + length] for at, length in enumerate((1, 2, 3, 8, 9, 21, 40))]

@@ -42,7 +42,7 @@ WAYS: dict[str, tuple[frozenset[DraftDistribution], dict[str, Any]]] = {
     "coupled": (COUPLES, {"trust": False}),
     "one-hot": (frozenset({DraftDistribution.ONE_HOT}), {"trust": False}),
 }
-# The quick suite has each sampled way with one of the two: the simplest and the richest setting.
+# In the quick suite, each sampled way has one of two settings: the simplest or the richest.
 QUICK = (("token-wise", "plain"), ("block", "everything"))
 DRAFTERS = {
     "equal": equal_to_target,
@@ -75,9 +75,9 @@ def test_late_sampled_branches_leave_no_trace(way: str) -> None:
     comparison.must_agree(sees=0.065)
 
 
-# All pairs of a sampled way and a setting, and of a sampled way and a drafter. Not all triples: a
-# drafter matters to a rule by what it claims, and test_exact_step.py has all claims. The other ways
-# give each request the very tokens of plain decoding, as a test below shows for all settings.
+# All pairs of a sampled way and a setting, and of a sampled way and a drafter. Not all triples: for
+# a rule, drafters differ only in their claims, and test_exact_step.py has all claims. The other
+# ways give each request the very tokens of plain decoding, as a test below shows for all settings.
 PAIRS = [
     pytest.param(
         way,
@@ -111,7 +111,7 @@ def test_without_a_drafter_output_follows_the_target() -> None:
 def reused_uniform(
     seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike
 ) -> npt.NDArray[np.float64]:
-    """The same number for all positions and purposes of a sequence."""
+    """Make one number for all positions and purposes of a sequence."""
     return uniforms(seeds, np.zeros_like(positions), Purpose.ACCEPT)
 
 
@@ -143,12 +143,12 @@ RARE = 10
 
 
 def always_rare(text: Text) -> Probs:
-    """Draw the rare token always."""
+    """Always draw the rare token."""
     return np.eye(VOCAB)[RARE]
 
 
 def claims_to_be_unlikely(text: Text) -> Probs:
-    """Claim a lower probability of the rare token than the target's own."""
+    """Claim a lower probability of the rare token than the target's."""
     probs = np.full(VOCAB, 1.0)
     probs[RARE] = 1e-6
     return probs / probs.sum()

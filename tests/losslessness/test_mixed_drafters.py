@@ -1,9 +1,9 @@
 """A sampling drafter beside another one leaves no trace in the output.
 
 A drafter that knows a sequence's noise can make anything depend on it: the length of its runs, or
-whether it drafts at all. If the verifier chose between its path and a sampled one, the noise would
-decide by which rule the next token is drawn. A sampling drafter may end a chain after a token that
-it drew. If the length of its chain decided whether the chain is verified, that token would.
+whether it drafts at all. If the verifier chose between its path and a sampled path, the noise would
+decide which rule draws the next token. A sampling drafter may end a chain after a token that
+it drew. If the length of the chain decided whether it is verified, that token would decide it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STOPS: dict[str, Callable[[int, float], bool]] = {
 
 
 def drafters(stops: Callable[[int, float], bool], longest: int = 5) -> tuple[Guesser, Guesser]:
-    """One that samples, and one that draws with the target's own noise and distribution."""
+    """A drafter that samples, and one that draws with the target's noise and distribution."""
     samples = {DraftDistribution.ONE_HOT, DraftDistribution.SPARSE}
     couples = {DraftDistribution.ONE_HOT, DraftDistribution.COUPLED}
     always: Any = {"silent": 0.0, "shortest": 1}
@@ -48,7 +48,7 @@ def make_traffic(rule: AcceptanceRule) -> Traffic:
     return Traffic(prompts=((1, 2),), rule=rule, policy=DraftTokensPolicy("fixed", 5))
 
 
-# That no request has both sampled and coupled drafters is in the quick suite (test_rules.py).
+# The quick suite tests that no request has both sampled and coupled drafters (test_rules.py).
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE])
 @pytest.mark.parametrize("stops", STOPS.values(), ids=STOPS)

@@ -2,8 +2,8 @@
 
 The untrusted drafter can draw with the verifier's noise. It drafts honestly until its acceptance is
 known to be high. Then it speaks only where its first guess is a certain token. If it knew the
-noise, a sampled draft would be verified where it is silent, and the noise would decide where it
-speaks. So that token would come too often, without any false claim.
+noise, the noise would decide where it speaks, and sampled drafts would be verified where it is
+silent. So that token would come too often, without any false claim.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The batched rules accept what the reference accepts, with the same random numbers.
+"""With equal random numbers, the batched rules accept the tokens that the reference accepts.
 
-And a sequence is verified alike alone and in any batch.
+A sequence gets the same result by itself and in any batch.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.losslessness import reference
 from verifier_svc.verification.draft import Draft
 
 VOCAB = 6
-# No ratio of small integers, so that no probability lies on a bound, where rounding decides.
+# Not a ratio of small integers: a probability must not lie on a bound, where rounding decides.
 EPSILON = 0.3007
 TOPK = 3
 DELTA = 0.2003
@@ -54,7 +54,7 @@ def distributions(draw: st.DrawFn, rows: int) -> Probs:
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Probs, Probs, list[int], reference.Coins]:
-    """Target and draft probabilities, a draft drawn from these, and a step's random numbers."""
+    """Target and draft probabilities, a draft drawn from the latter, a step's random numbers."""
     count = draw(st.integers(1, 5))
     target = draw(distributions(count + 1))
     drafter = draw(distributions(count))

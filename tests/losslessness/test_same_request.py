@@ -1,4 +1,4 @@
-"""SmolLM2 in bfloat16 writes the same text however the engine comes to compute it, on a CPU.
+"""SmolLM2 in bfloat16 on a CPU writes the same text, however the engine computes it.
 
 `python -m pytest -m slow -s tests/losslessness/test_same_request.py` prints a row for each way.
 OUTRIDER_TEST_CHATS sets the number of chats; docs/losslessness.md says what is promised.
@@ -97,7 +97,7 @@ class Drafter:
         self._handle = engine.drafting.join(Hello(self.name, self.name, "f", 12), self._on_message)
 
     def tick(self) -> None:
-        """Send what it drafts now."""
+        """Send its new drafts."""
         self._engine.drafting.on_drafts(self._handle, self._draft())
 
     def _on_message(self, message: StepBatch | OutriderError) -> None:
@@ -264,7 +264,7 @@ def test_a_chat_has_the_same_text_in_every_way(
 
 
 def compared(runner: ModelRunner, chats: Texts) -> Iterator[tuple[str, int]]:
-    """Each way's name, and how many of these chats have another text in it."""
+    """By name of the way: how many of these chats get a different text."""
     fresh = Way(runner)
     expected = fresh.texts(chats)
     whole = [prompt + text for prompt, text in zip(chats, expected, strict=True)]

@@ -60,7 +60,7 @@ class Case:
 
 
 def come_and_go(traffic: Traffic, drafters: list[Guesser], tick: int) -> None:
-    """Drafters take turns, so that a sequence may lose its drafter, or get it late or again."""
+    """Connect drafters by turns, so a sequence may lose its drafter, or get it late or again."""
     drafter = drafters[tick // 4 % len(drafters)]
     if tick % 4 == 3:
         if drafter.connected:
@@ -140,15 +140,15 @@ def check(case: Case, way: str, draws: int, sees: float) -> None:
     compare(traffic.observed(texts), traffic.expected(draws)).must_agree(sees)
 
 
-# The quick suite has deaths of the verifier below, with a target that shows more of their coins.
+# The quick suite tests deaths of the verifier below, with a target that shows more of the coins.
 # The other kinds of traffic are in the slow test of many draws.
 def test_texts_follow_the_target_in_difficult_traffic() -> None:
     check(CASES["preemption, chunks and cached prefixes"], "block", 4_000, 0.081)
 
 
-# Block and token-wise verification differ in a step's acceptance alone, which knows no traffic and
-# which test_exact_step.py enumerates. So the cases have them by turns. Coupled draws give each
-# request its very text, as the test below shows.
+# Block and token-wise verification differ only in a step's acceptance, which does not depend on
+# traffic; test_exact_step.py enumerates it. So the cases alternate between the two rules. With
+# coupled draws, a request always has one text, as the test below shows.
 MANY = [(name, ("block", "token-wise")[i % 2]) for i, name in enumerate(CASES)]
 
 
@@ -195,7 +195,7 @@ def test_the_engine_uses_no_coin_twice(rule: AcceptanceRule, dies: bool) -> None
 
 
 def test_a_thousand_requests_without_a_seed_have_different_texts() -> None:
-    """With 2^64 seeds none occurs twice; with a few hundred, most texts would."""
+    """Of 2^64 seeds none is drawn twice; of a few hundred, most would be."""
     traffic = Traffic(fixed(*[1 / VOCAB] * VOCAB), prompts=((2,),), length=24)
     texts = traffic.run_with_the_systems_seeds(1_000)
     assert len({tuple(text) for text in texts.tolist()}) == 1_000

@@ -34,7 +34,7 @@ from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.draft import NOT_FINITE, Draft
 
 WIDE = 6
-# No ratio of small integers, so that no probability lies on a bound, where rounding decides.
+# Not a ratio of small integers: a probability must not lie on a bound, where rounding decides.
 OPTIONS = SpeculationOptions(typical_epsilon=0.3007, relaxed_topk=3, relaxed_delta=0.2003)
 RULES = (
     AcceptanceRule.GREEDY,
@@ -134,7 +134,7 @@ def test_the_order_of_siblings_changes_no_token(rule: AcceptanceRule, seed: int)
 def test_the_walk_stops_with_an_error_at_a_row_that_is_not_finite(
     rule: AcceptanceRule, seed: int
 ) -> None:
-    """Rows that the walk does not come to may hold anything."""
+    """Rows that the walk does not reach may hold anything."""
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, 12, WIDE)
     logits = torch.from_numpy(logits_of(seed, tree))
@@ -231,7 +231,7 @@ def test_texts_follow_the_target_with_trees_of_two_drafters() -> None:
 
 
 def test_a_second_request_reads_the_pages_that_trees_left() -> None:
-    """The target reads its whole text back from its pages, so that a wrong one changes it."""
+    """The target reads its whole text from its pages, so a wrong page changes the output."""
     first = Traffic(seed=seed_of, prompts=((1, 2),), length=40, page_size=2)
     plain = first.run(1).tolist()[0]
     moved = 0

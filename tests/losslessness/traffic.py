@@ -67,7 +67,7 @@ class Traffic:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     stop_token: int | None = None
-    """A token that ends a text; after its end a text is filled with it."""
+    """A token that ends a text; it also pads the ended text."""
     enough: int = 64
     """A request is cancelled when it has this many tokens."""
     prompts: tuple[Text, ...] = PROMPTS
@@ -86,7 +86,7 @@ class Traffic:
     always: bool = True
     trees: bool = False
     in_waves: bool = False
-    """Whether the next requests begin only when all are done, so that all are equally far."""
+    """Whether new requests wait until all are done, so that all progress equally."""
     events: Callable[[int], object] = lambda tick: None
     """Called at each tick."""
     clock: Clock = monotonic
@@ -129,7 +129,7 @@ class Traffic:
             return self.run_with_the_systems_seeds(draws, *drafters)
 
     def run_with_the_systems_seeds(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
-        """As `run`, but with other seeds each time."""
+        """As `run`, but with new seeds each time."""
         engine = self.engine
         texts = [list[int]() for _ in range(draws)]
         for drafter in drafters:
@@ -179,7 +179,7 @@ class Traffic:
         return np.concatenate([count * self._joint(prompt).flatten() for prompt, count in pairs])
 
     def _joint(self, prompt: Text) -> Probs:
-        """Joint distribution of the compared tokens, summed over those before; [VOCAB] * LENGTH."""
+        """Joint distribution of the compared tokens, summed over earlier ones; [VOCAB] * LENGTH."""
         found = np.zeros([VOCAB] * LENGTH)
         for text in itertools.product(range(VOCAB), repeat=self.first + LENGTH):
             found[text[self.first :]] += np.prod(

@@ -3,7 +3,7 @@
     python -m tests.mutants            # all of `tests/mutants/table.py`
     python -m tests.mutants A2 T3      # these
 
-Prints which test notices each. The exit status is 0 if each mutant is noticed. It takes minutes:
+Prints which test notices each mutant. The exit status is 0 if all are noticed. It takes minutes:
 run it for a release, and after changes to files that mutants change.
 """
 

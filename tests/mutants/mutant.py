@@ -16,7 +16,7 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
-    """Tests that should notice it; those marked slow are not run."""
+    """Tests that should notice the bug; tests marked slow are not run."""
 
     def applied(self, source: str) -> str:
         """The source with the bug in it; raises ValueError unless there is exactly one place."""

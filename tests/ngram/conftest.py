@@ -9,7 +9,7 @@ import pytest
 
 from tests.redis_servers import Certificates, Cluster, Deployment, Standalone
 
-# In the quick suite, test_redis_topologies.py alone has a cluster.
+# In the quick suite, only test_redis_topologies.py has a cluster.
 SLOW = pytest.mark.slow
 
 

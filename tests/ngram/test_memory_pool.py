@@ -59,7 +59,7 @@ def test_shares_are_a_distribution_over_different_first_tokens(
     known = set(firsts) | ({chosen} if share else set())
     followers = [text[i] for i in range(1, len(text)) if text[i - 1] == text[-1]]
     assert known <= set(followers)
-    # With ten occurrences, shorter suffixes have less than a tenth left.
+    # With ten occurrences, less than a tenth of the share is left for shorter suffixes.
     if len(followers) < 10:
         assert known == set(followers)
 

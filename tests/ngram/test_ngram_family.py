@@ -89,7 +89,7 @@ async def test_where_trees_are_verified_branches_come_with_the_chain() -> None:
     assert proposal.token_ids[:3] == [8, 9, 7]
     paths = list(zip(proposal.parents, proposal.token_ids, strict=True))
     of = dict(zip(paths, proposal.confidences, strict=True))
-    # After 1 2 came 8 twice and 3 once, and one of four is left for another token.
+    # After 1 2 came 8 twice and 3 once; a fourth part is left for any other token.
     assert of[0, 8] == pytest.approx(2 / 4)
     assert of[0, 3] == pytest.approx(1 / 4)
     at = paths.index((0, 3))
@@ -163,7 +163,7 @@ async def test_one_round_trip_to_redis_serves_all_unknown_sequences(
 
 
 async def test_verifiers_with_different_tokenizers_share_no_public_pool() -> None:
-    """The same ids mean other text there."""
+    """In another tokenizer, the same ids stand for other text."""
     settings = NgramSettings(is_public_pool=True)
     place = PlacementPlan("local", (), None, None)
     loaded = await NgramFamily.load(settings, place, DrafterMetrics("d", "ngram"))

@@ -1,4 +1,4 @@
-"""Rights, passwords and certificates: the documented ones suffice, a refusal costs only guesses."""
+"""The documented rights, passwords and certificates suffice; a refusal costs only guesses."""
 
 import logging
 from pathlib import Path

@@ -64,7 +64,7 @@ async def test_one_tenants_writes_do_not_evict_anothers(deployment: Deployment) 
 
 
 async def test_a_pool_closes_at_every_moment_of_a_write(redis_server: Standalone) -> None:
-    # On Python 3.11, the client swallows a cancellation at one of these moments.
+    # On Python 3.11, redis-py swallows a cancellation at one of these moments.
     for steps in range(0, 60, 2):
         async with pool(redis_server.server) as made:
             await written(made, ([1], [2]))
@@ -101,7 +101,7 @@ async def test_a_batch_is_one_round_trip_on_one_server(redis_server: Standalone)
         with redis_server.data[0].admin() as client:
             before = client.info("stats")["total_commands_processed"]
             await found(made, *([[i, i + 1], [i + 1]] for i in range(32)))
-            # The lookup, and the INFO below.
+            # Two commands: the lookup, and the INFO below.
             assert client.info("stats")["total_commands_processed"] - before == 2
 
 
@@ -162,7 +162,7 @@ async def test_a_frozen_redis_is_skipped_and_costs_few_connections(
                 await asyncio.sleep(0.001)
         finally:
             redis_server.data[0].thaw()
-        # Three at first, and one when the breaker lets lookups through again.
+        # Three lookups are late at first, and one when the breaker lets lookups through again.
         assert 3 <= made.counters.late - late <= 4
         assert made.counters.skipped > 50
         await until_found(made, [[1]], [2])

@@ -24,7 +24,7 @@ async def test_a_batch_is_one_mget_for_each_slot_on_all_nodes(
         cluster.each("CONFIG", "RESETSTAT")
         assert await made.lookup(queries) == [[9]] * 32
         assert min(calls(cluster)) > 0
-        # The last tokens of 32 sequences are in 16 buckets, each in a slot of its own.
+        # The last tokens of 32 sequences are in 16 buckets, each in a different slot.
         assert sum(calls(cluster)) == 16
         assert min(len(keys) for keys in cluster.each("KEYS", "*")) > 0
 

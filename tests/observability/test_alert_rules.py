@@ -19,8 +19,7 @@ RUNBOOK = (ROOT / "compose/observability/runbook.md").read_text()
 # A sample a minute, for two hours.
 LENGTH = 120
 
-# By alert, its fault: series with their values in promtool's notation, with the same series in
-# good health behind it.
+# By alert: the series of its fault in promtool's notation, and then these series in good health.
 FAULTS: dict[str, list[tuple[str, str, str]]] = {
     "OutriderTargetDown": [('up{job="gateway", instance="a"}', "0", "1")],
     "OutriderGatewayNotReady": [('outrider:ready{job="gateway", instance="a"}', "0", "1")],
@@ -80,7 +79,7 @@ FAULTS: dict[str, list[tuple[str, str, str]]] = {
 
 
 def repeated(values: str) -> str:
-    """A value for each minute; a value with a growth grows."""
+    """Values for each minute; a value with a growth increases."""
     if " " in values:
         return f"{values}x{LENGTH}"
     return f"{values}x{LENGTH}" if "+" in values else f"{values}+0x{LENGTH}"

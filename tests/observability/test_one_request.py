@@ -1,4 +1,4 @@
-"""One request is found by its id in the access log, from there in the metrics and in its trace.
+"""A request is found by its id in the access log, and from there in the metrics and its trace.
 
 The trace is connected through gateway, verifier and drafters.
 """
@@ -27,7 +27,7 @@ REQUEST_ID = "complaint-7"
 LEFT = "c" * 32
 """Trace id of a request whose client leaves."""
 Spans = list[tuple[str, Any]]
-"""Each with its service."""
+"""Pairs of a service and one of its spans."""
 
 
 def lines(output: str, logger: str) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ def check_logs(gateway: str, verifier: str, usage: dict[str, Any]) -> dict[str, 
 
 
 def check_kinds(spans: Spans) -> None:
-    """What goes from one service to another has a pair of kinds, so that a graph has the edge."""
+    """Spans of a call between services have matching kinds, so that a graph shows the edge."""
     by_id = {span.span_id: (service, span) for service, span in spans}
     edges = set()
     for service, span in spans:
@@ -103,7 +103,7 @@ def check_kinds(spans: Spans) -> None:
 
 
 def check_tree(spans: Spans) -> None:
-    """The spans of a request are those of all three services, below one root of the gateway."""
+    """The request has spans of all three services, under one root span of the gateway."""
     assert {(service.removeprefix("outrider-"), span.name) for service, span in spans} == {
         ("gateway", f"text_completion {TARGET}"),
         ("gateway", "generate_tokens"),
@@ -183,7 +183,7 @@ def running() -> Iterator[tuple[Stack, GatewayProcess, str]]:
 
 async def test_a_request_is_followed_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting() as (collector, endpoint), AsyncExitStack() as exits:
-        # The processes inherit it.
+        # The processes inherit this variable.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         context = running()
         exits.push_async_callback(asyncio.to_thread, context.__exit__, None, None, None)

@@ -1,4 +1,4 @@
-"""What `outrider demo` says of its answers, and of a published model that is not here."""
+"""What `outrider demo` says about its answers, and about a published model that is missing."""
 
 from __future__ import annotations
 

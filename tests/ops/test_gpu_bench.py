@@ -1,4 +1,4 @@
-"""Every step of `bench/gpu.sh` runs on a CPU, in small, and keeps its results when it is killed.
+"""Every step of `bench/gpu.sh` runs at small size on a CPU, and keeps its results when killed.
 
 The slow tests run the script, whose steps load torch.
 """

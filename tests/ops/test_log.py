@@ -1,4 +1,4 @@
-"""`outrider serve` with a full, unread or closed log, and with a failing task of its own."""
+"""`outrider serve` with a full, unread or closed log, and with a task that fails."""
 
 import io
 import os
@@ -47,7 +47,7 @@ class Rig:
         (directory / "talks.py").write_text(TALKS)
 
     def start(self, stdout: int) -> subprocess.Popen[str]:
-        """Start it with this standard output."""
+        """Start `serve` with this standard output."""
         return subprocess.Popen(
             self.command,
             cwd=self.directory,
@@ -98,7 +98,7 @@ def assert_goes_on(rig: Rig, serving: subprocess.Popen[str]) -> None:
 
 
 def assert_stops(rig: Rig, serving: subprocess.Popen[str]) -> None:
-    """Assert that SIGTERM ends it with status 0, and its child too."""
+    """Assert that SIGTERM ends `serve` with status 0, and its child too."""
     serving.terminate()
     assert serving.wait(20) == 0, serving.communicate()[1]
     serving.communicate()
@@ -163,7 +163,7 @@ outrider_cli.supervisor._line = line
 
 
 def test_a_line_is_shown_as_its_process_wrote_it() -> None:
-    """A client chooses a part of it: the path in an access line."""
+    """A client chooses a part of the line: an access line's path."""
     line = "path=/:key:/[bold]x[/]/\\[y\\ \\"
     output = io.StringIO()
     Console(file=output, highlight=False, soft_wrap=True).print(serve._shown("gateway", line))

@@ -1,4 +1,4 @@
-"""`outrider drafter --cores grace` on a GB200 board: what the system is asked, and what is said."""
+"""`outrider drafter --cores grace` on a GB200 board: its system calls, and its messages."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ PIN = re.compile(r"GPU(\d)\t.*\t([\d-]+)\t(\d)\t(\d+)$", re.MULTILINE)
 
 
 class Kernel:
-    """Takes the calls that pin a process, and keeps what they ask."""
+    """Takes the calls that pin a process, and keeps their arguments."""
 
     def __init__(self) -> None:
         self.cores: list[int] = []
@@ -38,7 +38,7 @@ class Kernel:
 
     @property
     def numactl(self) -> str:
-        """The flags of numactl that ask the same."""
+        """The flags of numactl for these calls."""
         cores = placement.format_cores(self.cores)
         nodes = ",".join(map(str, self.nodes))
         return f"--physcpubind={cores} --membind={nodes}"
@@ -56,7 +56,7 @@ def _drafted(
 
     monkeypatch.setattr(placement, "plan", partial(placement.plan, sys_root=gb200(root)))
     monkeypatch.setattr("drafter_svc.server.serve", serve)
-    # A drafter logs by its own rules, and ends its process.
+    # A drafter changes logging, and ends its process.
     for name in ("setup_logging", "setup", "leave"):
         monkeypatch.setattr(
             f"outrider.process.observability.telemetry.{name}", lambda *_, **__: None

@@ -17,7 +17,7 @@ QUESTION = "What is the weather in Oslo?"
 ANSWER = "It is 21 degrees in Oslo."
 # The bundled model's answers have no natural end.
 FEW_TOKENS = 32
-# A call with a text of as many characters does not end within as few tokens.
+# A call whose text has this many characters does not end within FEW_TOKENS.
 LONG_TEXT = 1000
 CUT_OFF = "The call was cut off."
 
@@ -28,7 +28,7 @@ os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = KEY
 class Weather(BaseModel):
     """The weather in short.
 
-    It has no free text and no more fields, which the bundled model would never end.
+    It has no free text and no further fields: the bundled model would never end either.
     """
 
     model_config = ConfigDict(extra="forbid")

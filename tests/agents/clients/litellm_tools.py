@@ -32,7 +32,7 @@ tool = {
 }
 for provider in ("openai", "hosted_vllm"):
     options: Any = {"model": f"{provider}/{MODEL}", "api_key": KEY, "num_retries": 0}
-    # Where it may, the bundled model calls again and again, until the context is full.
+    # If calls are optional, the bundled model calls again and again until the context is full.
     forced = litellm.completion(
         messages=MESSAGES,
         api_base=REAL,

@@ -26,7 +26,7 @@ real = openai.OpenAI(base_url=REAL, api_key=KEY, max_retries=0)
 parsed = real.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Weather)
 check_weather(parsed.choices[0].message.parsed)
 
-# Where it may, the bundled model calls again and again, until the context is full.
+# If calls are optional, the bundled model calls again and again until the context is full.
 forced = real.chat.completions.parse(
     model=MODEL,
     messages=MESSAGES,

@@ -6,7 +6,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 real = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=REAL, api_key=KEY))
-# Where it may, the bundled model calls again and again, until the context is full.
+# If calls are optional, the bundled model calls again and again until the context is full.
 agent = Agent(real, output_type=Weather, model_settings={"parallel_tool_calls": False})
 check_weather(agent.run_sync(QUESTION).output)
 

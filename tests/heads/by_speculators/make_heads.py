@@ -1,11 +1,11 @@
-"""Builds random heads with speculators' own classes, and the scores that these give.
+"""Builds random heads with speculators' classes, and records the scores that they give.
 
     build/speculators/bin/python -m tests.heads.by_speculators.make_heads FOLDER
 
-writes a folder for each case: the head as its own `save_pretrained` writes it, and
+writes a folder for each case: the head as its `save_pretrained` writes it, and
 reference.safetensors with a text, its features, the target's matrices, and the scores of a few
-guesses after the text's first n tokens, for each n of `LENGTHS`. The text's own tokens are fed as
-guesses.
+guesses after the text's first n tokens, for each n of `LENGTHS`. The text's next tokens are fed
+as guesses.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def layers_of(case: Case) -> Any:
 
 
 def made(model_class: Any, config_class: Any, case: Case, **defaults: Any) -> Any:
-    """A model of random weights, of a size that makes every part count; norms are around 1."""
+    """A model with random weights, so large that every part counts; norms are around 1."""
     settings = {"draft_vocab_size": DRAFT_VOCAB, **defaults, **case.config}
     model = model_class(config_class(transformer_layer_config=layers_of(case), **settings))
     with torch.no_grad():
@@ -89,12 +89,12 @@ def text_for(model: Any) -> Values:
 
 
 def documents(length: int) -> torch.Tensor:
-    """All of the text is of one document."""
+    """The whole text is one document."""
     return torch.zeros(1, length, dtype=torch.long)
 
 
 def run_eagle3(case: Case) -> tuple[Any, Values]:
-    """Each step is a pass over the whole text, whose row n - 2 guesses after n tokens."""
+    """Each step is a pass over the whole text. Its row n - 2 guesses after n tokens."""
     model = made(
         eagle3.Eagle3DraftModel,
         Eagle3SpeculatorConfig,
@@ -104,7 +104,7 @@ def run_eagle3(case: Case) -> tuple[Any, Values]:
     values = text_for(model)
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out[0]))
-    # In training a window does not move on with the guesses; in use it does.
+    # A window does not move with the guesses in training; in use it does.
     steps = 1 if "sliding_window" in case.layers else STEPS
     model(
         hidden_states=values["features"][None, :-1],
@@ -117,7 +117,7 @@ def run_eagle3(case: Case) -> tuple[Any, Values]:
 
 
 def run_peagle(case: Case) -> tuple[Any, Values]:
-    """One pass for each context, whose last row has all depths."""
+    """One pass for each context. Its last row has all depths."""
     model = made(
         peagle.PEagleDraftModel,
         PEagleSpeculatorConfig,
@@ -183,7 +183,7 @@ RUNS = {"eagle3": run_eagle3, "peagle": run_peagle, "dflash": run_blocks, "dspar
 
 def main() -> None:
     """Write all cases."""
-    # As speculators' own training does.
+    # As in speculators' training.
     install_partial_neox_rotary()
     peagle.compute_metrics = lambda **unused: (None, None)
     torch.set_num_threads(1)
@@ -193,7 +193,7 @@ def main() -> None:
             model, values = RUNS[case.kind](case)
         folder = Path(sys.argv[1]) / name
         model.save_pretrained(folder / "head")
-        # What a head may share with its target.
+        # The matrices that a head may share with its target.
         values["embeddings"] = model.embed_tokens.weight
         if len(model.lm_head.weight) == VOCAB:
             values["lm_head"] = model.lm_head.weight

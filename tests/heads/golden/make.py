@@ -3,7 +3,7 @@
 Run it once, with the packages speculators, specforge, eagle-llm and medusa-llm on PYTHONPATH; the
 tests need none of them. Each file has the head as that code saves it, a text, the text's features,
 and the scores of a few guesses after the text's first n tokens, for each n of `lengths`. The
-text's own tokens are fed as guesses.
+text's next tokens are fed as guesses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def text() -> torch.Tensor:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Weights of a size that makes every part of the model count; norms around 1."""
+    """Weights so large that every part of the model counts; norms around 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" in name and "bias" not in name:
@@ -108,7 +108,7 @@ def eagle3(
     tokens, features = text(), noise(LENGTH, 3 * HIDDEN)
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out[0]))
-    # In training a window does not move on with the guesses; in use it does.
+    # A window does not move with the guesses in training; in use it does.
     steps = 1 if window else 3
     with torch.no_grad():
         model(
@@ -303,7 +303,7 @@ def eagle3_by_specforge(name: str, seed: int, **flags: Any) -> None:
 
 
 def mtp(seed: int) -> None:
-    """MiMo-7B's layer, made of speculators' MTP layer around transformers' Qwen2 layer.
+    """MiMo-7B's layer: speculators' MTP layer around transformers' Qwen2 layer.
 
     Speculators' layer has the embedding first in the joined input. MiMo has it last, so the columns
     of input_proj change places.
@@ -352,7 +352,7 @@ def mtp(seed: int) -> None:
 
 
 def eagle(seed: int) -> None:
-    """EAGLE-1 by SafeAILab's own forward, called without a cache."""
+    """EAGLE-1 by SafeAILab's forward, without a cache."""
     from eagle.model.cnets import Model
     from eagle.model.configs import EConfig
 
@@ -383,7 +383,7 @@ def eagle(seed: int) -> None:
 
 
 def medusa(seed: int) -> None:
-    """Medusa's heads, of its own ResBlock."""
+    """Medusa's heads, made of Medusa's ResBlock."""
     from medusa.model.medusa_model import ResBlock
     from torch.nn import Linear, ModuleList, Sequential
 
