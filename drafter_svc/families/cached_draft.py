@@ -78,13 +78,13 @@ class CachedDraft:
     kv: KVSequence = field(default_factory=KVSequence)
     grammar: GrammarState | None = None
     committed_count: int = 0
-    """Committed tokens when `alternatives` and the cache were last cut."""
+    """The number of committed tokens when `alternatives` and the cache were last cut."""
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    """For each of the sequence's guesses the best tokens besides, with their shares or 0."""
+    """For each of the sequence's guesses, the other best tokens with their shares or 0."""
     branches: dict[tuple[int, int], CachedDraft] = field(default_factory=dict)
     """The sequence's branches until the next verdict, by `at` and first token."""
     draw_count: int = 0
-    """Tokens that were sampled so far. Part of the random counter: no number is used twice."""
+    """Tokens sampled so far: a part of the random counter, so that no number is used twice."""
     round_start_count: int = 0
     """Guesses when this round began."""
     goal: int = 0
@@ -158,7 +158,7 @@ class CachedDraft:
         """Begin a round: set `goal` to the guesses that the verifier can use now.
 
         A branch needs one token more than the verifier takes in a step, because its first token
-        stands for a committed one.
+        stands for a committed token.
         """
         self.stuck = False
         self.round_start_count = self.guess_count
@@ -179,7 +179,7 @@ class CachedDraft:
         return [*committed[start : start + limit], *guessed][:limit]
 
     def extend(self, guesses: Sequence[Guess]) -> None:
-        """Guess more tokens. Either all or none of them carry distributions, and shares."""
+        """Guess more tokens. Either all or none have distributions, and likewise shares."""
         tokens = [guess.token for guess in guesses]
         distributions = [guess.distribution for guess in guesses if guess.distribution is not None]
         self.draw_count += len(distributions)

@@ -33,7 +33,8 @@ class _Round:
     def pause_prompts(self) -> None:
         """Drop the drafts that still read their prompts, if others have begun to guess.
 
-        So a round reads one chunk of prompts, and sequences that guess need not wait for more.
+        So a round reads one chunk of prompts, and sequences that guess need not wait for more
+        chunks.
         """
         self.drafts = [draft for draft in self.drafts if draft.begun] or self.drafts
 
@@ -149,7 +150,7 @@ class DraftModel:
         return rounds[first:] + rounds[:first]
 
     def _forward(self, rounds: list[_Round]) -> None:
-        """Run one forward for all rounds. If it fails, run a forward for each, to find the fault.
+        """Run one forward for all rounds. If it fails, run one for each round, to find the fault.
 
         Within a round, drafts that lack fewer tokens go first.
         """

@@ -18,7 +18,8 @@ from outrider.grammar.backends import MaskLimit, TextMatcher
 
 # The most ways to go on that are guessed for a text: the values of an enum, the names of tools.
 _MOST_CHOICES = 8
-# These are more. Where each may follow, no mask is needed, and masks of free text take longest.
+# These are more than `_MOST_CHOICES`. Where each of them may follow, there are too many ways to go
+# on, and no mask is computed: masks of free text take longest.
 _PROBES = b"abcdefghi"
 # The most paths, and the most masks that are computed to find them.
 _MOST_PATHS = 8
@@ -32,8 +33,9 @@ class Path:
     """A text that may follow.
 
     `chances` has the probability of the byte at each offset where the grammar left a choice.
-    `ends` says that the text ends after the path, and `is_cut` that it is forced to go on; else it
-    may go on in any way, so that the path's last token may become a longer one.
+    `ends` says that the text ends after the path, and `is_cut` that the grammar forces more text
+    after it. Otherwise any text may follow, so that the path's last token may become a longer
+    token.
     """
 
     matcher: TextMatcher
@@ -44,7 +46,7 @@ class Path:
     is_cut: bool = False
 
     def chance_within(self, begin: int, end: int) -> float:
-        """The probability of the bytes from `begin` to `end`, given those before them."""
+        """The probability of the bytes from `begin` to `end`, given the bytes before them."""
         return math.prod([chance for at, chance in self.chances if begin <= at < end])
 
     def forked(self, more: bytes, chance: float) -> Path | None:
@@ -122,7 +124,7 @@ class ForcedText:
         return found
 
     def _is_free(self, matcher: TextMatcher) -> bool:
-        """Whether there are too many ways to go on, as far as that is seen without a mask."""
+        """Whether there are too many ways to go on, as far as `_PROBES` tell without a mask."""
         for token in self._probes:
             if not matcher.accept(token):
                 return False
@@ -132,7 +134,7 @@ class ForcedText:
     def _allowed(self, matcher: TextMatcher) -> tuple[bytes, bool]:
         """The bytes that may follow, and whether the text may end.
 
-        Tokens of one byte tell. A byte that has no such token counts as forbidden.
+        Tokens of one byte tell. A byte without a token of its own counts as forbidden.
         """
         self._mask[0] = 0
         with suppress(MaskLimit):
@@ -153,7 +155,7 @@ class Speller:
         """The tokens of `text` after `context`; none if no tokens stand for these bytes.
 
         A tokenizer may join the end of the context with the text. The context's own tokens are
-        there already, so then the text is spelled alone.
+        there already, so then the text is spelled without its context.
         """
         # A text may be cut within a character, and then begins within that character.
         whole = text.decode(errors="ignore")

@@ -71,11 +71,11 @@ class Forwards:
         return [draft for draft in drafts if self._wants_more(draft)]
 
     def grow(self, drafts: list[CachedDraft]) -> None:
-        """Guess the next token of each draft, all of which `wanting` has returned.
+        """Guess the next token of each draft; `wanting` has returned all of them.
 
-        Of a prompt, read the next chunk; prompts are read in the order of the drafts. If one
-        forward of a PARD model, or one call of the compiled decoder, can guess several tokens of
-        every draft, it does. A forward that raises has changed no draft.
+        A draft within its prompt reads the next chunk instead; prompts are read in the order of the
+        drafts. If one forward of a PARD model, or one call of the compiled decoder, can guess
+        several tokens of every draft, it does. A forward that raises has changed no draft.
         """
         if self._guess_parallel(drafts):
             return
@@ -99,7 +99,7 @@ class Forwards:
     def _begin_text(self, draft: CachedDraft) -> None:
         """Encode a sequence's text for another vocabulary, and share the pages of a known prefix.
 
-        On this thread, because a long prompt takes long: 10 µs a token.
+        This runs on the model's thread, because a long prompt takes long: 10 µs a token.
         """
         if self._vocabulary is not None and draft.own_text is None:
             draft.own_text = self._vocabulary.begin(draft.sequence.tokens)
@@ -108,10 +108,10 @@ class Forwards:
     def _guess_parallel(self, drafts: list[CachedDraft]) -> bool:
         """Guess all tokens that are wanted by one forward of a PARD model (arXiv 2504.18583).
 
-        Tokens that stand for those not guessed yet follow each text; each of them predicts the
-        next. Their keys and values are not kept. False, with nothing guessed, if the model is no
-        PARD model, or a draft needs more: a guess whose choice depends on those before it, a prompt
-        that has to be read in chunks, pages or context.
+        Mask tokens, in place of the tokens not guessed yet, follow each text; each of them predicts
+        the token after it. Their keys and values are not kept. Returns False, with nothing guessed,
+        if the model is no PARD model, or if this is impossible for a draft: its guesses depend on
+        the guesses before them, its prompt has to be read in chunks, or it lacks pages or context.
         """
         unknown = self._runner.parallel_token_id
         if unknown is None or not all(_is_independent(draft) for draft in drafts):
@@ -147,7 +147,7 @@ class Forwards:
     def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
         """Guess the next `count` tokens of all drafts by one call, with one wait for a GPU.
 
-        False, with nothing guessed, if that is not possible: if a draft needs more than its
+        Returns False, with nothing guessed, if that is not possible: if a draft needs more than its
         likeliest tokens, lacks more than one token in its KV cache, or has no room for `count`.
         """
         if not self._runner.continues or len(drafts) > self._max_batch_tokens:
@@ -254,7 +254,7 @@ class Forwards:
         return self._of_target(self._runner.forward(slices))
 
     def _of_target(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] of the target's tokens: the model's, if they have one vocabulary."""
+        """The logits [R, V] of the target's tokens: the model's, if both have one vocabulary."""
         return logits_RV if self._columns is None else self._columns.pick(logits_RV)
 
     def _cache_pages(self, draft: CachedDraft) -> None:
@@ -305,8 +305,8 @@ class Forwards:
         """Draw with the verifier's own noise, so that similar models draw the same tokens.
 
         Only ids cross the wire, so there are no distributions. The target draws with this noise as
-        well. If it draws another token, that token comes soon after in the order of this draw. So
-        where trees are verified, the next tokens of this order are the alternatives.
+        well. If the target draws another token, that token is mostly among the next tokens in the
+        order of this draw. So where trees are verified, these next tokens are the alternatives.
         """
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
         keys = coupled_keys([draft.seed for draft in drafts], places)
@@ -409,7 +409,8 @@ def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.T
 def _is_independent(draft: CachedDraft) -> bool:
     """Whether each guess can be chosen without knowing the guesses before it.
 
-    Penalties and a grammar read the guesses before. A SPARSE draft counts its draws one by one.
+    Penalties and a grammar depend on the guesses before. A SPARSE draft counts its draws one by
+    one.
     """
     sampling = draft.sequence.opened.sampling
     if sampling.penalised or draft.grammar is not None:

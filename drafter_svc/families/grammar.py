@@ -1,9 +1,10 @@
 """Drafting what the request's grammar forces: keys, punctuation, the envelope of a tool call.
 
-The family walks the verifier's own grammar. Where that leaves a choice of blanks alone, it guesses
-them by the layout of the text so far; among a few values it offers each. The text that it finds is
-written in tokens as the model would write it. Everything runs on the event loop, within budgets of
-processor time; grammars are compiled on threads.
+The family walks the verifier's own grammar. Where the grammar leaves only a choice of blanks, the
+family guesses them by the layout of the text so far. Where the grammar leaves a few values, the
+family offers each of them. The text that it finds is written in tokens as the model would write it.
+Everything runs on the event loop, within budgets of processor time; grammars are compiled on
+threads.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from outrider.tokenizer import end_token_ids, fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-# Tokens before the forced text that the tokenizer sees too, and the end of a prompt that is
-# searched for the token that ends texts.
+# How many tokens before the forced text the tokenizer sees too, and how many tokens at the end of a
+# prompt are searched for the token that ends texts.
 _CONTEXT_TOKENS = 4
 _PROMPT_TOKENS = 1000
-# How many bytes of forced text a guess looks for: these for each token of the window, and some
-# more, since the last word may be cut. If it is, a guess has no token of these bytes.
+# How many bytes of forced text a guess looks for: `_BYTES_PER_TOKEN` for each token of the window,
+# and some more, since the last word may be cut. If it is, a guess has no token of these further
+# bytes.
 _BYTES_PER_TOKEN = 6
 _MORE_BYTES = 24
 # Classes of guesses: within a forced text; at its end, where a token may become a longer one; and
@@ -50,11 +52,11 @@ _INNER, _LAST, _CHOSEN = 0, 1, 2
 _RATES = (0.97, 0.7, 1.0)
 _STEP = 0.25
 _LEAST = 0.4
-# A chain ends where a token is less likely to be committed.
+# A chain ends where a token's probability of being committed is less than this.
 _LEAST_CUMULATIVE = 0.3
-# Seconds of processor time. A guess takes 0.2 ms, and may take the first for free. The time beyond
-# that adds up to at most the second in a sequence, and to the third for a tenant, who gets a share
-# of it back.
+# Seconds of processor time. A guess takes 0.2 ms, and `_FREE_S` are free. The time beyond that adds
+# up to at most `_MOST_S` in a sequence, and to at most `_TENANTS_MOST_S` for a tenant, who gets a
+# share of it back.
 _FREE_S = 0.005
 _MOST_S = 0.1
 _TENANTS_MOST_S = 0.5
@@ -91,7 +93,7 @@ class Grammars:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """A token that may follow; `chance` is its probability by the grammar alone, of class `of`."""
+    """A token that may follow, of the class `of`; the grammar gives it the probability `chance`."""
 
     token: int
     chance: float
@@ -102,8 +104,8 @@ class _Guess:
 class _Text:
     """A sequence's text in its grammar.
 
-    `matcher` and `layout` have read the first `length` tokens. `guesses` were made after them;
-    None before that.
+    `matcher` and `layout` have read the first `length` tokens. `guesses` were made after these
+    tokens; None before any were made.
     """
 
     compiling: asyncio.Task[TextMatcher | None]
@@ -248,7 +250,7 @@ class GrammarFamily(Family):
         main, *others = [self._spelled(sequence, path, matcher.fork()) for path in paths]
         text.guesses = main
         if [each.token for each in main[:held]] != sequence.guesses:
-            # Guesses that outlived the commit, which the verifier prefers to later ones.
+            # Some guesses outlived the commit, and the verifier prefers them to later guesses.
             return
         run = _likely(text.branch(main, held), 0, more=sequence.wants_tree)
         sequence.extend(run.run, confidences=run.confidences)
@@ -291,7 +293,7 @@ class GrammarFamily(Family):
 
 
 def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
-    """How many tokens are the chain's."""
+    """How many of the first guesses are the chain's tokens."""
     at = 0
     while at < min(len(chain), len(guesses)) and chain[at] == guesses[at].token:
         at += 1
@@ -299,7 +301,7 @@ def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
 
 
 def _likely(branch: Branch, first: int, *, more: bool = False) -> Branch:
-    """The branch up to what will unlikely be committed once its `first` tokens were.
+    """The branch up to the token that is unlikely to be committed even if the `first` tokens were.
 
     With `more`, one unlikely token stays, so that there are branches beside it.
     """

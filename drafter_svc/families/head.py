@@ -112,7 +112,7 @@ class HeadFamily(Family):
         self._drafts[sequence.id] = draft
 
     def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
-        """Keep features for the next draft; read a prompt's at once, while the target reads on."""
+        """Keep features for the next draft. The head reads a prompt's while the target reads on."""
         draft = self._drafts[sequence.id]
         end = draft.keep(first_position, rows)
         if end < len(sequence.tokens) - 1:
@@ -134,8 +134,8 @@ class HeadFamily(Family):
     ) -> None:
         """Guess what the verifier's next step lacks.
 
-        A head that runs ahead of the target reads its own states in place of the target's, so it
-        guesses nothing for later steps.
+        For later steps a head would read its own states in place of the target's, so it guesses
+        nothing for them.
         """
         asked = [sequence for sequence in sequences if sequence.urgent]
         if not asked:
@@ -158,7 +158,7 @@ class HeadFamily(Family):
         """Extend the chain, and offer the likeliest tokens beside it where trees are verified."""
         held = len(sequence.guesses)
         if offer.tokens[:held] != sequence.guesses:
-            # Guesses that outlived the commit, which the verifier prefers to later ones.
+            # Some guesses outlived the commit, and the verifier prefers them to later guesses.
             return
         known = [token for token in offer.tokens if token < self._vocab_size]
         if len(known) < len(offer.tokens):

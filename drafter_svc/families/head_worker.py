@@ -72,7 +72,7 @@ class News:
 class Offer:
     """Guesses for one sequence, with the other likely tokens in the place of each guess.
 
-    `deeper` has the runs that go on after one of these.
+    `deeper` has the runs that go on after one of these tokens.
     """
 
     tokens: list[int]
@@ -101,7 +101,7 @@ class HeadDraft:
     failed: bool = False
     """Whether a forward failed, so that the head has to be told of the whole text again."""
     grammar: GrammarState | None = None
-    """That of the request. It belongs to the head's thread, too."""
+    """The state of the request's grammar. It belongs to the head's thread, too."""
 
     def keep(self, first_position: int, rows: FeatureRows) -> int:
         """Keep features; return the position after the last of them."""
@@ -114,7 +114,7 @@ class HeadDraft:
     def take_news(self) -> News:
         """Take the committed tokens, and the features of all of them but the last.
 
-        Features before a gap are of no use any more, and left out.
+        Features before a gap are of no use any more and are left out.
         """
         tokens = self.sequence.tokens
         most = len(tokens) - 1
@@ -206,7 +206,7 @@ class HeadWorker:
             device=place,
         )
         model.capture(_TREE_WIDTH)
-        # Its verifier has checked them.
+        # The verifier has checked the grammars.
         vocab_size = found.spec.vocab_size
         ends = end_token_ids(target, vocab_size)
         grammars = GrammarCompiler(target, vocab_size, ends, trusted=True)
@@ -215,7 +215,7 @@ class HeadWorker:
     def choose_reading(
         self, text: Sequence[int], states: Mapping[int, torch.Tensor], answers: Sequence[int]
     ) -> None:
-        """Read the head's file as makes it guess a text best, and log the choice.
+        """Choose the reading of the head's file that guesses a text best, and log the choice.
 
         For the arguments see `reading_choice`. Call it before the first sequence, on any thread; it
         waits.
@@ -252,7 +252,7 @@ class HeadWorker:
         """Have the head read features, as soon as its thread is free.
 
         The next draft of the sequence raises the exception of a forward that failed. A thread that
-        is far behind gets no features: the head then drafts from those after the gap.
+        is far behind gets no features: the head then drafts from the features after the gap.
         """
         if self._given_bytes - self._read_bytes > MAX_FEATURE_BYTES:
             news = News(news.tokens, 0, [])
@@ -268,8 +268,8 @@ class HeadWorker:
     ) -> Future[list[Offer | None]]:
         """Read the news of these drafts, and guess `wanted` tokens for each.
 
-        The result is None for a draft whose features did not all come. Its future has the exception
-        of a forward that failed.
+        The result is None for a draft whose features did not all come. If a forward failed, the
+        future has its exception.
         """
         news = [(draft, draft.take_news()) for draft in drafts]
         return self._thread.submit(self._draft, news, list(wanted), trees)

@@ -1,7 +1,7 @@
 """The blanks between the words of a structured text, as far as they were seen.
 
-A grammar mostly allows blanks at each joint of a JSON text, and a model mostly writes the same ones
-each time. So a guess of them is learned from the text that is there.
+A grammar mostly allows blanks at each joint of a JSON text, and a model mostly writes the same
+blanks each time. So the family learns them from the text so far.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outrider.grammar.kinds import FreeThought
 BLANKS = b" \t\n\r"
 # Bytes that tell one joint from another. All others count as words.
 _MARKS = b"{}[],:"
-# As much of a text is kept as tells the indentation of its last line.
+# This many bytes of a text are kept, to tell the indentation of its last line.
 _KEPT_BYTES = 1024
 # How far one outcome at a joint moves the trust in it, and the trust after the first outcome.
 _STEP = 0.5
@@ -42,7 +42,8 @@ def _indented(unit: int, last: int, following: int) -> _Shape:
     return 0 if last == ord(",") else _spaced(last, following)
 
 
-# The layouts of json.dumps: as it is, without blanks, and with an indentation; the likeliest first.
+# The layouts of json.dumps: by default, without blanks, and with an indentation; the likeliest
+# first.
 _STYLES = (
     (_spaced, 0.6),
     (_compact, 0.3),
@@ -150,9 +151,9 @@ class Layout:
         self._styles = [style for style in self._styles if style[0](*joint) == shape]
 
     def guesses(self, place: Place, byte: int) -> list[tuple[bytes, float]]:
-        """What may stand between `place` and `byte` as far as it lacks there, likeliest first.
+        """The blanks that may still come between `place` and `byte`, the likeliest first.
 
-        Each with its probability. Nothing where the joint is unlike all that is known.
+        Each has its probability. Empty if nothing is known about such a joint.
         """
         joint = _joint(place.last, byte)
         known = self._known.get(joint)

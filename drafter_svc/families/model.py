@@ -92,7 +92,7 @@ class ModelFamily(Family):
         if spoken != fingerprint(load_tokenizer(settings.model)):
             vocabulary = load_vocabulary(*ids, settings.target)
             ids = settings.target, vocabulary.vocab_size, vocabulary.end_ids
-        # Its verifier has checked them.
+        # The verifier has checked the grammars.
         grammars = GrammarCompiler(*ids, trusted=True)
         model = DraftModel(
             runner,
@@ -110,7 +110,7 @@ class ModelFamily(Family):
     def opened(self, sequence: DraftSequence) -> None:
         """Give a sequence a KV cache, and share the pages of a known prefix.
 
-        For another vocabulary, the first round shares them.
+        For another vocabulary, the first round shares the pages.
         """
         opened = sequence.opened
         seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
@@ -149,7 +149,7 @@ class ModelFamily(Family):
             draft.kv, branch.kv = branch.kv, draft.kv
             held += branch.run
         if not draft.has_unknown_ids:
-            # Read the last token again if the text became no longer for the draft model.
+            # Read the last token again if the text did not become longer for the draft model.
             valid = max(0, min(draft.follow(before, held), draft.length - 1))
             if valid < draft.kv.num_computed_tokens:
                 self._rewind(draft, valid)
@@ -276,7 +276,8 @@ class ModelFamily(Family):
     def _offer_leaves(self, draft: CachedDraft) -> None:
         """Offer the best tokens beside those guessed in this round, where trees are verified.
 
-        Not beside a sampled chain: its tokens carry distributions, and it is verified alone.
+        Not beside a sampled chain: its tokens carry distributions, and it is verified without
+        branches.
         """
         sequence = draft.sequence
         if sequence.tree_room > 0 and draft.distribution is not DraftDistribution.SPARSE:

@@ -23,18 +23,18 @@ from outrider.tokenizer import end_token_ids, load_tokenizer
 
 # Least share of the smaller vocabulary's tokens that both must have.
 _LEAST_SHARE = 0.05
-# Text that follows may move the beginnings of the last words, and of no word before these. A word
-# pattern looks ahead by a character, but blanks and the line ends after them may join to one word.
+# Later text may move the beginnings of the last words, but of no word before them. A word pattern
+# looks ahead by a character, but blanks and the line ends after them may join to one word.
 _SURE_WORDS = 4
-# The end of a text that is encoded again for each commit, in the target's tokens, if it has no
-# beginning of a word at which both tokenizers begin a token.
+# How many of the target's tokens at the end of a text are encoded again for each commit, if there
+# is no beginning of a word at which both tokenizers begin a token.
 _LONGEST_TAIL = 128
-# The draft model's tokens that are encoded again after a cut within a word.
+# How many of the draft model's tokens are encoded again after a cut within a word.
 _SURE_TOKENS = 32
 _SAMPLE = "x"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _Key = TypeVar("_Key")
-# Bytes that are not UTF-8, or the first bytes of a character whose others are not there yet.
+# Bytes that are not UTF-8, or the first bytes of a character whose other bytes are not there yet.
 _NO_TEXT = re.compile("([\udc80-\udcff]+)")
 
 
@@ -72,7 +72,7 @@ class TokenTable:
         added = tokenizer.get_added_tokens_decoder().items()
         names = {i: token.content for i, token in added if token.special and i < len(token_bytes)}
         self.special = {name: i for i, name in names.items()}
-        # An id that stands for a byte comes after one whose text is the same.
+        # An id that stands for a byte comes after an id whose text is the same.
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         byte_ids = {i for name, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(name)}
         self.by_bytes: dict[bytes, int] = {}
@@ -90,8 +90,8 @@ class TokenTable:
     def encode(self, text: bytes, found: _Encoding, *, at_beginning: bool) -> None:
         """Append the tokens of a part of a text, with special tokens' names as ordinary text.
 
-        Bytes that are no UTF-8 become tokens of one byte; those without such a token are left out.
-        At the beginning of a text some tokenizers put a blank before it, but not within.
+        Bytes that are no UTF-8 become tokens of one byte; bytes without such a token are left out.
+        Some tokenizers put a blank before the beginning of a text, but not before a later part.
         """
         for part in _NO_TEXT.split(text.decode(errors="surrogateescape")):
             if _NO_TEXT.fullmatch(part):
@@ -107,10 +107,11 @@ class TokenTable:
             found.length += 1
 
     def _encode_text(self, text: str, found: _Encoding, *, lead: bool) -> None:
-        """With `lead`, encode the text after a character and leave out that one's tokens."""
+        """With `lead`, encode the text after a character and leave out that character's tokens."""
         skipped = 0
         if lead:
-            # No token has the end of a line or of a word together with what stands here.
+            # No token joins this lead to the text: a word to a line end, or a line end to other
+            # text.
             text = (_SAMPLE if text[0] == "\n" else "\n") + text
             skipped = 1
         encoding = self._tokenizer.encode(text)
@@ -151,7 +152,8 @@ class Vocabulary:
     """Maps a target's tokens to a draft model's, and texts to the draft model's tokens.
 
     All sequences share it. A token of the target stands for the draft model's token of the same
-    bytes, a special one for that of the same name, and the end of a text for the end of a text.
+    bytes, a special token for the special token of the same name, and the end of a text for the end
+    of a text.
     """
 
     def __init__(self, own: TokenTable, target: TokenTable) -> None:
@@ -206,7 +208,7 @@ class Vocabulary:
         run.clear()
 
     def begins(self, tokens: Sequence[int]) -> dict[int, int]:
-        """The bytes of a text at which the target's tokens begin, and their indices."""
+        """The bytes of a text at which the target's tokens begin, and the tokens' indices."""
         lengths = [len(self._target.token_bytes[token]) for token in tokens]
         return {start: i for i, start in enumerate(accumulate(lengths, initial=0))}
 
@@ -250,11 +252,11 @@ class OwnText:
     def follow(
         self, tokens: Sequence[int], held: Sequence[int] = (), guesses: Sequence[int] = ()
     ) -> int:
-        """Take over the target's `tokens`, of which the first are those taken over before.
+        """Take over the target's `tokens`, which begin with the tokens taken over before.
 
         `held` are the guesses that were right after the earlier text, `guesses` those that are left
-        after the present text. Returns how many of the draft model's tokens for text and `held` are
-        still those for text and `guesses`.
+        after the present text. Returns how many of the draft model's tokens for the earlier text
+        and `held` are still its tokens for the present text and `guesses`.
         """
         before = [*self.ids[self._sure :], *self.of_guesses(held)]
         begin, begin_tokens = self._sure, self._sure_tokens
@@ -268,13 +270,13 @@ class OwnText:
     def of_guesses(self, guesses: Sequence[int]) -> list[int]:
         """The draft model's token for each of these tokens of the target.
 
-        One that the draft model lacks can only begin a branch, if no other may follow there. It
-        gives any token.
+        A token that the draft model lacks can only begin a branch, where no other token may follow.
+        Any token then stands for it.
         """
         return [max(0, int(self._vocabulary.own_of[token])) for token in guesses]
 
     def _move_on(self, tail: Sequence[int], found: _Encoding) -> None:
-        """Choose the place after which the text will be encoded again, for `tail` as encoded."""
+        """Choose the place after which the text will be encoded again; `found` encodes `tail`."""
         begins = self._vocabulary.begins(tail)
         is_common = [start in begins for start in found.starts]
         place = words = 0
@@ -294,6 +296,6 @@ class OwnText:
 
 
 def count_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of tokens with which both begin."""
+    """The number of equal tokens at the beginning of both."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

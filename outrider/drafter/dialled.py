@@ -25,7 +25,8 @@ from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 log = logging.getLogger(__name__)
 
 _POLL_LOADING_S = 0.25
-# Log a wait for the verifier only after this time: it may be starting too, and loads for a while.
+# Log a wait for the verifier only after this time: the verifier may be starting too, and take a
+# while to load.
 _LOG_WAIT_AFTER_S = 30.0
 # The most proposals or skips of a message. With sampled runs of 8 tokens and 32 probabilities each
 # they take about 1 MB of the 16 MiB that a message may have.

@@ -145,7 +145,7 @@ class DraftSequence:
         return self._tree.first_tokens(at)
 
     def has_guess_after(self, at: int, token: int) -> bool:
-        """Whether the branch after the first `at` guesses that begins so has a second token."""
+        """Whether the branch that begins with `token` after `at` guesses has a second token."""
         return self._tree.has_guess_after(at, token)
 
     def give_up(self) -> None:

@@ -1,6 +1,6 @@
 """The tree of a drafter's guesses after the committed tokens: a chain with branches beside it.
 
-Knows tokens alone; not windows, messages from the verifier, models or pools.
+Knows only tokens; not windows, messages from the verifier, models or pools.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Guess:
 class GuessTree:
     """Guesses in the form of a tree, in which equal prefixes merge.
 
-    The chain is the main path and a plain list, because most drafts are nothing else. A place in it
+    The chain is the main path and a plain list, because most drafts are only a chain. A place in it
     is the number of guesses before the place. A confidence of 0 means that the strategy gave no
     confidence.
     """
@@ -133,7 +133,7 @@ class GuessTree:
     def commit(self, new: Sequence[int]) -> int:
         """Move the root along the committed tokens `new`.
 
-        Returns how many of them the chain had in a row.
+        Returns how many of the first tokens of `new` the chain had.
         """
         count = len(self.chain)
         matched = 0

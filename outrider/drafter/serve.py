@@ -123,9 +123,9 @@ class DraftStreams:
     async def run(self) -> None:
         """Serve until `stop`, or until every verifier has refused this drafter for good.
 
-        Raises OutriderError with all reasons in the second case. As long as there are names, others
-        may join, so that refusals end nothing. An exception of one of the strategy's `fatal` types
-        ends all streams.
+        Raises OutriderError with all reasons in the second case. As long as there are names,
+        further verifiers may join, so that refusals end nothing. An exception of one of the
+        strategy's `fatal` types ends all streams.
         """
         await self._take(self._addresses.now)
         works: list[Awaitable[None]] = [self._over]
@@ -142,7 +142,7 @@ class DraftStreams:
             self._raise_refusals()
 
     async def _take(self, addresses: Sequence[str]) -> None:
-        """Begin a stream to each new address, and dial an address that is gone no more.
+        """Begin a stream to each new address, and stop dialling an address that is gone.
 
         A stream that such a verifier has registered goes on until the verifier ends it.
         """

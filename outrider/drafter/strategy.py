@@ -51,7 +51,7 @@ class Strategy(ABC):
         """
 
     def opened(self, sequence: DraftSequence) -> None:
-        """Begin a sequence. This and the next three run between two drafts and should be quick."""
+        """Begin a sequence. This method and the next three run between drafts: be quick."""
 
     def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
         """Take the features of the tokens from `first_position` on, if some were requested.
@@ -75,7 +75,7 @@ class Strategy(ABC):
 
 
 Guess = Callable[[Sequence[int], int], Sequence[int]]
-"""Maps a text and a number of tokens to at most as many tokens that may follow the text."""
+"""Maps a text and a count to at most that many tokens that may follow the text."""
 
 
 class GuessStrategy(Strategy):

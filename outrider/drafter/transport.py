@@ -25,7 +25,7 @@ class Transport(Protocol):
     """
 
     address: str
-    """Where it leads to."""
+    """The address of the verifier."""
 
     async def introduce(self, hello: Hello) -> Welcome:
         """Send Hello and wait for Welcome."""

@@ -1,4 +1,4 @@
-"""`outrider convert-head`: makes safetensors of a head's pickled files.
+"""`outrider convert-head`: converts a head's pickled files to safetensors.
 
 A pickle can run code. torch's restricted reader refuses that, but it is large, so it works in a
 process of its own with bounded memory and time. This module does not load torch.
@@ -34,8 +34,8 @@ _SECONDS = 600
 def pickles_of(folder: Path) -> list[Path]:
     """The pickled files of a head's folder that have weights which no safetensors file has.
 
-    Files of training have none. Other files beside safetensors are copies of them, but for MiMo's
-    mask_embedding.pt.
+    Files of training have no weights. Other pickled files beside safetensors are copies of them,
+    except MiMo's mask_embedding.pt.
     """
     found = sorted({path for pattern in PICKLES for path in folder.glob(pattern)})
     pickles = [path for path in found if not _is_of_training(path.name)]

@@ -1,4 +1,4 @@
-"""Makes a runnable head of one in normal form."""
+"""Makes a runnable model of a head in normal form."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _first(found: Mapping[str, torch.Tensor], names: Sequence[str]) -> torch.Ten
 def _files_of(target: str) -> list[Path]:
     """The target's safetensors files that may have the shared matrices.
 
-    Of a target on the hub, only the files that its index names for them are fetched.
+    From the hub, only the files that the target's index names for these matrices are fetched.
     """
     index = model_file(target, f"{_SINGLE}.index.json")
     if index is not None:

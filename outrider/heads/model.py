@@ -83,8 +83,8 @@ class HeadSequence:
 class Extension:
     """News of a sequence: tokens that were committed, and features of committed tokens.
 
-    `features` [m, feature_width] are those of the tokens from `first_position` on. If `projected`,
-    the rows are already the head's projection, [m, projected_width]. A row whose next token is not
+    `features` [m, feature_width] belong to the tokens from `first_position` on. If `projected`, the
+    rows are already the head's projection, [m, projected_width]. A row whose next token is not
     committed yet must not be among them.
     """
 
@@ -100,9 +100,10 @@ class HeadProposal:
     """Guesses for B sequences, `count` each, as target ids.
 
     `tokens` [B, count] are a chain: each was guessed after those that precede it. `best` [B, count,
-    width] are the first tokens in each place by their rank, and `shares` the head's estimates that
-    they are the next ones, of the same shape, float32. `confidences` [B, count] estimate that a
-    chain's token is accepted if those before it are.
+    width] are the first tokens in each place by their rank, and `shares`, float32 of the same
+    shape, are the head's estimates of the probability that each is the next token. `confidences`
+    [B, count] estimate the probability that a chain's token is accepted if the tokens before it
+    are.
     """
 
     tokens: torch.Tensor
@@ -277,7 +278,8 @@ class HeadModel(torch.nn.Module):
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
         """Read rows [T, projected_width] of the slices; return each slice's last state [S, ·].
 
-        The slices have the tokens after the features, or with `pairs` False the features' own.
+        The slices have the tokens after the features, or with `pairs` False the features' own
+        tokens.
         """
 
     @abstractmethod

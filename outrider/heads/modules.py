@@ -20,7 +20,7 @@ from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.softmax import Softmax
 
-# Positions whose cosines and sines are computed at first. A longer text has further ones computed.
+# Positions whose cosines and sines are computed at first. More are computed for a longer text.
 _FIRST_TURNS = 1024
 
 
@@ -42,8 +42,8 @@ class HeadRows(Turns):
 class HeadCache:
     """Keys and values of a head's layers, in pages of its own.
 
-    A head turns queries and keys by their place among its own rows, from 0 on. The distance of two
-    rows is that of their tokens, which is all that the rotary embedding shows.
+    A head turns queries and keys by their place among its own rows, from 0 on. Two rows are as far
+    apart as their tokens, and the rotary embedding shows only distances.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class Attention(Module):
     ) -> torch.Tensor:
         """Let Q rows of each of B sequences see their text in the cache, and each other.
 
-        Of the K keys the last Q are the rows' own, which are not stored; those before are the
-        places in the pages of each sequence. `seen_BQK` tells which keys a row sees.
+        The last Q of the K keys are the rows' own, which are not stored. The keys before them are
+        the places in the pages of each sequence. `seen_BQK` tells which keys a row sees.
         """
         batch, queries, _ = seen_BQK.shape
         query = self.queries(x_TC, rows.cos, rows.sin)
@@ -256,7 +256,7 @@ class Layer(Module):
         return self.finish(x + self.self_attn(self.input_layernorm(x), rows, cache))
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the feed-forward part; `x` is it before that part."""
+        """Return the residual stream after the feed-forward part; `x` is the stream before it."""
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

@@ -166,7 +166,7 @@ def _stated_kind(keys: Keys) -> str | None:
 
 
 def _kind_by_weights(keys: Keys, weights: Weights) -> str:
-    """Tell a head by its weights: SafeAILab's files say only LlamaForCausalLM."""
+    """Find a head's reader by its weights: SafeAILab's files say only LlamaForCausalLM."""
     names = {name.removeprefix("model.") for name in weights.names}
     if (
         any(name.startswith("midlayer.") for name in names)

@@ -32,8 +32,8 @@ _IN_A_ROW = 3
 class Matches:
     """How often a reading's guesses were right.
 
-    `later` counts those after the first, which were made from the head's own states; it is 0 where
-    no other reading recycles them in another way.
+    `later` counts the guesses after the first, which were made from the head's own states. It is 0
+    where no other reading recycles the states in another way.
     """
 
     spec: HeadSpec
@@ -43,10 +43,10 @@ class Matches:
 
 @dataclass(frozen=True, slots=True)
 class ReadingChoice:
-    """The reading that fits best, and how often each was right, the file's likeliest first.
+    """The reading that fits best, and how often each reading was right, the likeliest first.
 
-    `tried` first guesses were made with each. Not `clear`: another reading is about as good, so
-    the likeliest was kept.
+    `tried` first guesses were made with each reading. If it is not `clear`, another reading is
+    about as good, and the file's likeliest was kept.
     """
 
     spec: HeadSpec
@@ -97,8 +97,8 @@ def choose_reading(
     `states` has for every state of `states_of` the target's rows [T, hidden size] for the T tokens
     of `text`, some 256; `answers` [T] are the target's likeliest tokens after each. A guess is
     made after every `stride`-th token. Logs the choice, as a warning unless it is clear. The model
-    needs pages for the text with each set of auxiliary layers, and has them all back afterwards;
-    else it raises NoPages. The model reads as before afterwards.
+    needs pages for the text with each set of auxiliary layers, else it raises NoPages. Afterwards
+    these pages are free again, and the model reads as before.
     """
     before = model.spec
     options = before.readings
@@ -175,7 +175,7 @@ class _Trial:
 
 
 def _decide(found: list[Matches], tried: int) -> ReadingChoice:
-    """Choose by the first guesses; among readings of equal first guesses, by the later ones."""
+    """Choose by the first guesses; among readings with equal first guesses, by later guesses."""
     best, clear = _best(found, [each.first for each in found], _first_guess)
     alike = [each for each in found if _first_guess(each) == _first_guess(best)]
     if len(alike) > 1:
@@ -207,7 +207,7 @@ def _best(
 ) -> tuple[Matches, bool]:
     """The reading with the most right guesses, unless the first is about as good.
 
-    Also tells whether it is clear, by the best of another kind.
+    Also tells whether the choice is clear, by the best reading of another kind.
     """
     top = max(range(len(found)), key=lambda i: (counts[i], -i))
     others = [n for n, each in zip(counts, found, strict=True) if kind(each) != kind(found[top])]

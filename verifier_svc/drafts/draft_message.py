@@ -26,7 +26,7 @@ class DraftMessage:
     arrived_at: float
     """Monotonic seconds."""
     sequences: dict[int, Sequence]
-    """Those of the engine, by id."""
+    """The engine's sequences by id."""
     draft_latencies_s: list[float] = field(default_factory=list)
     """Seconds from asking to each draft that answers."""
     skip_latencies_s: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ class DraftMessage:
         """Add all proposals to the tries, and note the skips.
 
         Raises OutriderError(PROTOCOL_VIOLATION) for a sequence id or base length that no delay
-        explains, and for more entries than the drafter was told messages for.
+        explains, and for more entries than the messages to the drafter allow.
         """
         self.drafter.count_entries(batch)
         for i, proposal in enumerate(batch.proposals):
@@ -141,8 +141,8 @@ def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: l
     while right < min(len(guessed), len(since)) and guessed[right] == since[right]:
         right += 1
     contradicted = right < min(len(guessed), len(since))
-    # The verifier has sent a drafter that it asks these tokens meanwhile, so only a wrong guess of
-    # it is evidence.
+    # The verifier has meanwhile sent these tokens to a drafter that it asks, so only a wrong guess
+    # of that drafter is evidence.
     if contradicted or not assignment.asked:
         assignment.observe_acceptance(right + contradicted, right)
     if contradicted:
@@ -151,26 +151,26 @@ def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: l
 
 @dataclass(slots=True)
 class JudgedDraft:
-    """A verified draft, whose `rows` were accepted; `take` judges it.
+    """A verified draft, whose `rows` were accepted; `judge_draft` makes it.
 
     It is kept until `record`, while the sequence goes on and its drafters may leave it.
     """
 
     assignment: Assignment
-    """The main path's."""
+    """The assignment that the main path comes from."""
     draft: DraftTree
     rows: SequenceOf[int]
     drafted: int
     """Tokens of the assignment's own main path."""
     accepted: int
-    """The first tokens of that path, which were right."""
+    """How many first tokens of that path were right."""
     run: int
     """The assignment's run before the draft."""
     drafters: dict[str, Drafter]
     """The drafters of a tree by id; empty for a chain."""
 
     def record(self, metrics: VerifierMetrics, emitted: int) -> None:
-        """Count it in acceptance rates and metrics; the step committed `emitted` tokens.
+        """Count the draft in acceptance rates and metrics; the step committed `emitted` tokens.
 
         The rate of an assignment counts only its main guesses. `observe_siblings` measures the
         other guesses by the committed tokens, whether a step verified them or not.
@@ -204,7 +204,7 @@ def judge_draft(
 ) -> JudgedDraft:
     """Judge a verified draft, whose `rows` were accepted, before its drafters get the verdict.
 
-    `assignment` is the main path's.
+    The main path comes from `assignment`.
     """
     drafted, accepted = len(draft.token_ids), len(rows)
     drafters: dict[str, Drafter] = {}

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class DraftExchange:
-    """The engine's side of all draft streams; used on the engine's thread alone."""
+    """The engine's side of all draft streams; only the engine's thread uses it."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class DraftExchange:
         features: FeatureSource | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """With `sampled_drafts`, trusted drafters may sample. `features` is the target.
+        """With `sampled_drafts`, trusted drafters may sample. `features` is the target model.
 
         Drafters on `target_device` draft while the target waits for them, and at no other time.
         """
@@ -125,8 +125,8 @@ class DraftExchange:
     def reject(self, drafter: Drafter, error: OutriderError) -> None:
         """End the drafter's stream with `error`, and count a protocol violation.
 
-        INTERNAL is a fault of our own and does not count. Its sequences go to other drafters. No
-        effect if it is not connected.
+        INTERNAL is a fault of our own and does not count. The drafter's sequences go to other
+        drafters. No effect if it is not connected.
         """
         if self.roster.connected.get(drafter.id) is not drafter:
             return
@@ -177,7 +177,8 @@ class DraftExchange:
 
         A drafter that breaks the protocol loses its stream; nothing else changes for the others.
         `arrived_at` is when the message arrived (monotonic seconds; None is now). If the forward
-        since then counted as the drafter's time, a just missed step would make it seem too slow.
+        since then counted as the drafter's time, a drafter that just missed a step would seem too
+        slow.
         """
         at = self._clock() if arrived_at is None else arrived_at
         is_timed = drafter.round_trip.value > 0.0
@@ -192,7 +193,7 @@ class DraftExchange:
             message.take(batch)
         except OutriderError as error:
             self.reject(drafter, error)
-        # A fault in our own code that a message triggers ends that drafter's stream alone.
+        # If a message triggers a fault in our own code, only that drafter's stream ends.
         except Exception:
             log.exception("a message of drafter %s could not be processed", drafter.id)
             text = "the drafts could not be processed; the verifier's log has the reason"
@@ -230,7 +231,7 @@ class DraftExchange:
         """Move every trie's root along the committed tokens, and send verdicts as the plan says.
 
         `verified` is the assignment whose draft the step verified; `span` is the step's.
-        `record_walks` counts what the tries had.
+        `record_walks` later counts which of these tokens the tries had.
         """
         lookups: list[str] = []
         planned = self.plan.draft_tokens.get(sequence.id, 0)
@@ -323,7 +324,7 @@ class DraftExchange:
         traceparent: str,
         now: float,
     ) -> None:
-        """Send the verdict of a step with all tokens that the drafter has not been sent.
+        """Send the verdict of a step with all tokens that were not sent to the drafter before.
 
         Call it after the trie was advanced. 0 `wanted` tokens are a probe.
         """
@@ -392,7 +393,7 @@ def _tell_closed(sequence: Sequence, assignment: Assignment) -> None:
 
 
 def _make_room(sequence: Sequence, most: int) -> None:
-    """Take the sequence from doubtful drafters until at most `most` have it."""
+    """Take the sequence from doubtful drafters until at most `most` drafters have it."""
     doubtful = [each for each in sequence.assignments.values() if each.drafter.is_doubtful]
     for assignment in doubtful[: max(len(sequence.assignments) - most, 0)]:
         _tell_closed(sequence, assignment)

@@ -31,7 +31,7 @@ class FeatureSource(Protocol):
     layer_count: int
     hidden_size: int
     projections: Mapping[str, FeatureProjection]
-    """By name, what can make fewer numbers of a token's states."""
+    """By name, the projections that turn a token's states into fewer numbers."""
 
     def can_watch(self, states: Collection[int]) -> bool:
         """Whether forwards can keep these hidden states."""
@@ -50,7 +50,7 @@ class FeatureSource(Protocol):
     def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
-        """The same as a tensor on the target's device, with an entry for each row."""
+        """As `copy_states`, but a tensor on the target's device, with an entry for each row."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class FeatureSender:
         self._has_readers = False
 
     def grant(self, drafter: Drafter) -> None:
-        """Set which features a drafter gets; none if those that it asks for cannot be had.
+        """Set which features a drafter gets; none if the source cannot give what it asks for.
 
         Raises OutriderError(INVALID_VALUE) for a layer that the model does not have.
         """
@@ -108,7 +108,7 @@ class FeatureSender:
     ) -> None:
         """Take the features of the last forward, before its tokens are committed.
 
-        `found` has the result of each sequence, the same that is committed afterwards.
+        `found` has the result of each sequence, which is committed afterwards.
         """
         if not self._has_readers:
             return
@@ -139,7 +139,7 @@ class FeatureSender:
         name = request.projection if projects else ""
         take = self._source.share_states if is_local else self._source.copy_states
         data = take(request.states, rows, request.dtype.name.lower(), name)
-        # A token has `size` bytes, or is an entry of a tensor.
+        # A token has `size` bytes, or one entry of a tensor.
         size = len(data) // len(rows)
         for part in parts:
             end = len(part.rows) * size
@@ -199,7 +199,7 @@ def _part(
 
 
 def _give(part: _Part, data: FeatureRows, size: int) -> None:
-    """Send or hold the features in `data`, of which each token has `size` bytes or entries."""
+    """Send or hold the features in `data`, which has `size` bytes or entries for each token."""
     assignment = part.assignment
     assignment.feature_position = part.first_position + len(part.rows)
     each = max(1, _MAX_ENTRY_BYTES // size)

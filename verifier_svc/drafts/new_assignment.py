@@ -73,8 +73,8 @@ def run_ahead_window(
     """How far a drafter may run ahead. It is asked for `draft_tokens`, or a tree of `tree_tokens`.
 
     The window covers a draft for each step of `step_s` seconds until the next verdict reaches the
-    drafter, if the trie has room. On the target's cores it covers the draft alone, since running
-    ahead would slow down the forward. For a probe, which asks for 0 tokens, it covers one.
+    drafter, if the trie has room. On the target's cores it covers only the draft, since running
+    ahead would slow down the forward. For a probe, which asks for 0 tokens, it covers one token.
     """
     drafter = assignment.drafter
     most = assignment.trie.window

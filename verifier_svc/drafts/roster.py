@@ -17,10 +17,10 @@ _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
 # After this time a drafter that found no room should try again.
 _FULL_S = 5.0
-# Names of which faults are remembered.
+# How many names have their faults remembered.
 _REMEMBERED = 256
 MOST_LOST = 32
-"""The most drafters that left of which anything is kept: pages, metrics and /readyz name them."""
+"""How many drafters that left are remembered: pages, metrics and /readyz name them."""
 _MAX_DRAFTERS = 64
 # The part of all places that drafters of one source may take, so that nobody takes them all.
 _SOURCE_SHARE = 0.25
@@ -31,7 +31,7 @@ PLACES = 4
 class Roster:
     """The connected drafters, and those that left a short while ago.
 
-    At most `max_drafters` are connected, and at most a quarter of `max_drafters` of one source.
+    At most `max_drafters` are connected. One source may have at most a quarter of `max_drafters`.
     """
 
     def __init__(self, clock: Clock = monotonic) -> None:
@@ -49,8 +49,8 @@ class Roster:
         """Register a drafter.
 
         Raises OutriderError: QUARANTINED after repeated protocol violations of its id (with TLS, of
-        any drafter with its certificate's name), DRAFTER_ID_TAKEN, or OVERLOADED if too many are
-        connected, of its source or in all.
+        any drafter with its certificate's name), DRAFTER_ID_TAKEN, or OVERLOADED if too many
+        drafters are connected, from its source or in all.
         """
         if (left_s := self._quarantine_left_s(drafter.blamed)) > 0:
             message = (
@@ -101,7 +101,7 @@ class Roster:
         return forgotten
 
     def count_fault(self, drafter: Drafter) -> None:
-        """Record a protocol violation. After several within a short time, `join` refuses it."""
+        """Record a violation. After several in a short time, `join` refuses the drafter."""
         faults = [*self._faults.pop(drafter.blamed, []), self._clock()]
         self._faults[drafter.blamed] = faults[-_FAULTS_TO_QUARANTINE:]
         _drop_oldest(self._faults)
@@ -124,9 +124,9 @@ class Roster:
 
         The request allows each of them, and has a grammar if they require it. A sequence has at
         most `PLACES` drafters in all. Assigned drafters that became doubtful do not count: the
-        caller takes the sequence from them if their places are needed. First comes the proven
-        drafter with the fewest sequences of each family that the sequence lacks. If there are more
-        families than places, the drafters with the most merit come first and leave a place to
+        caller takes the sequence from them if their places are needed. First come proven drafters:
+        of each family that the sequence lacks, the drafter with the fewest sequences. If there are
+        more families than places, the drafters with the most merit come first and leave a place to
         drafters on trial. Drafters on trial follow in turn. A single doubtful drafter comes last,
         and only if it has no other sequence or the request names it.
         """
@@ -165,7 +165,7 @@ class Roster:
         drafter.turn = self._turns
 
     def check_known(self, options: SpeculationOptions) -> None:
-        """Raises OutriderError(DRAFTER_NOT_FOUND) if the options name no drafter's id or family.
+        """Raises OutriderError(DRAFTER_NOT_FOUND) if no drafter has the named id or family.
 
         Drafters that were lost a short while ago count. Options without a name pass. The error
         does not name other drafters, because any tenant may see it.

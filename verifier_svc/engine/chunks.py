@@ -38,7 +38,8 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
 def cut_at_grammars_end(matcher: Matcher, new: list[int]) -> bool:
     """Advance a grammar by `new`, and cut `new` after the token that ends the grammar's text.
 
-    Returns whether it ends. Raises OutriderError(INTERNAL) for a token that the grammar forbids.
+    Returns whether the text ends. Raises OutriderError(INTERNAL) for a token that the grammar
+    forbids.
     """
     for i, token in enumerate(new):
         if not matcher.accept(token):
@@ -51,7 +52,7 @@ def cut_at_grammars_end(matcher: Matcher, new: list[int]) -> bool:
 
 
 def sources_of(draft: DraftTree, rows: SequenceOf[int], count: int) -> list[TokenSource]:
-    """Who wrote each of the `count` tokens that are committed of a step; it accepted `rows`."""
+    """Who wrote each of the `count` tokens that a step committed; the step accepted `rows`."""
     if not draft.token_ids:
         return [TokenSource.PLAIN] * count
     rows = rows[:count]

@@ -44,7 +44,7 @@ class Committer:
         spans: StepSpans,
         eos_token_ids: SequenceOf[int],
     ) -> None:
-        """`eos_token_ids` are the model's, which alone end the text of a grammar."""
+        """Only `eos_token_ids`, which are the model's, end the text of a grammar."""
         self._pool = context.scheduler.pool
         self._drafting = context.drafting
         self._outbox = context.outbox
@@ -167,12 +167,13 @@ class Committer:
     ) -> bool:
         """Give `new` to a sequence's grammar, and cut `new` where the grammar's text ends.
 
-        Returns whether it ends: nothing may follow, even with ignore_eos. Raises OutriderError for
-        a token that the grammar forbids.
+        Returns whether the text ends; then nothing may follow, even with ignore_eos. Raises
+        OutriderError for a token that the grammar forbids.
         """
         may_end = finish_reason is not None or not self._eos_token_ids.isdisjoint(new)
         if has_slow_masks(sequence) and not may_end:
-            # To advance the grammar here would delay every sequence. The next mask's work does it.
+            # Advancing the grammar here would delay every sequence. The next mask's work advances
+            # it.
             sequence.grammar_lag = len(new)
             return False
         return cut_at_grammars_end(matcher, new)
@@ -195,8 +196,8 @@ def moved_slots(
 ) -> tuple[list[int], list[int]]:
     """The slots of the flattened cache to copy from and to, for a whole step; often none.
 
-    A tree's tokens lie in the slots after the text in the tree's order. The accepted path must lie
-    there in the text's order, before a page of it is shared or the next forward reads it.
+    A tree's tokens lie in the slots after the text, in the tree's order. The accepted path must be
+    moved into the text's order before one of its pages is shared or the next forward reads it.
     """
     sources: list[int] = []
     targets: list[int] = []

@@ -15,7 +15,7 @@ from verifier_svc.state.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """For the engine's thread alone. `sequences` has the sequences of queue and batch, by id."""
+    """Only for the engine's thread. `sequences` has the queued and the running sequences by id."""
 
     sequences: dict[int, Sequence]
     scheduler: Scheduler

@@ -1,8 +1,8 @@
 """Says how much longer a step should wait for its pending drafts; the engine's caller sleeps.
 
 `verifier_svc/policy/waits.py` decides the longest wait, which the plan holds as `wait_s`. `poll`
-ends it earlier, once no missing draft would improve the step. A drafter whose draft does not come
-in time gets a longer measured latency.
+ends the wait earlier, once no missing draft would improve the step. A drafter whose draft does not
+come in time gets a longer measured latency.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verifier_svc.state.step_clock import StepClock
 
 # A wait for drafts holds client chunks for at most this long.
 _MAX_HOLD_S = 0.005
-# An outline holds if at most this share of its sequences has ended since.
+# An outline still holds if at most this share of its sequences has ended since it was made.
 _ENDED_SHARE = 0.125
 
 
@@ -64,14 +64,15 @@ class DraftWait:
         # The plan of the next step, and when it was made.
         self._plan: Plan | None = None
         self._began = 0.0
-        # Its outline, if `outline` made one, and the count of assignments then.
+        # The outline of that plan, if `outline` made one, and the count of assignments at that
+        # time.
         self._outline: Outline | None = None
         self._assigned = 0
 
     def outline(self) -> None:
         """Plan the next step as far as that is possible while a device computes this step.
 
-        Not while prompts are read, since their sequences decode in the next step.
+        No outline is made while prompts are read, since their sequences decode in the next step.
         """
         running = self._batch.running.values()
         if not self._drafting.roster.connected:
@@ -126,7 +127,7 @@ class DraftWait:
         return plan
 
     def _outlined(self, free: list[Sequence]) -> Plan | None:
-        """The plan by the outline; None without one, or if the batch or its drafters changed."""
+        """The outline's plan; None without an outline, or if the batch or its drafters changed."""
         outline = self._outline
         self._outline = None
         if outline is None or self._assigned != self._drafting.assigned:

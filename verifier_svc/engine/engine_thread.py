@@ -22,8 +22,8 @@ class EngineThread(Generic[_Port]):
     """Builds and runs an engine on a daemon thread. Create and use it on a running event loop.
 
     The thread that runs the model also loads it and warms it up. OpenMP keeps a team of workers for
-    each thread that ever computed, and stops spinning if two teams share the cores. That more than
-    doubled the step time of a small model.
+    each thread that ever computed, and its workers stop spinning if two teams share the cores. Then
+    the step of a small model took more than twice as long.
     """
 
     def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], _Port]) -> None:
@@ -90,7 +90,7 @@ class EngineThread(Generic[_Port]):
         return await done
 
     async def stop(self) -> None:
-        """End the engine's loop after the step in progress, which gets 10 s for that."""
+        """End the engine's loop after the step in progress, which has 10 s to finish."""
         self.engine.stop()
         await asyncio.wait({self.ended}, timeout=_STOP_S)
         if not self.ended.done():

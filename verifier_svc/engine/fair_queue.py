@@ -38,8 +38,8 @@ class FairQueue:
     def first(self, running: Mapping[str, int]) -> Sequence:
         """The sequence whose turn it is, given the number of running sequences by tenant.
 
-        The queue must not be empty. Of tenants with equally many running sequences, the one that
-        has waited longest is first.
+        The queue must not be empty. If several tenants have equally few running sequences, the
+        tenant that has waited longest is first.
         """
         heads = [sequences[0] for sequences in self._by_tenant.values()]
         if len(heads) == 1:
@@ -58,9 +58,9 @@ class FairQueue:
     def to_displace(self, tenant: str) -> Sequence | None:
         """The sequence that loses its place in a full queue to a sequence of `tenant`; else None.
 
-        It is the youngest sequence of the tenant with the most waiting sequences, and has not
-        begun, here or at another verifier. That tenant must keep at least as many sequences as
-        `tenant` then has, so the two cannot displace each other in turns.
+        The tenant with the most waiting sequences loses its youngest sequence that has not begun,
+        here or at another verifier. That tenant must then still have at least as many waiting
+        sequences as `tenant`, so the two cannot displace each other in turns.
         """
         longest = max(self._by_tenant.values(), key=len, default=deque())
         own = len(self._by_tenant.get(tenant, ()))

@@ -47,7 +47,7 @@ class Inbox:
         """Run the work posted so far; an exception of the work goes to the caller.
 
         Work posted meanwhile waits for the next call, so that drafters whose messages arrive faster
-        than the engine takes them cannot keep it from its next step.
+        than the engine takes them cannot keep the engine from its next step.
         """
         for _ in range(len(self._work)):
             self._work.popleft()()
@@ -69,7 +69,7 @@ class Inbox:
 class Intake:
     """Checks and queues the requests of one engine, on its thread.
 
-    `thinking_ids` begin and end the model's thinking phase; None if it has none.
+    `thinking_ids` begin and end the model's thinking phase; None if the model has no such phase.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Intake:
     def _make_room(self, request: TokenRequest) -> None:
         """Raise OVERLOADED if the queue is full, unless another tenant has more than its share.
 
-        In that case its youngest waiting sequence ends with OVERLOADED instead.
+        In that case the other tenant's youngest waiting sequence ends with OVERLOADED instead.
         """
         waiting = self._scheduler.waiting
         try:

@@ -9,12 +9,13 @@ from outrider.protocol.model_info import Load
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.sequence import Sequence
 
-# The mean time in the batch covers about this many sequences, or this many full batches if they are
-# more. The windows are wide, since a small error of the mean grows with the length of the queue.
+# The mean time in the batch covers about `_SEQUENCES` sequences, or `_BATCHES` full batches if
+# these have more sequences. The windows are wide, since a small error of the mean grows with the
+# length of the queue.
 _SEQUENCES = 64
 _BATCHES = 4
-# Forwards of a sequence before the first one has ended: a short answer. A burst on a verifier that
-# has just started must not wait for minutes because nothing was timed.
+# Forwards that a sequence should take, before any sequence has ended: a short answer. A burst on a
+# verifier that has just started must not wait for minutes because nothing was timed.
 _FIRST_FORWARDS = 128.0
 
 
@@ -36,7 +37,7 @@ class LoadMeter:
         self._most_waiting = most_waiting
         self._recent = max(_SEQUENCES, _BATCHES * most_running)
         self._ended_count = 0
-        # Means of the recent sequences. Each of their own prompt tokens was computed, not cached.
+        # Means of the recent sequences. The prompt tokens are those that were computed, not cached.
         self._sequence_s: float | None = None
         self._forwards = 0.0
         self._prompt_tokens = 0.0
@@ -75,8 +76,9 @@ class LoadMeter:
     def _sequence_s_at(self, places: int) -> float | None:
         """How long a sequence is in a batch of `places` sequences; None if nothing was timed.
 
-        Recent sequences may have run alone, far faster than in a full batch. So it is at least as
-        many forwards of the full batch as they took, and a prompt of each of its sequences.
+        Recent sequences may have run alone, far faster than in a full batch. So the time is at
+        least that of their number of forwards with the full batch, and of one prompt for each of
+        its places.
         """
         if not self._cost.known:
             return self._sequence_s

@@ -2,8 +2,8 @@
 
 The engine runs on its own thread; other threads only `post` work to it. It sends messages through
 sinks: to drafters after each step, to clients when the next forward begins. A device that computes
-by itself gets the forward first, so that what no step waits for is done meanwhile. The engine knows
-token ids and drafters; not text, protobuf or grpc.
+asynchronously gets the forward first. Meanwhile the host does the work that no step waits for. The
+engine knows token ids and drafters; not text, protobuf or grpc.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Engine:
     With `launches`, the model's `forward` returns before the device has computed. For
     `target_device`, `sampled_drafts` and `features` see `DraftExchange`. Masks are computed on
     `mask_lanes`, with the budget `mask_seconds`, see `MaskBudget`. `draft_policy` says when the
-    planner drafts. The engine and its parts read time from `clock` alone.
+    planner drafts. The engine and its parts read time only from `clock`.
     """
 
     def __init__(
@@ -195,10 +195,10 @@ class Engine:
     def pause(self, sequence: Sequence) -> None:
         """Leave a sequence out of steps until `resume`, because its caller does not read.
 
-        Its drafters are told that it is over, so that they draft for others. Its text does not
-        depend on that: its tokens are computed anew later, as after a preemption. If more than
-        `max_waiting` sequences are unread, the longest unread of the tenant with the most of them
-        ends with SLOW_READER.
+        Its drafters are told that the sequence is over, so that they draft for other sequences. The
+        text stays the same: its tokens are computed anew later, as after a preemption. If more than
+        `max_waiting` sequences are unread, the tenant with the most unread sequences loses the
+        sequence that is unread longest: it ends with SLOW_READER.
         """
         book = self._book
         if sequence.id not in self.sequences or sequence.id in book.unread:
@@ -321,7 +321,7 @@ class Engine:
     def _verify(self, batch: list[ScheduledSequence]) -> list[Verified | OutriderError | None]:
         """Run the forward and verify the drafts; if that fails, every sequence gets the error.
 
-        None for a sequence whose masks are late, so that its step has to be repeated.
+        A sequence whose masks are late gets None: its step has to be repeated.
 
         Raises torch.AcceleratorError if the device failed.
         """
@@ -359,8 +359,8 @@ class Engine:
     def _go_on_plainly(self, scheduled: ScheduledSequence) -> None:
         """Repeat a step without its draft, and draft no more for its sequence.
 
-        A model may overflow only at a draft token. Attention does not hide that from the tokens
-        before it, because 0 * NaN is NaN. But a guess must not end a sequence.
+        Perhaps only a draft token makes the model overflow. The attention mask does not protect the
+        tokens before the draft token, because 0 * NaN is NaN. But a guess must not end a sequence.
         """
         scheduled.is_late = scheduled.is_spoilt = True
         scheduled.sequence.max_draft_tokens = 0
@@ -430,7 +430,7 @@ class Engine:
     ) -> None:
         """Export a step of this plan, and update the cost model with its duration.
 
-        `since_last_s` is the time since the end of the step before it. The metrics get the seconds
+        `since_last_s` is the time since the end of the previous step. The metrics get the seconds
         of the same forward on an idle machine; 0 if the step held prompts, or if no trial forward
         has run. Steps that are not typical update no cost, and neither do steps that score a
         prompt, because ordinary steps do not pay that cost.
@@ -459,7 +459,7 @@ class Engine:
 def _may_be_the_drafts(error: OutriderError, draft: DraftTree) -> bool:
     """Whether a step may go well without its draft, and may be repeated without it.
 
-    To drop a sampled token because of its value would bias what is drawn instead.
+    Dropping a sampled token because of its value would bias the token that is drawn instead.
     """
     if error.reason is not Reason.LOGITS_NOT_FINITE:
         return False

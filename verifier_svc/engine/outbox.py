@@ -1,6 +1,6 @@
 """The engine's outgoing messages: verdicts leave after a step, chunks during the next forward.
 
-Work that makes chunks waits here too, with the rest that no drafter and no step waits for.
+Work that makes chunks waits here too, as does other work that no drafter and no step waits for.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Delivery = tuple[Callable[..., None], object]
 
 
 class Outbox:
-    """For the engine's thread alone. `deliver` runs the sinks, in production on the event loop.
+    """Only for the engine's thread. `deliver` runs the sinks, in production on the event loop.
 
     A sink may change the engine only through `Engine.post`, because clients are notified in the
-    middle of a step. They are notified late because a step's chunks are many messages: to send and
-    read them would delay the drafters' answers while the target waits.
+    middle of a step. Clients are notified late because a step has many chunks. Sending and reading
+    them at once would delay the drafters' answers while the target waits.
     """
 
     def __init__(self, deliver: Callable[[list[Delivery]], None], drafting: DraftExchange) -> None:
@@ -32,15 +32,15 @@ class Outbox:
 
     @property
     def holds_chunks(self) -> bool:
-        """Whether client messages wait for delivery, or work that may make some."""
+        """Whether client messages wait for delivery, or work waits that may make some."""
         return bool(self._to_clients or self._later)
 
     def later(self, work: Callable[[], object]) -> None:
-        """Keep work that nothing waits for until `catch_up`; it may `add` client messages."""
+        """Keep work for `catch_up`, since nothing waits for it; it may `add` client messages."""
         self._later.append(work)
 
     def catch_up(self) -> None:
-        """Do the work that was kept for later, and count what drafts the last commits found."""
+        """Do the kept work, and count the drafts that were there at the last commits."""
         self._drafting.record_walks()
         while self._later:
             self._later.pop(0)()

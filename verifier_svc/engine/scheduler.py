@@ -63,7 +63,7 @@ class Scheduler:
         """Tokens of all admitted sequences."""
         self.cached_token_count = 0
         """Tokens of admitted sequences that the prefix cache held."""
-        # The tenant of all sequences of the step in progress; None if they are of several.
+        # The tenant of all sequences of the step in progress; None if they have several tenants.
         self._only_tenant: str | None = None
         self._max_batch_tokens = config.max_batch_tokens
         self._max_sequences = config.max_sequences
@@ -108,7 +108,7 @@ class Scheduler:
         self.use.charge(rows, seconds, now)
 
     def occupancy(self) -> Occupancy:
-        """Counts sequences and pages now, and what was counted since the start."""
+        """The numbers of sequences and pages now, and the counts since the start."""
         return Occupancy(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -137,8 +137,9 @@ class Scheduler:
     ) -> list[ScheduledSequence]:
         """Build the next batch from the admitted sequences; empty when there is nothing to do.
 
-        A sequence has its draft of `trees`, else its best chain of at most `draft_tokens`, both by
-        sequence id. A sequence that waits for masks keeps the draft for which they were requested.
+        `trees` and `draft_tokens` are by sequence id. A sequence without a draft in `trees` has its
+        best chain of at most its `draft_tokens`. A sequence that waits for masks keeps the draft
+        for which they were requested.
         """
         batch: dict[int, ScheduledSequence] = {}
         decoding, prefill = self._parts(draft_tokens, trees)
@@ -173,7 +174,7 @@ class Scheduler:
     def _parts(
         self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft]
     ) -> StepParts:
-        """The running sequences that the step serves, and how many tokens of each prompt."""
+        """The running sequences that the step serves, and how much of each prompt it reads."""
 
         def drafted(sequence: Sequence) -> int:
             if sequence.mask_work is not None:
@@ -244,24 +245,24 @@ class Scheduler:
         return scheduled
 
     def _with_pages(self, kv: KVSequence, end: int, draft: DraftTree) -> DraftTree:
-        """Reserve pages for a draft after the first `end` tokens; returns what fits of it."""
+        """Reserve pages for a draft after the first `end` tokens; returns the part that fits."""
         if self.pool.reserve(kv, end + len(draft.token_ids)):
             return draft
         if draft.parents:
-            # The main path alone may fit.
+            # The main path may fit without its branches.
             draft = draft.first(len(main_path(draft.parents)))
             if self.pool.reserve(kv, end + len(draft.token_ids)):
                 return draft
-        # A draft is no reason to preempt another sequence. It is cut rather than dropped: how
-        # many tokens follow a sampled token must not decide whether it is verified.
+        # A draft is no reason to preempt another sequence. It is cut rather than dropped: how many
+        # tokens follow a sampled token must not decide whether that token is verified.
         draft = draft.first(max(0, self.pool.room(kv) - end))
         return draft if self.pool.reserve(kv, end + len(draft.token_ids)) else NO_DRAFT
 
     def admit(self) -> list[Sequence]:
         """Admit waiting sequences while all their tokens fit, and return them.
 
-        A sequence with all its pages at hand does not preempt another sequence at once. A sequence
-        of a tenant with few places or pages takes them from the tenant with the most.
+        An admitted sequence has all its pages, so it does not preempt another sequence at once. A
+        sequence of a tenant with few places or pages takes them from the tenant with the most.
         """
         admitted: list[Sequence] = []
         while self.waiting:
@@ -298,7 +299,7 @@ class Scheduler:
         return [sequence for sequence in admitted if sequence.id in self.running]
 
     def _loser_of_place(self, tenant: str) -> Sequence | None:
-        """Whose place a tenant may take: of a tenant that has at least two more, its youngest.
+        """The sequence that loses its place: the youngest of a tenant with two or more places more.
 
         So the tenant that loses a place still has as many places as the tenant that gets it, and
         cannot take it back.
@@ -320,7 +321,7 @@ class Scheduler:
         return bool(self._losers_of_pages(sequence))
 
     def _make_pages(self, sequence: Sequence) -> bool:
-        """Reserve pages for all tokens of a sequence, if need be from tenants with more of them."""
+        """Reserve pages for all tokens of a sequence, if need be from tenants with more pages."""
         length = len(sequence.tokens)
         if self.pool.reserve(sequence.kv, length):
             return True
@@ -331,9 +332,9 @@ class Scheduler:
         return self.pool.reserve(sequence.kv, length)
 
     def _lacks_pages(self, sequence: Sequence) -> bool:
-        """Whether a sequence gets no pages, even if it shares all that the cache has of its text.
+        """Whether a sequence lacks pages, even if it shares all cached pages of its text.
 
-        A sequence that waits for pages is asked about at every step, so nothing is hashed again.
+        This runs at every step for a sequence that waits for pages, so it hashes nothing again.
         """
         tenant = sequence.request.tenant
         if len(self.tenants) > 1 or tenant not in self.tenants:
@@ -344,7 +345,7 @@ class Scheduler:
         return self.pool.known_pages(sequence.page_hashes, sequence.tokens, tenant) < missing
 
     def _losers_of_pages(self, sequence: Sequence) -> list[Sequence]:
-        """Whom to preempt for a sequence's pages; nobody if their tenants would then have less.
+        """The sequences to preempt for another's pages; none if their tenants would then have less.
 
         As for places, a tenant that loses pages keeps at least as many as the tenant that gets
         pages.
@@ -383,7 +384,7 @@ class Scheduler:
         return max(sequences, key=lambda each: (held[each.request.tenant], each.arrival))
 
     def _preempt(self, victim: Sequence) -> None:
-        """Free its pages and recompute it later; it keeps its tokens and its drafters' tries."""
+        """Free a sequence's pages and recompute it later; it keeps its tokens and its tries."""
         self.pool.free(victim.kv)
         self._leave(victim)
         self.waiting.put_back(victim)

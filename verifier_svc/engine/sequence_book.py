@@ -1,6 +1,6 @@
-"""Sequences' ids, bounds and chunks, for the native engine and for vLLM's alike.
+"""Sequences' ids, bounds and chunks, for the native engine and for vLLM's engine.
 
-The bounds are those of the queue and of unread answers. Chunks wait here for more tokens.
+The queue and the number of unread answers are bounded. Chunks wait here for more tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verifier_svc.state.sequence import Sequence
 
 
 class SequenceBook:
-    """For the engine's thread alone. `max_waiting` bounds the queue, and apart the unread answers.
+    """Only for the engine's thread. `max_waiting` bounds the queue and, separately, unread answers.
 
     `unread` has the sequences whose callers do not read, by id, the longest unread first.
     """
@@ -53,10 +53,10 @@ class SequenceBook:
     # --- answers that nobody reads ---
 
     def pause(self, sequence: Sequence) -> Sequence | None:
-        """Note that a sequence, which the engine runs no more, waits until its caller reads.
+        """Note that a sequence waits until its caller reads; the engine no longer runs it.
 
-        Returns the sequence that has to end with `slow_reader`, if there are too many: of the
-        tenant with the most unread sequences, the one that is unread longest.
+        If too many sequences are unread, returns the sequence that has to end with `slow_reader`:
+        the longest unread sequence of the tenant with the most unread sequences.
         """
         sequence.unread_at = self._clock()
         self.unread[sequence.id] = sequence

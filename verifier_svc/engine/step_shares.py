@@ -1,7 +1,7 @@
-"""Divides a step between tenants: whose sequences it decodes, and how much of whose prompts.
+"""Divides a step between tenants: whose sequences to decode, and how much of whose prompts.
 
-A tenant that has used little goes first. The time that other tenants add to its step is bounded,
-because each of its tokens takes a step. With one tenant, a step takes all it can.
+A tenant that has used little goes first. Each of its tokens takes a step, so the time that other
+tenants add to its steps is bounded. With one tenant, a step takes all it can.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verifier_svc.state.sequence import Sequence
 # A step takes at most `_LONGEST` times as long as the smallest step while it serves a tenant that
 # has used little, or while another tenant may come back at any moment and would wait for the step's
 # end. Where forwards cost little more with more rows, as on a GPU, the bound cuts nothing. At most
-# 1/4 of the time goes to what a step costs without rows.
+# 1/4 of such a step's time is its cost without rows.
 _LONGEST = 4.0
 # Other tenants make the step of a light tenant longer by at most this share of the step.
 _ADDED = 0.25
@@ -40,7 +40,7 @@ class StepParts(NamedTuple):
     """The sequences of a step: those that it decodes, and those whose prompts it reads."""
 
     decoding: list[Sequence]
-    """They have one uncomputed token each."""
+    """These sequences have one uncomputed token each."""
     prefill: list[PromptPart]
 
 
@@ -109,7 +109,7 @@ class _Fill:
         return self._cost.estimate(len(self.decoding), rows) if self.decoding else 0.0
 
     def add(self, parts: StepParts, room_s: float, last_id: int) -> int:
-        """Add what makes the step longer by at most `room_s`; half of it is for prompts, if any.
+        """Add work that takes at most `room_s`; half of this time is for prompts, if there are any.
 
         Decoding begins after the sequence `last_id`. Returns the id of the last sequence that
         had room, or `last_id` if all had room.

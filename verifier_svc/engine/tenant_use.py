@@ -1,7 +1,7 @@
 """How much of the steps each tenant has used recently; who has used little goes first.
 
 The measure is the time of steps, as in a fair-share scheduler: it counts prompts, decoding and
-drafts alike. It decays, so that nobody is held to what was long ago and nobody can save up.
+drafts alike. It decays, so that use of long ago is forgotten and no tenant can save up time.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-# Use decays to 1/e in this time (seconds), and is forgotten after twice the time without any.
+# Use decays to 1/e in this time (seconds). A tenant without a step for twice this time is
+# forgotten.
 _MEMORY_S = 2.0
 # A tenant is light if it has used less than this part of an equal share. Tenants with about the
-# same use keep their common steps, which compute more tokens a second than steps of their own.
+# same use keep their common steps, which compute more tokens a second than separate steps.
 _LIGHT = 0.5
 # Stored values grow with time instead of being decayed one by one, up to this power of e.
 _LARGEST = 50.0
@@ -58,5 +59,5 @@ class TenantUse:
         return frozenset([tenant for tenant, own in used.items() if own < bound])
 
     def expects(self, tenants: Collection[str]) -> bool:
-        """Whether a tenant that was served recently is not among these, and may come back."""
+        """Whether a tenant that was served recently is not among `tenants`, and may come back."""
         return bool(self._used.keys() - tenants)

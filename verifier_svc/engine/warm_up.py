@@ -9,7 +9,7 @@ from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.engine.config import EngineConfig, LanguageModel
 from verifier_svc.policy.forward_cost import ForwardCost
 
-# No trial begins after this time. A large model then misses its larger batches.
+# No trial begins after this time. With a large model, some larger batches are then not tried.
 _WARM_UP_S = 5.0
 # Rows of the trial forwards of a sequence's tree, besides those of chains.
 _TREE_ROWS = (16, 32, 1 + MAX_TREE_TOKENS)

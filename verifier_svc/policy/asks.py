@@ -10,7 +10,7 @@ from verifier_svc.state.sequence import Assignment, Sequence
 # A drafter is listened to if at least this share of its first guesses are right.
 _LEAST_RIGHT = 0.05
 # A drafter without a right guess for `_IDLE_STEPS` steps is asked every second step. Every further
-# `_IDLE_STEPS` steps halve that again, `_MOST_HALVINGS` times in all.
+# `_IDLE_STEPS` steps halve the rate again, `_MOST_HALVINGS` times in all.
 _IDLE_STEPS = 16
 _MOST_HALVINGS = 3
 
@@ -51,8 +51,8 @@ def trials(
     """One draft token from each drafter on trial that is not asked anyway.
 
     A drafter on trial is asked beside a proven drafter, or until it has answered. Nobody waits for
-    the token, so it costs a message. A drafter on the target's cores would cost more, and is only
-    probed.
+    the token, so it costs only a message. A drafter on the target's cores would cost more, and is
+    only probed.
     """
     beside_proven = any(drafter.proven for drafter in drafters)
     tried = {
@@ -82,12 +82,12 @@ def listened(
     decode_step_s: float,
     step: int,
 ) -> Drafts:
-    """Drafts of at most `limit` tokens that no step waits for, of `drafters` that guess for little.
+    """Drafts of at most `limit` tokens that no step waits for, of those `drafters` that are quick.
 
-    A drafter that guesses for little, such as one that looks up n-grams, is mostly right too seldom
-    to be worth a wait. But where a text begins to repeat itself, the commit shows that a guess was
-    right, and the rest of the draft is there for the next step. Unless the share `least_right` of
-    guesses is right within repeats, verifying them costs more than it gains.
+    A quick drafter, such as an n-gram lookup, is mostly right too seldom to be worth a wait. But
+    where a text begins to repeat itself, the commit shows that a guess was right, and the rest of
+    the draft is there for the next step. Unless the share `least_right` of guesses is right within
+    repeats, verifying them costs more than it gains.
     """
     heard = {
         drafter
@@ -115,9 +115,9 @@ def listened(
 def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> Drafts:
     """Drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
 
-    They also stand in for a draft that does not come. Companions pay anyway, and take no time of
-    the target's cores. So a companion costs a message. The engine waits for it only where the ready
-    drafts promise less.
+    Their guesses also stand in for a draft that does not come. Companions pay anyway and take no
+    time of the target's cores, so a companion costs only a message. The engine waits for its draft
+    only where the draft promises more than the ready drafts.
     """
     found: Drafts = []
     if len(paying) < 2:
@@ -138,7 +138,7 @@ def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> 
 
 
 def _prob_beside(other: Assignment, chosen: Assignment) -> float:
-    """The probability that a drafter's first token is right where `chosen` has no right one."""
+    """The probability that a drafter's first token is right where that of `chosen` is not."""
     right = other.rate.by_position[0]
     claim = (1.0 - chosen.rate.by_position[0]) * right
     chance = chosen.chance

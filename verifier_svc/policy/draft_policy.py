@@ -28,7 +28,7 @@ class DraftPolicy(ABC):
     takes_all: ClassVar[bool]
     """Whether all drafters draft, and each forward waits for them, without a comparison."""
     least_gain: ClassVar[float]
-    """A draft must gain more tokens than this over its cost."""
+    """A draft's gain must exceed its cost by more than this number of tokens."""
 
     @abstractmethod
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:
@@ -61,7 +61,7 @@ class DraftPolicy(ABC):
 
 
 class PayingDrafts(DraftPolicy):
-    """Drafts where they raise goodput, and pauses drafters whose drafts do not. For serving."""
+    """Drafts where drafts raise goodput, and pauses drafters whose drafts do not. For serving."""
 
     most_tokens: ClassVar[bool] = False
     takes_all: ClassVar[bool] = False
@@ -90,14 +90,14 @@ class PayingDrafts(DraftPolicy):
     def pick(self, offers: list[Offer]) -> list[Offer]:
         """The best offer: a proven drafter's first, then the greatest gain.
 
-        A stranger's first drafts are judged beside the drafts of drafters that were right before.
+        So a new drafter's first drafts do not displace drafts of drafters that were right before.
         """
         return [max(offers, key=itemgetter(0, 1))]
 
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
-        """True if it has answered before, and is proven or nobody else is.
+        """True if the drafter has answered before, and is proven or no proven drafter is asked.
 
-        So a drafter's trial delays no step.
+        So a trial beside a proven drafter delays no step.
         """
         # Before its first answer a drafter may still be at the prompt, which can take long.
         return assignment.answered_length > 0 and (assignment.drafter.proven or not beside_proven)

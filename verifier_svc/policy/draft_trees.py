@@ -1,9 +1,9 @@
-"""Chooses the draft tokens of a step, chains or trees where that pays, and which trees to ask for.
+"""Chooses the chains or trees of draft tokens that a step verifies, and which trees to ask for.
 
-A step's tokens are taken over all its sequences from the likeliest down, as long as each is worth
-its cost in the forward. No token is likelier than its parent, so the taken tokens form trees. No
-other choice of the same number of tokens promises more accepted tokens. EAGLE-2 (arXiv 2406.16858)
-and OPT-Tree (2406.17276) choose nodes in this order, for one sequence and a fixed number.
+A step takes the likeliest draft tokens of all its sequences, as long as each token is worth its
+cost in the forward. No token is likelier than its parent, so the taken tokens form trees. No other
+choice of the same number of tokens promises more accepted tokens. EAGLE-2 (arXiv 2406.16858) and
+OPT-Tree (2406.17276) choose a fixed number of nodes in this order, for one sequence.
 
 Looks at the tries' shapes, at confidences and at measured rates; never at which tokens are guessed.
 """
@@ -50,8 +50,9 @@ def grow_trees(
 ) -> dict[int, ChosenDraft]:
     """The drafts of a step that verifies trees, by sequence id; empty if all tries are chains.
 
-    A sequence that is missing, such as one with sampled drafts, has its best chain. `in_turn`
-    returns the sequences that may have trees, and `room` the most draft tokens of all together.
+    A sequence that is missing in the result, such as a sequence with sampled drafts, has its best
+    chain. `in_turn` returns the sequences that may have trees, and `room` the most draft tokens of
+    all sequences together.
     """
     if not plan.token_costs:
         return {}
@@ -154,7 +155,7 @@ class TreeBuilder:
             if plan.fixed or sequence.request.speculation.draft_tokens is not None:
                 most = depth
             elif plan.policy.most_tokens:
-                # As many as each drafter alone would have, so that none displaces another's.
+                # Room for the tokens of each drafter, so that no drafter displaces another's.
                 most = min(depth * len(nodes), MAX_TREE_TOKENS)
             else:
                 most = MAX_TREE_TOKENS
@@ -207,8 +208,8 @@ def tree_tokens(
     """Draft tokens of all branches together to ask for, by assignment.
 
     `drafts` are (sequence, assignment, draft tokens), and `asks` the draft tokens to ask for. A
-    drafter whose sibling of the main guess is not worth its cost is asked for a chain. Once
-    in a while it is asked for a tree all the same, to see whether its guesses improved.
+    drafter is asked for a chain if siblings of its main guesses are not worth their cost. Once in a
+    while it is asked for a tree all the same, to see whether its siblings improved.
     """
     probed = step % _TREE_PROBE_STEPS == 0
     return {
@@ -226,7 +227,7 @@ def wants_tree(
     With `probed`, the guess counts as right whenever the main guess is wrong.
     """
     share = 1.0 if probed else assignment.sibling_rates.rescued_share
-    # The first test alone decides for most sequences of a drafter of chains.
+    # For most sequences of a drafter of chains, the first test already decides.
     if share < threshold or share * (1.0 - assignment.rate.prob_all_accepted(1)) < threshold:
         return False
     return not is_sampled(sequence)

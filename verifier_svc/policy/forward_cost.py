@@ -7,9 +7,9 @@ from itertools import pairwise
 
 # The least duration of a forward, whatever the clock says.
 _LEAST_S = 1e-6
-# A step moves the cost of forwards of its own size, of forwards with as many sequences, and of all
-# others by these shares. Whatever slows down one step slows down similar steps. If their costs
-# stayed behind, further tokens would seem to cost nothing.
+# A step corrects the cost of forwards of its own size, of forwards with its number of sequences,
+# and of all other forwards by these shares. Whatever slows down one step slows down similar steps.
+# If the costs of similar steps stayed behind, further tokens would seem to cost nothing.
 _OWN = 0.3
 _NEAR = 0.2
 _FAR = 0.05
@@ -27,8 +27,8 @@ class ForwardCost:
     def __init__(self) -> None:
         # Seconds by sequences, then by tokens of each sequence.
         self._grid: dict[float, dict[float, float]] = {}
-        # The grid's keys in rising order: sequence counts; tokens of each sequence, by sequence
-        # count; and all tokens of a sequence that are more than 1.
+        # The grid's keys in rising order: sequence counts; numbers of tokens of each sequence, by
+        # sequence count; and all such numbers above 1.
         self._counts: list[float] = []
         self._depths: dict[float, list[float]] = {}
         self._drafted_depths: list[float] = []
@@ -80,13 +80,13 @@ class ForwardCost:
             self._correct(sequence_count, token_count, ratio)
 
     def calibrate_prompts(self, short: tuple[int, float], long: tuple[int, float]) -> None:
-        """Learn the cost of prompts from two forwards of a prompt alone, each (tokens, seconds)."""
+        """Learn the cost of prompts from two forwards of one prompt each, as (tokens, seconds)."""
         self.prompt_token_s = max(0.0, long[1] - short[1]) / (long[0] - short[0])
         tokens_s = short[0] * self.prompt_token_s
         self.prompt_step_s = max(0.0, short[1] - self.estimate(1, 1) - tokens_s)
 
     def prompt_tokens_in(self, seconds: float) -> int:
-        """How many prompt tokens a step can take without becoming longer than by `seconds`."""
+        """How many prompt tokens make a step longer by at most `seconds`."""
         least_token_s = _TYPICAL_PROMPT_TOKEN * self.estimate(1, 1)
         left_s = max(0.0, seconds - self.prompt_step_s)
         return int(left_s / max(self.prompt_token_s, least_token_s, _LEAST_S))
@@ -96,7 +96,7 @@ class ForwardCost:
         return self.prompt_step_s + token_count * self.prompt_token_s if token_count else 0.0
 
     def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:
-        """Multiply costs by a power of `ratio`: the nearer to the step's size, the greater."""
+        """Multiply costs by a power of `ratio`, greater for sizes nearer to the step's size."""
         rows = _shares(self._counts, sequence_count)
         for count, row in self._grid.items():
             near = rows.get(count, 0.0)
@@ -150,7 +150,7 @@ def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
 
 
 def _neighbours(xs: list[float], x: float) -> list[float]:
-    """The two neighbours of `x` in the sorted `xs`, clamped at the ends; a single `xs` alone."""
+    """The two neighbours of `x` in the sorted `xs`, clamped at the ends; one if `xs` has one."""
     i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
     return xs[max(i - 1, 0) : i + 1]
 
@@ -172,7 +172,7 @@ def _interpolate(xs: list[float], points: dict[float, float], x: float) -> float
 def _shares(points: list[float], x: float) -> dict[float, float]:
     """How far the two points around `x` must move for the line between them to move by 1 at `x`.
 
-    The solution of least squares.
+    It is the least-squares solution.
     """
     xs = _neighbours(points, x)
     if len(xs) == 1:

@@ -1,9 +1,9 @@
 """The arithmetic of goodput, committed tokens over time, and the costs of draft tokens.
 
 A draft token is worth its place in a forward if its probability of being committed is at least its
-cost: the tokens that the same time yields elsewhere. The planner repeats this each step with the
-costs of the step before, which is Dinkelbach's method for maximising a ratio (On nonlinear
-fractional programming, 1967).
+cost: the number of tokens that the batch commits in the time that the draft token takes. The
+planner repeats this each step with the costs of the step before, which is Dinkelbach's method for
+maximising a ratio (On nonlinear fractional programming, 1967).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def acceptance_threshold(accept_probs: list[float], token_costs: list[tuple[int,
 def steps_meanwhile(wait_s: float, decode_step_s: float) -> int:
     """Steps of `decode_step_s` seconds to take before the engine waits for a draft `wait_s` away.
 
-    At least 1. Afterwards the engine waits for less than half a step. 0 before anything was
-    measured.
+    At least 1; 0 before anything was measured. Afterwards the engine waits for less than half a
+    step.
     """
     return max(math.floor(wait_s / decode_step_s + 0.5), 1) if decode_step_s > 0.0 else 0
 
@@ -93,10 +93,10 @@ def goodput(
     """Tokens a second with drafts that arrive `wait_s` after they are asked for; whether to wait.
 
     Compares two ways. The first waits before each forward of `forward_s` seconds, which commits
-    `tokens`. The second takes plain steps meanwhile, `plain` = (tokens, seconds) each, and waits
-    for the rest. Then the draft is still right with the probability `prob_all_accepted`; otherwise
-    the drafter is asked anew. Drafting on the target's own cores costs the second way `busy_s`; the
-    first way waits for it anyway.
+    `tokens`. The second takes plain steps meanwhile, `plain` = (tokens, seconds) each, and then
+    waits for the rest of `wait_s`. Then the draft is still right with the probability
+    `prob_all_accepted`; otherwise the drafter is asked anew. Drafting on the target's own cores
+    costs the second way `busy_s`; the first way waits for it anyway.
     """
     waiting = tokens / (forward_s + wait_s)
     if wait_s <= 0.0:
@@ -121,7 +121,7 @@ def max_wait_s(
     """How many seconds of waiting one sequence's pending draft is worth.
 
     The draft is due in `due_s`. The batch of `batch` sequences commits `batch_rate` tokens a
-    second. `gain` is the tokens of the sequence that a step commits without the draft, and with it.
+    second. `gain` has the sequence's tokens that a step commits without the draft, and with it.
 
     Going on without the draft costs plain steps, which commit less than the batch's usual rate, and
     then the rest of the wait. After those steps the draft is still right with the probability
@@ -132,7 +132,8 @@ def max_wait_s(
         return 0.0
     now, promised = gain
     steps = steps_meanwhile(due_s, decode_step_s)
-    # Comparisons instead of `max` and `min`, whose calls take longer than the rest of it.
+    # Comparisons instead of `max` and `min`, whose calls take longer than the rest of this
+    # function.
     rest_s = due_s - steps * decode_step_s
     missed_s = decode_step_s / batch - now / batch_rate
     going_on_s = steps * missed_s if missed_s > 0.0 else 0.0

@@ -7,7 +7,8 @@ from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.sequence import Sequence
 
-# Drafts of `_TIMED_TOKENS` tokens are timed, or shorter drafts if the sequence never verifies such.
+# Drafts of `_TIMED_TOKENS` tokens are timed, or shorter drafts if the sequence never verifies so
+# long a draft.
 _TIMED_TOKENS = 4
 # A drafter counts as wrong, not as silent, if at least this share of its answers holds a draft.
 _ANSWERS = 0.5

@@ -18,17 +18,17 @@ class Plan:
     """The decisions for one step, and the numbers behind them."""
 
     batch: int = 1
-    """Number of decoding sequences; if it is 0, the number of the last plan that had any."""
+    """Number of decoding sequences; if there are none, the number of the last plan that had any."""
     decode_step_s: float = 0.0
     """Seconds of a step without drafts; 0 before anything was measured."""
     speedup: float = 1.0
-    """Expected tokens a second of this plan, over those of plain decoding."""
+    """Expected tokens a second of this plan, divided by the tokens a second of plain decoding."""
     threshold: float = 0.0
     """The lowest acceptance probability at which a draft token is worth its place in a forward."""
     planned_ids: frozenset[int] = frozenset()
     """Ids of the sequences that the plan covers."""
     draft_tokens: Mapping[int, int] = field(default_factory=dict)
-    """The most draft tokens of a path that the step verifies, by sequence id; 0 without an id."""
+    """The most draft tokens of a path to verify, by sequence id; 0 for a missing id."""
     token_costs: SequenceOf[tuple[int, float]] = ()
     """The costs of the forward's draft tokens, as in `StepCosts`; empty if drafts stay chains."""
     fixed: bool = False
@@ -42,7 +42,7 @@ class Plan:
     wait_for: tuple[tuple[Sequence, Assignment], ...] = ()
     """Pending drafts that are worth waiting for before the step."""
     wait_s: float = 0.0
-    """The longest wait for them, in seconds."""
+    """The longest wait for the drafts of `wait_for`, in seconds."""
     policy: DraftPolicy = PAYING_DRAFTS
     """The policy that made the plan, by which the engine waits for late drafts."""
     insisted: bool = False

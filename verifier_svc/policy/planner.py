@@ -55,7 +55,8 @@ class _Choice(NamedTuple):
 class Outline(NamedTuple):
     """A plan without what depends on the drafts that have come: `Planner.finish` adds that.
 
-    It may be made while the step before computes, so it goes by the rates before that step's end.
+    It may be made while the previous step computes, so it uses the rates from before that step's
+    end.
     """
 
     plan: Plan
@@ -110,7 +111,7 @@ class Planner:
     def insisted_outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
         """As `outline`, of a plan whose waits take at most `_INSISTED_WAIT_S`.
 
-        The opinion of what pays stays that of the last plan, since other requests go by it.
+        What pays is taken from the last plan, unchanged, since other requests go by it.
         """
         outline = self.outline(running, last, step)
         plan = replace(
@@ -226,7 +227,7 @@ class Planner:
         return found if self.budget.allows(costs.batch, together) else []
 
     def _ready_tokens(self, drafts: Drafts, listened: Drafts, costs: StepCosts) -> dict[int, int]:
-        """Draft tokens to verify, by sequence id, of drafts that nobody waits for but are there."""
+        """Draft tokens to verify, by sequence id, of drafts that came without a wait."""
         ready = [
             (sequence, assignment, there)
             for sequence, assignment, count in listened
@@ -256,7 +257,7 @@ class Planner:
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
         """A plan that asks no drafter, because there is none or to measure baseline steps.
 
-        Keeps the last plan's opinion of the drafters.
+        It keeps what the last plan decided about drafters.
         """
         return Plan(
             batch,
@@ -271,8 +272,9 @@ class Planner:
     def _credible(self, drafters: frozenset[Drafter]) -> frozenset[Drafter]:
         """The drafters that may be asked for drafts, and not only probed or tried.
 
-        Beside proven drafters, the hopes set in a drafter on trial would displace what works. It
-        shows its worth in `asks.trials`, except on the target's cores, where a trial costs time.
+        Beside proven drafters, the high prior of a drafter on trial would displace drafts that
+        work. So it is tried in `asks.trials`, except on the target's cores, where a trial costs
+        time.
         """
         known = [drafter for drafter in drafters if self._draft_policy.may_draft(drafter)]
         if self._draft_policy.takes_all or not any(drafter.proven for drafter in known):
@@ -299,8 +301,8 @@ class Planner:
         """The set of drafters with the highest goodput, waits included.
 
         Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if no
-        set beats plain steps by the margin. A drafter that pays alone stays in the set if nothing
-        is lost by it: it is a companion.
+        set beats plain steps by the margin. A drafter that pays by itself stays in the set, as a
+        companion, if the set loses nothing by it.
         """
         if self._draft_policy.takes_all or costs.decode_step_s == 0.0:
             return self._choice_of(decoding, drafters, costs)
@@ -451,7 +453,7 @@ def _insist(running: Collection[Sequence]) -> bool:
 
 
 def _first_token(assignment: Assignment) -> tuple[int, float]:
-    """How likely asking brings a right first token; proven drafters come first."""
+    """How likely it is that asking brings a right first token; proven drafters come first."""
     return assignment.drafter.right_guesses, assignment.chance * assignment.rate.cumulative[0]
 
 

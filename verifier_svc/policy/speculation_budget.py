@@ -22,13 +22,13 @@ _REFILL = 0.005
 # bad luck would stop a drafter set that pays.
 _SAVED = 0.125
 _MOST_STEPS = 32.0
-# An exhausted budget opens again when it has this many steps. They are few, so that speed is soon
-# back when a link or a drafter recovers. A trial that fails loses no more than these.
+# An exhausted budget opens again when it has this many steps. The number is small, so that drafting
+# soon goes on when a link or a drafter recovers. A trial that fails loses no more than these steps.
 _REOPEN_STEPS = 1.5
 # A step that was held up says little, so no step loses more than this.
 _WORST_STEP = 2.0
-# Quiet steps that are measured in a row. The next row follows after `_FIRST_GAP` steps, then after
-# twice as many, up to `_LONGEST_GAP`: contexts grow, and other load comes and goes.
+# Baseline steps that are measured in a row. The next row follows after `_FIRST_GAP` steps, then
+# after twice as many, up to `_LONGEST_GAP`: contexts grow, and other load comes and goes.
 _BASELINE_STEPS = 4
 _FIRST_GAP = 128
 _LONGEST_GAP = 1024
@@ -42,7 +42,7 @@ _BASELINE_WEIGHT = 1 / 32
 _LOAD_STEPS = 16
 _GROWN = 1.25
 # After a reset a budget holds half its capacity, at least `_LEAST_STEPS`. So a load that comes and
-# goes does not forgive a loss again and again.
+# goes does not cancel a loss again and again.
 _LEAST_STEPS = 1.0
 
 
@@ -83,7 +83,7 @@ class _Baseline:
     slowdown: float = 0.0
     """Running mean of a baseline step's time over the time of its isolated forward."""
     count: int = 0
-    """Quiet steps that were measured."""
+    """Baseline steps that were measured."""
     due: int = _BASELINE_STEPS
     """How many baseline steps to measure now."""
     passed: int = 0
@@ -138,15 +138,15 @@ class _Baseline:
 class SpeculationBudget:
     """The budgets of one engine.
 
-    A *drafter set* has the drafters that are asked; the empty set means probes alone. Each set has
-    a budget for batches of about one size, which gains refill and losses drain: the
-    cumulative sum of Page (Continuous inspection schemes, 1954). However wrong all estimates are,
-    speculation loses no more than its first budgets, a share of its earlier gains, and the share
-    `_REFILL` of the time.
+    A *drafter set* has the drafters that are asked; the empty set means only probes. Each set has a
+    budget for batches of about one size, which gains refill and losses drain: the cumulative sum of
+    Page (Continuous inspection schemes, 1954). However wrong all estimates are, speculation loses
+    no more than its first budgets, a share of its earlier gains, and the share `_REFILL` of the
+    time.
 
-    Other processes slow down drafted and baseline steps alike. If baseline steps turn out to be
-    slower than they were, the budgets were judged by too fast a reference, and exhausted budgets
-    are reset. All that such budgets lose is no more than the first budget, unless gains fill them.
+    Other processes slow down drafted and baseline steps alike. If baseline steps become slower, the
+    budgets were judged by a reference that was too fast, and exhausted budgets are reset. All
+    resets of a budget together allow no more loss than the first budget, unless gains fill it.
     """
 
     def __init__(self, isolated: ForwardCost) -> None:
@@ -242,7 +242,7 @@ class SpeculationBudget:
 
 
 def _bounded(slowdown: float, usual: float) -> float:
-    """A step's slowdown. One that was held up counts as no more than `_WORST_STEP` usual steps."""
+    """A step's slowdown. A step that was held up counts as at most `_WORST_STEP` usual steps."""
     return min(slowdown, _WORST_STEP * (usual or slowdown))
 
 

@@ -104,8 +104,8 @@ def _pending_drafts(
 def pending_drafts(sequence: Sequence, draft_tokens: int, policy: DraftPolicy) -> Pending:
     """The drafts in flight for a sequence that verifies at most `draft_tokens`.
 
-    Those that the policy may await and that promise more than each draft that has arrived; all that
-    it may await, if the policy takes all drafts.
+    If the policy takes all drafts, these are all drafts that it may await. Otherwise each of them
+    promises more than every draft that has arrived.
     """
     if draft_tokens == 0:
         return _NOTHING
@@ -114,7 +114,8 @@ def pending_drafts(sequence: Sequence, draft_tokens: int, policy: DraftPolicy) -
     for assignment in sequence.assignments.values():
         there = assignment.ready_tokens(draft_tokens)
         arrived.append((assignment, there))
-        # No more comes than its window has room for, however much the step would verify.
+        # The draft has no more tokens than its window has room for, however many the step would
+        # verify.
         wanted = min(draft_tokens, assignment.window.depth)
         if assignment.asked and there < wanted and not assignment.trie.ready(wanted):
             in_flight.append((assignment, wanted))

@@ -37,7 +37,7 @@ class _FixedRate:
 class AcceptanceRate:
     """By position, the probability that a draft token is accepted if all before it were.
 
-    An estimate from decayed counts and a prior.
+    It is estimated from decayed counts and a prior.
     """
 
     __slots__ = (
@@ -57,8 +57,8 @@ class AcceptanceRate:
     ) -> None:
         """Keep `count` positions. The prior weighs 4 drafts, observations at most 1 / (1 - decay).
 
-        With another rate as the prior, each position follows that rate's position as it changes.
-        With a number, or beyond the prior's positions, a position without data inherits the
+        If the prior is another rate, each position follows the prior's position as that changes. If
+        the prior is a number, or has no such position, a position without data inherits the
         estimate of the position before it. Otherwise positions that are never reached would keep an
         optimistic prior.
         """
@@ -132,7 +132,7 @@ class AcceptanceRate:
     def prob_all_accepted(self, count: int) -> float:
         """Probability that the first `count` draft tokens are all accepted.
 
-        For a longer draft, it is that of all known positions.
+        For a draft beyond the known positions, it is the probability for all known positions.
         """
         if count == 0:
             return 1.0

@@ -7,8 +7,9 @@ import math
 # The first hour is longer if fewer tokens than this were verified in it.
 _BLOCK_TOKENS = 2000
 _FIRST_S = 3600.0
-# A rate has fallen if it is lower by this share of the first, and by this many standard deviations
-# of a block. The tokens of one draft are alike, so a block counts as a quarter of its tokens.
+# A rate has fallen if it is lower than the first hour's rate by this share of that rate, and by
+# this many standard deviations of a block. The tokens of one draft are alike, so a block counts as
+# a quarter of its tokens.
 _LEAST_FALL = 0.2
 _DEVIATIONS = 4.0
 _ALIKE = 4
@@ -24,7 +25,7 @@ class AcceptanceWatch:
         self.first_rate: float | None = None
         """Share of accepted tokens in the first hour; None until it is over."""
         self.rate = 0.0
-        """The same of the last block."""
+        """Share of accepted tokens in the last block."""
         self.fell = False
         self._began_at: float | None = None
         self._verified = 0
@@ -48,6 +49,6 @@ class AcceptanceWatch:
         first = self.first_rate
         deviation = math.sqrt(first * (1.0 - first) * _ALIKE / count)
         margin = max(_LEAST_FALL * first, _DEVIATIONS * deviation)
-        # Halfway back it has recovered, so that a rate near the margin changes nothing.
+        # A rate that is halfway back has recovered, so that a rate near the margin changes nothing.
         self.fell = self.rate < first - (margin / 2 if before else margin)
         return self.fell is not before

@@ -14,15 +14,15 @@ from verifier_svc.state.acceptance_watch import AcceptanceWatch
 
 # Right guesses that a new drafter must make before it counts as much as the others.
 _TEST_GUESSES = 8
-# Steps that a new drafter is told of since its last right guess, before nobody expects drafts of
-# it: for a drafter that never answered, and for a drafter that answers.
+# A new drafter becomes doubtful when it was told of this many steps since its last right guess: the
+# first number is for a drafter that never answered, the second for a drafter that answers.
 _SILENT_STEPS = 8
 _ANSWERING_STEPS = 32
-# A drafter that answered before is silent after this many of its latencies as well, at least
-# `_SILENT_S` seconds: a busy machine may keep a process from running for that long.
+# A drafter that answered before is silent only after this many of its latencies as well, and after
+# at least `_SILENT_S` seconds: a busy machine may keep a process from running for that long.
 _SILENT_LATENCIES = 8
 _SILENT_S = 0.1
-# A wrong guess says as much as this many further steps.
+# A wrong guess counts as this many further steps.
 _WRONG_STEPS = 4
 # A drafter's own rates remember a hundred drafts. With ten, the prior alone would give a drafter
 # that is always wrong a rate of 0.23 on each new sequence.
@@ -32,19 +32,20 @@ _RECENT_ANSWER = 0.05
 # A quick drafter makes a guess in at most this share of a plain step. Wherever it computes, it may
 # slow down the target in that time.
 _QUICK_SHARE = 0.05
-# Memory that a message takes besides its size on the wire, and that each of its tokens and of its
-# proposals and skips takes. A message of 4096 skips fills the budget of an untaken stream.
+# Memory that a message takes besides its size on the wire, and memory for each of its tokens and
+# for each of its proposals and skips. A message of 4096 skips fills the budget of a stream from
+# which the engine takes nothing.
 _MESSAGE_BYTES = 1024
 _TOKEN_BYTES = 16
 _ENTRY_BYTES = 256
 MOST_ANSWERS = 2**16
-"""The most proposals, and the most skips, that a drafter may have left to send: unused ones add up
-to this at most. A drafter that answers each message stays below, even if it reads a thousand steps
-of 64 sequences at once."""
+"""The most proposals, and the most skips, that a drafter may have left to send: allowances that it
+does not use add up to this at most. A drafter that answers each message stays below, even if it
+reads a thousand steps of 64 sequences at once."""
 
 
 def held_bytes(byte_count: int, batch: DraftBatch | None = None) -> int:
-    """About the memory of a received message, of `byte_count` on the wire, for the engine.
+    """Roughly the memory that the engine needs for a message of `byte_count` on the wire.
 
     The engine's time for a batch grows with its tokens and entries, so this bounds that time too.
     """
@@ -88,7 +89,7 @@ class Drafter:
     feature_width: int = 0
     """Numbers of a token's features that it gets; 0 for none."""
     projects_features: bool = False
-    """Whether they are the result of the projection that it asked for."""
+    """Whether its features are the result of the projection that it asked for."""
     is_local: bool = False
     """Whether it runs in the verifier's process."""
     trusted: bool = False
@@ -98,7 +99,8 @@ class Drafter:
     busy_until: float = 0.0
     """Until when it is expected to draft, to fill all windows that it was told (seconds)."""
     draining: bool = False
-    # One more than it was told for, so that an id that was never opened gets its own error.
+    # One more than the messages to it allow, so that an id that was never opened gets its own
+    # error.
     proposals_left: int = 1
     """Proposals that it may send before it is told more."""
     skips_left: int = 1
@@ -158,9 +160,9 @@ class Drafter:
 
     @property
     def merit(self) -> float:
-        """The share of its asks that bring a right first token, to compare drafters.
+        """How often asking it brings a right first token, to compare drafters.
 
-        Quick drafters bring more within a run.
+        Quick drafters are right more often within a run, which does not count here.
         """
         rates = [by_run[0].by_position[0] for by_run in self.rates.values()]
         return self.answer_rate * max(rates, default=0.0)
@@ -184,15 +186,15 @@ class Drafter:
     def may_answer(self, window_tokens: int) -> None:
         """Let it answer one more Opened or Verdict, whose window has room for `window_tokens`.
 
-        An answer is one skip, and a proposal for each token that it runs ahead.
+        An answer may have one skip, and a proposal for each token that the drafter runs ahead.
         """
         self.skips_left = min(self.skips_left + 1, MOST_ANSWERS)
         self.proposals_left = min(self.proposals_left + window_tokens, MOST_ANSWERS)
 
     def count_entries(self, batch: DraftBatch) -> None:
-        """Count the entries of a message. Entries cost the engine time, and change little if many.
+        """Count the entries of a message: many entries cost the engine time and change little.
 
-        Raises OutriderError(PROTOCOL_VIOLATION) for more entries than it was told messages for.
+        Raises OutriderError(PROTOCOL_VIOLATION) for more entries than the messages to it allow.
         """
         # A message without an entry counts as one.
         self.proposals_left -= max(len(batch.proposals), 1 - _entry_count(batch))
@@ -210,7 +212,7 @@ class Drafter:
         self.silent = False
 
     def count_guess(self, right: bool) -> None:
-        """Count a judged draft; `right` says whether its first token was."""
+        """Count a judged draft; `right` says whether its first token was right."""
         if right:
             # A drafter whose right guesses reach far ahead need not answer each message.
             self.hear()
@@ -233,9 +235,9 @@ class Drafter:
         return draft_tokens * self.token_time.value if self.on_target_device else 0.0
 
     def is_quick(self, decode_step_s: float) -> bool:
-        """Whether its drafts take next to nothing of plain steps of `decode_step_s` seconds.
+        """Whether its drafts take almost no time of plain steps of `decode_step_s` seconds.
 
-        A drafter within the verifier's process takes the target's device.
+        A drafter within the verifier's process is not quick, since it uses the target's device.
         """
         guess_s = self.token_time.value
         return not self.is_local and guess_s <= _QUICK_SHARE * decode_step_s

@@ -69,7 +69,7 @@ class MaskWork:
             wake()
 
     def cancel(self) -> None:
-        """Do not begin it."""
+        """Keep the work from beginning."""
         self._cancelled = True
 
     def wait(self, seconds: float) -> bool:

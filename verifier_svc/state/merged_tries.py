@@ -44,7 +44,7 @@ def is_branched(sequence: Sequence) -> bool:
 
 
 def is_sampled(sequence: Sequence) -> bool:
-    """Whether a drafter samples its drafts. The rules for these know only chains."""
+    """Whether a drafter samples its drafts. The rules for sampled drafts know only chains."""
     assignments = sequence.assignments.values()
     return any(each.distribution is DraftDistribution.SPARSE for each in assignments)
 
@@ -80,8 +80,8 @@ def guesses_after(nodes: Nodes) -> list[MergedGuess]:
 def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
     """The probability of each of `guesses_after` a prefix of `depth` right guesses.
 
-    The main guess has its drafter's acceptance rate. No other guess is more probable than it, so
-    that a tree has it before the others.
+    The main guess has its drafter's acceptance rate. No other guess gets a higher probability, so
+    that a tree takes the main guess first.
     """
     main_rate = _rate(guesses[0].assignment, depth)
     found = [main_rate]

@@ -55,7 +55,7 @@ class Assignment:
     rates: list[AcceptanceRate]
     """Acceptance of this sequence's drafts, by `run_class` of the run before the draft."""
     drafter_rates: list[AcceptanceRate]
-    """The same over all the drafter's sequences of this kind of traffic."""
+    """Acceptance over all the drafter's sequences of this kind of traffic, by `run_class`."""
     window: Window
     """How far the drafter may run ahead, by the last message to it; its trie has room for more."""
     draft_tokens: int
@@ -88,7 +88,7 @@ class Assignment:
     answered_length: int = 0
     """The greatest committed length that it answered.
 
-    At 0 it may still be at the prompt, so its silence says nothing about its speed.
+    At 0 the drafter may still be computing the prompt, so its silence says nothing about its speed.
     """
     answer_rate: float = 1.0
     """Share of its answers that held a draft, as a running mean. Skips are not worth a wait.
@@ -102,14 +102,14 @@ class Assignment:
     told_at: float = 0.0
     """When the last message to the drafter was written (seconds)."""
     run: int = 0
-    """The last committed tokens that it guessed in a row, as far as its guesses were there in time.
+    """How many of the last committed tokens it guessed in a row, with guesses that came in time.
 
-    Only of quick drafters, such as lookups: a text that repeats itself mostly goes on doing so, so
-    the run says more about the next draft than the drafter's guesses for other texts. The run of
-    other drafters stays 0.
+    It is counted only for quick drafters, such as lookups, and stays 0 for others. A text that
+    repeats itself mostly goes on doing so, so the run says more about the next draft than the
+    drafter's guesses for other texts do.
     """
     idle_steps: int = 0
-    """Steps since the last step that committed one of its guesses; counted as `run` is."""
+    """Steps since the last step that committed one of its guesses; counted only where `run` is."""
     rate: AcceptanceRate = field(init=False)
     """The rate of `rates` that holds for a draft after the present run."""
 
@@ -156,7 +156,7 @@ class Assignment:
         return self.rate.prob_all_accepted(count)
 
     def promise(self, draft_tokens: int) -> tuple[float, float]:
-        """Tokens that a draft should have if it is asked for `draft_tokens`, and the right ones.
+        """How many tokens a draft should have if `draft_tokens` are asked for, and how many right.
 
         A drafter that sends few tokens is credited with few, even if they are nearly always right.
         """
@@ -337,7 +337,7 @@ class Sequence:
 
     @property
     def most_draft_tokens(self) -> int:
-        """Draft tokens that one step could commit, besides the token of the target's own."""
+        """Draft tokens that one step could commit, besides the target's own token."""
         left = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
         return left - 1 if left > 1 else 0
 

@@ -1,8 +1,8 @@
 """The verifier's copy of one drafter's guesses for one sequence.
 
 A trie below the last committed token. Knows tokens and committed lengths; not models, streams or
-drafters. The contract is in protos/outrider/v1/drafts.proto. `DraftTree` is what one forward
-verifies of it.
+drafters. The contract is in protos/outrider/v1/drafts.proto. `DraftTree` is the part of a trie that
+one forward verifies.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class DraftTree:
     parents: list[int] = field(default_factory=list)
     """Each token's parent, as in `protocol.token_tree`; empty for a chain."""
     drafter_ids: list[str] = field(default_factory=list)
-    """Each token's drafter; empty if all are from the main path's."""
+    """Each token's drafter; empty if the main path's drafter guessed them all."""
     main_length: int | None = None
-    """Tokens of the main path where a grammar cut it; None if it is the first children."""
+    """Length of a main path that a grammar cut; None if the path is the first children."""
 
     def first(self, count: int) -> DraftTree:
         """The first `count` tokens, which are a tree as well."""
@@ -182,7 +182,7 @@ class Trie:
         token = proposal.token_ids[i]
         node = parent.children.get(token)
         if node is not None:
-            # A later draw does not change the first distribution: the token was there before it.
+            # The token was in the trie before it was drawn again, so its first distribution stays.
             added.merged += 1
             return node
         if depth > self.window.depth or self.node_count >= self.window.token_count:
@@ -274,8 +274,8 @@ class Trie:
     def path(self, depth: int) -> DraftTree:
         """The main path from the root, at most `depth` tokens.
 
-        The trie's shape alone chooses it. A choice by the probability of a sampled token would bias
-        the output.
+        Only the trie's shape chooses the path. A choice by the probability of a sampled token would
+        bias the output.
         """
         nodes = self.main_path[:depth]
         distributions: list[SparseDistribution] = []
@@ -287,5 +287,5 @@ class Trie:
         return DraftTree([node.token for node in nodes], distributions)
 
     def ready(self, depth: int) -> bool:
-        """Whether waiting cannot make the path to `depth` any longer."""
+        """Whether the path to `depth` cannot become longer by waiting."""
         return self._skipped or len(self.main_path) >= depth

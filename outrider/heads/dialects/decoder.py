@@ -13,8 +13,8 @@ from transformers.activations import ACT2FN
 from outrider.heads.files import BY_VLLM, Keys, Weights
 from outrider.heads.spec import Decoder, TargetShape, refusal
 
-# Rotary embeddings whose frequencies do not depend on the text's length: the numbers that each
-# needs, and those that it may have.
+# Rotary embeddings whose frequencies do not depend on the text's length: the numbers that each kind
+# needs, and the numbers that it may have.
 _ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -103,7 +103,7 @@ def _rotary(keys: Keys) -> Keys:
 
 
 def _rotary_size(keys: Keys, size: int) -> int | None:
-    """How many of a head's channels turn by what the file says; None for all."""
+    """How many of a head's channels turn, as the file says; None for all."""
     name = "partial_rotary_factor"
     part = _rotary(keys) if name in _rotary(keys) else keys
     count = size * part.number(name, 1.0)
@@ -114,9 +114,9 @@ def _rotary_size(keys: Keys, size: int) -> int | None:
 
 
 def partly_turned(keys: Keys, decoder: Decoder) -> Decoder | None:
-    """The decoder with as many turned channels as the file says; None if it has these.
+    """The decoder with the number of turned channels that the file states; None if unchanged.
 
-    The code that trained the head turned all of them, and vLLM turns the stated part.
+    The code that trained the head turned all channels, and vLLM turns the stated number.
     """
     count = _rotary_size(keys, decoder.head_size)
     return None if count == decoder.rotary_size else replace(decoder, rotary_size=count)
@@ -277,8 +277,8 @@ def choose_aux_layers(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the auxiliary layers that a file most likely means, and what else it may mean.
 
-    `candidates` come in this order; `chosen` is the user's setting, which leaves no other. Raises
-    OutriderError if the first does not fit the target.
+    `candidates` come in this order; `chosen` is the user's setting, which leaves no other
+    candidate. Raises OutriderError if the first candidate does not fit the target.
     """
     ordered = [chosen] if chosen is not None else list(dict.fromkeys(candidates))
     for ids in ordered[:1]:
@@ -309,7 +309,7 @@ def possible_aux_layers(
     """The auxiliary layers that the ids of a file may mean, the likeliest first.
 
     `stated` are auxiliary layers, but heads that were converted to that form often kept the ids of
-    layers. `of_layers` are ids of layers, whose outputs are one layer further. A file without
+    layers. `of_layers` are ids of layers, whose outputs enter the layers after them. A file without
     ids means `default`.
     """
     if stated:
@@ -328,7 +328,7 @@ def check_target_size(keys: Keys, target: TargetShape) -> None:
 
 
 def mask_token(keys: Keys, most: int, *sections: Keys) -> int | None:
-    """The token in the place of unknown ones, under any of the names that dialects give it.
+    """The token in the place of unknown tokens, under any of the names that dialects give it.
 
     `most` is the last token with an embedding. Raises OutriderError for a later one.
     """

@@ -73,8 +73,8 @@ def read_dflash(
     confidence: Confidence = "none"
     if is_dspark:
         confidence = _take_confidence(keys, own, weights, hidden, rank)
-    # Files of DeepSpec and SpecForge are DSpark's own, where the anchor predicts; a speculators
-    # file says so.
+    # Files of DeepSpec and SpecForge are DSpark's own, and there the anchor predicts; a speculators
+    # file says whether it does.
     anchor = is_dspark and not by_speculators
     spec = HeadSpec(
         kind="dspark" if is_dspark else "dflash",
@@ -139,8 +139,8 @@ def _even(target_layers: int, layers: int) -> tuple[int, ...]:
 def _causal(keys: Keys, own: Keys, decoder: Decoder) -> tuple[bool, ...]:
     """For each layer, whether a block's rows see only the rows before them.
 
-    A file may say so for all layers. Without its word, SpecForge and speculators train the layers
-    with a window so; a key of speculators excepts these too.
+    A file may state it for all layers. Otherwise SpecForge and speculators train the layers with a
+    window in this way; a key of speculators excepts these layers too.
     """
     for part, name in ((keys, "is_causal"), (own, "is_causal"), (own, "causal")):
         if name in part:
@@ -184,7 +184,8 @@ def _take_markov(
 def _take_confidence(keys: Keys, own: Keys, weights: Weights, hidden: int, rank: int) -> Confidence:
     """Take the estimate of acceptance; return what it is computed from."""
     name = "confidence_head.proj."
-    # DeepSpec's files say so, ModelOpt's under another key; some have only the weights.
+    # DeepSpec's files state that there is one, ModelOpt's under another key; some have only the
+    # weights.
     stated = [
         part.flag(key, False)
         for part in (own, keys)

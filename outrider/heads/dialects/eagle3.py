@@ -69,7 +69,8 @@ def read_eagle3(
         other_aux_layers=others,
         feature_norms=feature_norms,
         row_norm=row_norm,
-        # A speculators file without the key is an early EAGLE-3 head, and these norm it.
+        # A speculators file without the key is an early EAGLE-3 head, and such heads norm the
+        # residual.
         residual_normed=keys.flag("norm_before_residual", by_speculators and not is_parallel),
         # SpecForge writes norm_output for the norm before lm_head, which every head has. Only
         # EAGLE-3.1, which norms its features as well, recycles the normed output.
@@ -79,10 +80,11 @@ def read_eagle3(
     )
     forms = [spec]
     if is_midlayer and spec.recycle_normed:
-        # SpecForge trains EAGLE-3.1 on the state before the norm, and vLLM recycles the normed one.
+        # SpecForge trains EAGLE-3.1 on the state before the norm, and vLLM recycles the normed
+        # state.
         forms.append(replace(spec, recycle_normed=False))
     if is_midlayer and "norm_output" in keys and not norm_output:
-        # To SpecForge this leaves out the norm before lm_head, which other code always has.
+        # SpecForge then leaves out the norm before lm_head, which other code always has.
         forms.append(replace(spec, scores_normed=False))
     turned = partly_turned(layer_keys, decoder)
     if turned is not None:
@@ -118,7 +120,7 @@ def _refuse_modelopt(nested: Keys) -> None:
 def _candidates(keys: Keys, nested: Keys, target: TargetShape) -> list[tuple[int, ...]]:
     """The aux_layers that the file may mean, the likeliest first.
 
-    Top-level ids are auxiliary layers, nested ids those of layers.
+    Top-level ids are auxiliary layers, nested ids are ids of layers.
     """
     count = target.layer_count
     default = (2, count // 2, count - 3)

@@ -25,7 +25,7 @@ def read_medusa(keys: Keys, weights: Weights, target: TargetShape) -> Head:
     weights.rename(lambda name: _plain_name(name, blocks))
     hidden = target.hidden_size
     numbers = {name.split(".")[0] for name in weights.names}
-    # `finish` names the weights of a number that leaves a gap.
+    # If the numbers have a gap, the weights after it are left, and `finish` names them.
     count = next(i for i in range(len(numbers) + 1) if str(i) not in numbers)
     if not count:
         raise refusal(weights.path, "it has no weights 0.*, those of a first head")
@@ -80,7 +80,7 @@ def _take_outputs(
     blocks: int,
     ids: torch.Tensor | None,
 ) -> None:
-    """Take the matrices for the scores; of a matrix of the whole vocabulary, the rows of `ids`."""
+    """Take the matrices for the scores: all rows, or the rows `ids` of the whole vocabulary."""
     own = [f"{i}.{blocks}.weight" for i in range(count)]
     if keys.flag("original_lm_head", False) or "lm_head.weight" in weights:
         source = "lm_head.weight" if "lm_head.weight" in weights else own[0]

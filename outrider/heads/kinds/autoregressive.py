@@ -1,8 +1,8 @@
 """What EAGLE-3, EAGLE and MTP share: they draft step by step, from pairs of feature and next token.
 
 The first guess comes from the row of the last true feature. Each later step takes the previous
-step's state for the feature that the target has not computed. Its row follows the text, where the
-next true row overwrites it. Where trees are verified, each step follows several guesses.
+step's state in place of the feature that the target has not computed. Its row follows the text,
+where the next true row overwrites it. Where trees are verified, each step follows several guesses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.sampling.tensors import fetch, on
 
 
 class AutoregressiveModel(HeadModel):
-    """A head whose rows are such pairs. A kind says how it runs a pair and recycles its state."""
+    """A head whose rows are these pairs. A kind says how it runs a pair and recycles its state."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
@@ -86,7 +86,7 @@ class AutoregressiveModel(HeadModel):
         states = torch.stack([s.state for s in sequences if s.state is not None])
         tokens = pick(self.state_scores(states))
         for step in range(count - 1):
-            # The tokens stay on the device: the layout tells places alone.
+            # The tokens stay on the device: the layout tells only places.
             slices = [
                 SequenceSlice([0], s.kv.num_computed_tokens + step, s.kv.pages, 1)
                 for s in sequences

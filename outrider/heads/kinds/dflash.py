@@ -1,7 +1,7 @@
 """DFlash: a block of masks after the text, filled by one forward.
 
-Features become keys and values without any layer running over them: row i of the cache is that of
-feature i alone. A block has the last committed token, its anchor, and masks. Its rows see the whole
+Features become keys and values without any layer running over them: row i of the cache depends only
+on feature i. A block has the last committed token, its anchor, and masks. Its rows see the whole
 text and each other, and nothing of a block stays in the cache.
 """
 

@@ -49,7 +49,7 @@ class MarkovHead(Module):
 
 
 class ConfidenceHead(Module):
-    """Estimates that a row's token is accepted if those before it are."""
+    """Estimates the probability that a row's token is accepted if the tokens before it are."""
 
     def __init__(self, inputs: int, *, bias: bool) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 A forward follows the main guess of a level and the likeliest others: those with the greatest
 product of shares along their path. Its rows are the whole tree so far, because a row of a tree sees
-the text and rows of its own forward.
+only the text and rows of its own forward.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tree:
         """The guesses beside the chain that are deeper than one token."""
 
     def add(self, row: int, tokens: Sequence[int], shares: Sequence[float]) -> None:
-        """Add the guesses after a row, the first of them first."""
+        """Add the guesses after a row, the main guess first."""
         parent = self.rows[row - 1] if row else Node(0, 0, [], [])
         on_chain = parent.at == len(parent.path)
         for i, (token, share) in enumerate(zip(tokens, shares, strict=True)):

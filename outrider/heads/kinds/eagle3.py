@@ -12,7 +12,7 @@ from outrider.lm.attention import LayerCache
 
 
 class FirstLayer(Layer):
-    """EAGLE-3's first layer: attention over embedding and feature, the residual the feature's."""
+    """EAGLE-3's first layer: attention over embedding and feature; the feature is the residual."""
 
     def __init__(self, decoder: Decoder, *, residual_normed: bool) -> None:
         super().__init__(decoder, 0, 2 * decoder.hidden_size)
