@@ -1,4 +1,4 @@
-"""Which branches to offer beside a chain of guesses, and how many at each place of it.
+"""Which branches to offer beside a chain of guesses, and how many at each of its places.
 
 A branch guesses the tokens that follow if the verifier accepts the chain up to one place and then
 commits another token. docs/drafters.md explains branches.
@@ -41,7 +41,7 @@ def fan_out(acceptance: float, depth: int, budget: int) -> list[int]:
 class Branch:
     """The tokens `run` that may follow the first `at` guesses of a chain, with confidences.
 
-    The first `shared` of them are those of branches before this one.
+    The first `shared` tokens are also in branches before this one.
     """
 
     at: int

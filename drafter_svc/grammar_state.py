@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Seconds of processor time. Each mask may take the first; what exceeds it, added over all masks of
-# a sequence, may be at most the second. Usual masks take 0.05 to 0.5 ms. Other sequences' drafts
-# wait.
+# Seconds of processor time. Each mask may take `_FREE_S`. The time beyond that, added over all
+# masks of a sequence, may be at most `_MOST_S`. Usual masks take 0.05 to 0.5 ms. Other sequences'
+# drafts wait meanwhile.
 _FREE_S = 0.005
 _MOST_S = 0.1
 

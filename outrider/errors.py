@@ -85,7 +85,7 @@ class OutriderError(Exception):
 
     `message` names the field and the limit. `field` is the path of the parameter at fault, or
     None. `retry_after_s` is the time to wait before a retry, where the server knows it; it is
-    always set where the reason's rule is RETRY_INFO. `retry` is the reason's rule, but for a
+    always set where the reason's rule is RETRY_INFO. `retry` is the reason's rule, except for a
     peer's reason that only a later version knows.
     """
 
@@ -105,7 +105,7 @@ class OutriderError(Exception):
         return self.message
 
     def within(self, path: str) -> OutriderError:
-        """This error for a message that holds the one at fault at `path`.
+        """This error for a message that holds the message at fault at `path`.
 
         Its field and its message, which begins with the field, become longer by the path.
         """

@@ -34,8 +34,8 @@ def is_gguf(model: str) -> bool:
 def pretrained(model: str) -> str:
     """Return the directory or hub id by which the libraries know a model.
 
-    A GGUF file's is the directory that it is unpacked to, with the errors of `unpacked`, and the
-    name `smollm2` stands for such a file, with the errors of `smollm2.gguf_file`.
+    For a GGUF file this is the directory that it is unpacked to; raises as `unpacked` does. The
+    name `smollm2` stands for such a file; raises as `smollm2.gguf_file` does.
     """
     if model == smollm2.NAME:
         model = smollm2.gguf_file()
@@ -46,7 +46,7 @@ def pretrained(model: str) -> str:
 def unpacked(file: str) -> Path:
     """Return the directory with the model, tokenizer and chat template of a GGUF file.
 
-    Of a file in shards, `file` is any of them. The hash of the content names the directory, so a
+    If a file is in shards, `file` is any of them. The hash of the content names the directory, so a
     changed file is unpacked anew. One process unpacks, and others wait. Raises OutriderError:
     MODEL_NOT_FOUND if the file is missing, INVALID_VALUE if it cannot be unpacked.
     """

@@ -63,7 +63,7 @@ def model_file(model: str, name: str) -> Path | None:
 
 
 def check_model_folder(model: str) -> None:
-    """Check that libraries can read the files of a model directory, or that it is none.
+    """Check that libraries can read the files of a model directory; other names pass.
 
     Raises OutriderError(INVALID_VALUE) that names a file that is a pipe or a device, or is larger
     than any of its kind.
@@ -153,8 +153,8 @@ def _object_of(model: str, name: str) -> dict[str, object]:
 def token_ids(place: str, *found: object) -> tuple[int, ...] | None:
     """The ids that a configuration has at a place: of `found`, the first that is not None.
 
-    It is an id or ids; a negative one stands for none. Returns None if all are None. Raises
-    OutriderError(INVALID_VALUE) for something else.
+    The value is an id or a list of ids; a negative id stands for none. Returns None if all are
+    None. Raises OutriderError(INVALID_VALUE) for something else.
     """
     first = next((each for each in found if each is not None), None)
     if first is None:

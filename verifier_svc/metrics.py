@@ -1,6 +1,6 @@
 """The verifier's Prometheus metrics.
 
-VerifierMetrics of speculation have vLLM's names and definitions, under the prefix `outrider:`.
+The metrics of speculation have vLLM's names and definitions, under the prefix `outrider:`.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class VerifierMetrics:
         self._add(self._of_shapes.emitted_tokens, labels, count * emitted)
 
     def _add_branch(self, branch: str, accepted: int) -> None:
-        """Add tokens that were accepted on the main path, or on a side of it."""
+        """Add tokens that were accepted on the main path, or beside it."""
         self._add(self._of_shapes.accepted_tokens_by_branch, (self._model_name, branch), accepted)
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
@@ -356,7 +356,7 @@ class VerifierMetrics:
     ) -> None:
         """Record a verified draft of several drafters, or with branches.
 
-        `on_main_path` of its `accepted` tokens are the main path's.
+        Of its `accepted` tokens, `on_main_path` are on the main path.
         """
         self._add_shape("tree" if branched else "chain", 1, drafted, emitted)
         self._add_branch("main", on_main_path)

@@ -48,7 +48,7 @@ from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.mask_lanes import Threads
 
 # Length of the sequences in trial forwards. Few sequences stay shorter for long, and the cost model
-# learns from the steps of longer ones.
+# learns from the steps of longer sequences.
 _TRIAL_CONTEXT = 256
 # Processor seconds that a request's masks may take beyond 20 ms each: a grammar that needs more is
 # an attack or a mistake.
@@ -122,7 +122,7 @@ def _drafting(
 ) -> asyncio.Task[None]:
     """Run a drafter of this process, which the verifier can do without.
 
-    `lost` says under which drafter the device failed. The target has that device too, and may
+    `lost` is told under which drafter the device failed. The target uses that device too, and may
     have no request by which it would find out.
     """
     name = f"the drafter {drafter.name} in this process"
@@ -290,7 +290,7 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
         settings.max_batch_tokens,
         settings.max_sequences,
         max_drafters=settings.max_drafters,
-        # `synthetic_acceptance_rates` apply to the main path alone, so trees are off.
+        # `synthetic_acceptance_rates` apply only to the main path, so trees are off.
         draft_trees=settings.draft_trees and not settings.synthetic_acceptance_rates,
     )
 

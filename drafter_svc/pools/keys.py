@@ -4,8 +4,8 @@ A key is `outrider:NAMESPACE:{TENANT.BUCKET}` followed by a digest of 16 bytes. 
 it is the key of the bucket's index.
 
 - The digest is a keyed hash of tenant, tokenizer fingerprint and n-gram, so nobody can compute it
-  without the pool's secret. TENANT is a keyed hash of the tenant alone, so that all keys of a
-  tenant can be found.
+  without the pool's secret. TENANT is a keyed hash of only the tenant, so that all keys of a tenant
+  can be found.
 - The hash is keyed BLAKE2b (RFC 7693), a message authentication code like HMAC that takes less than
   half the time in Python.
 - The braces are a cluster's hash tag: a bucket, index included, is in one slot. The n-gram's last

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 # Occurrences that are kept of an n-gram. A lookup takes an older occurrence than the newest only if
 # too few tokens follow the newest.
 _MAX_OCCURRENCES = 16
-# Shorter suffixes count no more once so little probability is left for them.
+# Shorter suffixes no longer count once less probability than this is left for them.
 _LEAST_SHARE = 0.1
 
 _Occurrence = tuple[list[int], int]
@@ -35,7 +35,8 @@ class NgramOptions:
 class Continuation:
     """Tokens that followed a context, and how probable the pool's counts make each of them.
 
-    The first token's probability is given the context, each other's given the token before it.
+    The first token's probability is conditional on the context, each further token's on the token
+    before it.
     """
 
     tokens: list[int]
@@ -115,9 +116,9 @@ class MemoryPool:
 
         The others begin with different tokens and have at most `length` tokens. Probabilities are
         those of PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and
-        Partial String Matching", 1984): of n occurrences of the longest suffix, c were followed by
-        a token, so it has c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among
-        the tokens that followed shorter suffixes alone. 0 for a token that the pool does not know.
+        Partial String Matching", 1984): a token that followed c of n occurrences of the longest
+        suffix has c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among the
+        tokens that followed only shorter suffixes. It is 0 for a token that the pool does not know.
         """
         length = min(length, self._options.max_draft_len)
         share = 0.0
@@ -139,7 +140,7 @@ class MemoryPool:
                 else:
                     text, end = places[0]
                     tokens = text[end : end + length]
-                    # As if the occurrences went on alike.
+                    # As if all these occurrences had gone on in the same way.
                     further = len(places) / (len(places) + 1)
                     confidences = [each * len(places), *[further] * (len(tokens) - 1)]
                     others.append(Continuation(tokens, confidences))
@@ -157,7 +158,7 @@ class MemoryPool:
         return (found,) if isinstance(found, tuple) else found
 
     def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
-        """The tokens after the newest occurrence that `length` tokens follow, else the most."""
+        """The tokens after the newest occurrence that has `length` of them, else the most."""
         best: list[int] = []
         for text, end in reversed(occurrences):
             continuation = text[end : end + length]

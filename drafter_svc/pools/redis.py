@@ -33,7 +33,7 @@ _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
 # The most lookups that run at once, and so the most connections for them, which stay open. A
-# connection to a verifier waits for one lookup at a time, so the rest of these are late lookups.
+# connection to a verifier waits for one lookup at a time, so all others of these are late lookups.
 _MAX_RUNNING = 4
 # This many late lookups in a row count as a failure.
 _LATE_IN_A_ROW = 3
@@ -164,7 +164,8 @@ class RedisPool:
         self._is_closed = False
         self._running: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        # One for each, since a Redis that is full or read-only still answers lookups.
+        # A breaker for lookups and one for writes, since a Redis that is full or read-only still
+        # answers lookups.
         self._lookup_breaker = _CircuitBreaker("lookups", clock)
         self._write_breaker = _CircuitBreaker("writes", clock)
         self._late_in_a_row = 0

@@ -173,7 +173,7 @@ class Kit:
                     self.verifier.streams.get_nowait()
 
     def _cause(self, broken: Broken) -> tuple[str, str]:
-        """The broken rule and the reason; a plain answer that was cut off is another rule."""
+        """The broken rule and the reason; a plain answer that was cut off breaks another rule."""
         if not broken.ended or not broken.rule.startswith("answers-"):
             return broken.rule, broken.reason
         code = self._process.poll() if self._process else None

@@ -41,7 +41,7 @@ class TrackedSequence:
     skipped: set[int] = field(default_factory=set)
     """Committed lengths that a skip has answered."""
     trees: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
-    """Of each proposal with parents: base length, tokens and parents."""
+    """Base length, tokens and parents of each proposal with parents."""
 
     def valid_guess(self) -> list[int]:
         """The longest path of guesses after the committed tokens that agrees with them."""

@@ -22,14 +22,15 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.testing import DraftStream, ScriptedVerifier
 from outrider.v1 import drafts_pb2, verifier_pb2
 
-# A prompt's last tokens that have features. With more, a long prompt would make a long message.
+# How many last tokens of a prompt have features. With more, a long prompt would make a long
+# message.
 _PROMPT_FEATURES = 32
 Note = Callable[[str, dict[str, Any]], None]
 """Takes the sender's name and its message, for the transcript."""
 
 
 class Broken(Exception):
-    """A scene found a broken rule. `ended` tells that it did because the stream had ended."""
+    """A scene found a broken rule. `ended` tells that the stream's end was the reason."""
 
     def __init__(self, rule: str, reason: str, ended: bool = False) -> None:
         super().__init__(f"{rule}: {reason}")

@@ -49,7 +49,7 @@ class Tags:
 
     @property
     def says_text(self) -> bool:
-        """Whether the tag says of its value if it is a text."""
+        """Whether the tag says if its value is a text."""
         return "{text}" in self.begin
 
 
@@ -131,7 +131,7 @@ class ArgumentRules:
         return " ".join(parts) or EMPTY
 
     def _parameter(self, name: str, schema: Any, tags: Tags) -> str:
-        """A parameter with all its values; one of any other name if `name` is empty."""
+        """A parameter with all its values; a parameter of any other name if `name` is empty."""
         types = self._types.of(schema)
         if not tags.says_text:
             read = self._types.of_property(name or _NO_NAME) | types
@@ -216,7 +216,7 @@ class ArgumentRules:
         found = []
         for each in branches(schema, self._root):
             kinds = types_of(each) & types
-            # A bound is no regular expression, so there are no numbers then.
+            # A bound is no regular expression, so numbers with bounds are left out.
             is_open = not each.keys() & {*BOUNDS}
             if "enum" in each:
                 scalars = _SCALARS if is_open else ("null", "boolean")

@@ -30,7 +30,7 @@ _LL_LIMITS = {
 
 
 class MaskLimit(Exception):
-    """A mask would be beyond the limits of its backend. No more masks can be had of the text."""
+    """A mask would be beyond the limits of its backend. The text can get no more masks."""
 
 
 def too_expensive(grammar: Grammar) -> OutriderError:
@@ -78,7 +78,7 @@ class TextMatcher(Matcher, Protocol):
     def accept_bytes(self, text: bytes) -> bool:
         """Advance by `text`; where the grammar forbids it, returns False and advances by nothing.
 
-        `rollback` counts tokens, so it must not go back beyond this.
+        `rollback` counts tokens, so it must not go back beyond this call.
         """
 
 
@@ -119,7 +119,8 @@ class Libraries:
 class _Lexer:
     """The lexer that the library's copies of a matcher share.
 
-    Once the work for a mask of one text exceeds a limit, it allows nothing to any text, for good.
+    Once the work for a mask of one text exceeds a limit, the lexer allows nothing to any text, for
+    good.
     """
 
     has_failed = False
@@ -174,7 +175,7 @@ class _LLMatcher:
         self.ended = False
 
     def _restore(self) -> bool:
-        """If the lexer has failed, come to the same place with another; returns whether it had."""
+        """If the lexer has failed, come to the same place with another; tell whether it has."""
         if self._matcher.is_error():
             self._lexer.has_failed = True
         if not self._lexer.has_failed:

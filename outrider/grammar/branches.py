@@ -1,6 +1,6 @@
 """Takes a JSON schema apart: the types of its values, and its alternatives.
 
-Knows JSON Schema alone. A schema may be hostile here, as nobody has checked it yet.
+Knows only JSON Schema. A schema may be hostile here, as nobody has checked it yet.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _both(one: Json, other: Json) -> Json | None:
 
 
 def _merge_objects(one: Json, other: Json, found: dict[str, Any]) -> None:
-    """Merge the properties. A property that one schema alone names is another one's additional."""
+    """Merge the properties. A property that only one schema names is additional in the other."""
     keywords = ("properties", "additionalProperties")
     if not any(keyword in schema for keyword in keywords for schema in (one, other)):
         return

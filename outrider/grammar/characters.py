@@ -50,8 +50,8 @@ def common(one: Ranges, other: Ranges) -> Ranges:
 
 
 ALL = characters([(0, _LAST)])
-# The characters that a grammar allows in a JSON string's value. A model writes each of them in one
-# form alone, raw or as a short escape. Control characters without a short escape are left out.
+# The characters that a grammar allows in a JSON string's value. A model writes each of them in only
+# one form, raw or as a short escape. Control characters without a short escape are left out.
 IN_JSON = common(ALL, characters([(0x20, 0x7E), (0x80, _LAST), *_JSON_CONTROLS]))
 # "." without the flag "s".
 PYTHON_DOT = complement(((0x0A, 0x0A),))

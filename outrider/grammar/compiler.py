@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 # A tenant has one of the threads. Tenants whose grammars take long share half of them.
 _THREAD_COUNT = 4
 _SPARE_THREADS = 2
-# Below the engine's priority, so that compiling takes little of a forward's time.
+# A priority below the engine's, so that compiling takes little of a forward's time.
 _NICE = 5
 
 
@@ -43,7 +43,7 @@ class GrammarCompiler:
     `cache_bytes` bounds the cache.
 
     A compiled grammar cannot be taken over from another process, so a grammar that a worker process
-    compiled in time is compiled again here, which takes as long.
+    compiled in time is compiled again here, which takes equally long.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GrammarCompiler:
     ) -> None:
         """Load the tokenizer; raises ImportError when LLGuidance is not installed.
 
-        `trusted` grammars have been checked by somebody else. They are compiled here alone, and no
+        `trusted` grammars have been checked by somebody else. They are compiled only here, and no
         worker processes are started.
         """
         self.mask_width = -(-vocab_size // 32)
@@ -104,7 +104,7 @@ class GrammarCompiler:
         return self._threads.submit(tenant, partial(self._compile_once, grammar)).result()
 
     async def compile_async(self, grammar: Grammar, tenant: str = "") -> Compiled:
-        """Do the same off the event loop.
+        """Compile a grammar as `compile` does, off the event loop.
 
         Raises OutriderError(OVERLOADED) too, if it gets no turn within `compile_seconds`.
         """

@@ -14,9 +14,9 @@ Find = Callable[[str], Any]
 def is_endless(schemas: list[Any], find: Find) -> bool:
     """Whether no finite value satisfies the first of the schemas, which holds the others.
 
-    All are well-formed, and `find` returns the schema of them that a reference leads to. A schema
-    is finite if what it needs is: those that need nothing are found first, then those that need
-    only these, and so on.
+    All schemas are well-formed, and `find` returns the schema that a reference leads to. A schema
+    is finite if all schemas that it needs are finite. Schemas that need nothing are found first,
+    then schemas that need only these, and so on.
     """
     finite: set[int] = set()
     waiting = [schema for schema in schemas if isinstance(schema, Mapping)]

@@ -1,8 +1,9 @@
 r"""Translates GBNF, llama.cpp's language, to Lark with LLGuidance's own translation.
 
-That one takes few escapes, so all characters are written anew for it. A part of a grammar without
-recursion becomes a regular expression, so its texts are exactly GBNF's. Between parts with
-recursion, such a part takes the longest text that it can, where GBNF would try shorter ones too.
+LLGuidance's translation takes few escapes, so all characters are written anew for it. A part of a
+grammar without recursion becomes a regular expression, so its texts are exactly GBNF's. Between
+parts with recursion, such a part takes the longest text that it can, where GBNF would try shorter
+ones too.
 """
 
 from __future__ import annotations

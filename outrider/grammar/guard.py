@@ -1,7 +1,7 @@
 """Walks random texts of a compiled grammar to their end, and checks them independently.
 
 LLGuidance is large and young. A text that Python's `json`, `jsonschema` or `re` contradicts
-shows that it reads the grammar otherwise; the request is refused instead.
+shows that LLGuidance reads the grammar in another way; then the request is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MAX_TEXTS = 6
 _MAX_TOKENS = 160
 _FREE_TOKENS = 20
 # CPU time of one grammar's walks and checks, after which the worker is killed. What was not checked
-# by then stays so: the guard finds mistakes of the backends, and a grammar that keeps it busy harms
-# only the request that has it.
+# by then stays unchecked: the guard finds mistakes of the backends, and a grammar that keeps it
+# busy harms only the request that has it.
 GUARD_SECONDS = 0.3
 # A new text begins only within this time.
 _SECONDS = 0.25

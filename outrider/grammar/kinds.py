@@ -44,5 +44,5 @@ class Grammar:
 
     @property
     def field(self) -> str:
-        """The parameter that errors about it name."""
+        """The parameter that errors about the grammar name."""
         return f"grammar.{self.kind.value}"

@@ -113,7 +113,7 @@ class LarkRules:
         return self.rule(json_rule(schema, is_plain=is_plain))
 
     def mark(self, text: str) -> str:
-        """This text alone. A special token in it may be that token, or be spelled."""
+        """Only this text. A special token in it may be that token, or be spelled."""
         first, *more = self._specials.split(text)
         parts = [literal(first)] if first else []
         for name, rest in zip(more[::2], more[1::2], strict=True):

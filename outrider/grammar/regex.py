@@ -3,8 +3,8 @@ r"""Translates regular expressions into a small dialect.
 Python's parser reads them, so that no construct passes unknown. The result is a full match: it has
 literals, classes of ranges, groups, alternatives and counts, but no anchors, flags or shorthands.
 A pattern within a JSON schema is a search and is ECMAScript's; where Python and ECMAScript differ,
-the result matches what both do, as validators are written in either. A whole regular expression is
-Python's `re.fullmatch`.
+the result matches only what both match, since validators are written in either language. A whole
+regular expression is Python's `re.fullmatch`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def schema_text(text: str, keyword: str, field: str) -> None:
 
 
 def literal(text: str) -> str:
-    """A regular expression for this text alone."""
+    """A regular expression for only this text."""
     return "".join(c if c.isalnum() else rf"\U{ord(c):08x}" for c in text)
 
 

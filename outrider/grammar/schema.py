@@ -31,7 +31,7 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 # What says nothing about a value, or is translated to other keywords. LLGuidance would take options
 # from x-guidance.
 _DROPPED = ("x-guidance", "$id", "id", "format", "propertyNames", "uniqueItems")
-# As most implementations take them.
+# The largest count that most implementations take.
 _MAX_COUNT = 2**31 - 1
 # Beyond these numbers a 64-bit float is no exact integer, or its decimal fraction is so long that
 # LLGuidance cannot compile a range.
@@ -291,7 +291,7 @@ class _Translator:
             raise invalid(self._field, f"{problem}; {range_text}")
 
     def _check_value(self, value: Any, keyword: str, *, names_only: bool = False) -> None:
-        """Check the numbers and texts within a listed value, or within its names alone."""
+        """Check the numbers and texts within a listed value, or only within its names."""
         if isinstance(value, str):
             schema_text(value, keyword, self._field)
         elif isinstance(value, Mapping):

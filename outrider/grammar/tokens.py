@@ -21,7 +21,7 @@ def for_llguidance(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequen
 
 
 def within_texts(described: str) -> str:
-    """A tokenizer's JSON, changed so that it reads each text as the middle of a longer one.
+    """A tokenizer's JSON, changed so that it reads each text as the middle of a longer text.
 
     LLGuidance tokenises what must follow. A tokenizer that puts a space before a text would have
     it begin with another token. And LLGuidance does not know that the decoder Metaspace writes "▁"
@@ -64,7 +64,7 @@ def token_bytes(model: str) -> list[bytes]:
 
 
 def bytes_of(loaded: Any, tokenizer: Tokenizer, count: int) -> list[bytes]:
-    """The same for a tokenizer and LLGuidance's form of it."""
+    """As `token_bytes`, for a loaded tokenizer and LLGuidance's form of it."""
     known = set(tokenizer.get_vocab(with_added_tokens=True).values())
     # LLGuidance marks special tokens with the byte 0xFF, and so leaves it out of a token.
     return [loaded.decode_bytes([i]) or b"\xff" if i in known else b"" for i in range(count)]

@@ -1,10 +1,10 @@
 """Rounds of a head that drafts step by step, as CUDA graphs: two for each size of a batch.
 
-One graph makes the first guesses of the text's states, the other a further level of them, which it
-leaves ready for the next. So a round is one copy, a graph for each level and one wait. W rows of a
-sequence are followed: the chain's guess, and in trees the likeliest others, as
-`outrider.heads.kinds.dynamic_tree` chooses them. A level reads its new rows alone; it sees those
-before it, and the text, in the pages.
+One graph makes the first guesses from the text's states. The other makes a further level of
+guesses, and leaves its results where the next level reads them. So a round is one copy, a graph for
+each level and one wait. W rows of a sequence are followed: the chain's guess, and in trees the
+likeliest others, as `outrider.heads.kinds.dynamic_tree` chooses them. A level reads only its new
+rows; it sees earlier rows and the text in the pages.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class RoundGraphs:
 class _Chosen:
     """The W rows of B sequences that the next level follows, at fixed addresses.
 
-    `states` [B, W, C] are those of the rows before them, and `products` [B, W] the shares along
-    their paths, float64. `words` [B, W] tell the rows that they see, and `bits` [W] are the next
-    rows' own.
+    `states` [B, W, C] are the states of the rows before them, and `products` [B, W], float64, the
+    products of shares along their paths. `words` [B, W] have a bit for each row that they see, and
+    `bits` [W] are the next rows' own bits.
     """
 
     states: torch.Tensor
@@ -231,7 +231,7 @@ class _Size:
 def _branches(
     sequence: HeadSequence, at: int, best_LBWK: list[Any], shares_LBWK: list[Any]
 ) -> list[Branch]:
-    """The branches of the sequence with the number `at`, whose tree grows here as it did there."""
+    """The branches of the sequence with the number `at`, whose tree grows here as in the graphs."""
     tree = Tree(sequence)
     tree.add(0, best_LBWK[0][at][0], shares_LBWK[0][at][0])
     for best_BWK, shares_BWK in zip(best_LBWK[1:], shares_LBWK[1:], strict=True):

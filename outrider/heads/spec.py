@@ -71,7 +71,7 @@ class Decoder:
     head_norms: bool = False
     """Whether queries and keys are normed head by head, as in Qwen3."""
     rotary_size: int | None = None
-    """The first channels of a head, which alone turn with the position; None for all."""
+    """How many first channels of a head turn with the position; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class HeadSpec:
     other_aux_layers: tuple[tuple[int, ...], ...] = ()
     """Other layers that the file may mean; `reading_choice` compares them with `aux_layers`."""
     other_forms: tuple[HeadSpec, ...] = ()
-    """The head as its file may mean it otherwise, for each of the auxiliary layers. They differ in
+    """Other forms of the head that its file may mean, for each choice of layers. They differ in
     `scores_normed`, `recycle_normed` or the decoder's `rotary_size`."""
     feature_norms: bool = False
     """eagle3, peagle: each auxiliary layer is normed by itself before `fc`."""
     row_norm: bool = False
     """eagle3, peagle: the whole feature row is normed before `fc`."""
     residual_normed: bool = False
-    """eagle3, peagle: the residual is the feature after `hidden_norm`, not the one before it."""
+    """eagle3, peagle: the residual is the feature after `hidden_norm`, not before it."""
     recycle_normed: bool = False
     """eagle3: the next step's feature is this step's output after the final norm."""
     scores_normed: bool = True
@@ -105,7 +105,7 @@ class HeadSpec:
     state_first: bool = False
     """mtp: the target's state comes before the embedding where the two are joined."""
     mask_token_id: int | None = None
-    """peagle, dflash, dspark: the token in the place of an unknown one; None if the head has the
+    """peagle, dflash, dspark: the token in the place of an unknown token; None if the head has the
     embedding `mask_embedding` instead."""
     block_size: int = 0
     """dflash, dspark: rows of a block, the anchor among them."""
@@ -115,8 +115,8 @@ class HeadSpec:
     causal_layers: tuple[bool, ...] = ()
     """dflash, dspark: for each layer, whether a block's rows see only rows before them."""
     window_from_anchor: bool = False
-    """dflash, dspark: whether all rows of a block see as far back as speculators trains its anchor
-    to; otherwise each row has the window in positions, its own the last."""
+    """dflash, dspark: whether all rows of a block see as far back as the anchor, as speculators
+    trains them; otherwise each row sees the window's positions, its own the last."""
     markov: Markov = "none"
     """dspark: how the previous token changes the scores of a row."""
     markov_rank: int = 0
@@ -124,7 +124,7 @@ class HeadSpec:
     """dspark: what the estimate of acceptance is computed from."""
     layer_config: Any | None = field(default=None, repr=False)
     """mtp: the `transformers` configuration of its layer, if that is the target's own kind of
-    layer; None for one like Llama's."""
+    layer; None for a layer like Llama's."""
     block_counts: tuple[int, ...] = ()
     """medusa: residual blocks of each of its heads."""
 

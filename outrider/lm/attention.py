@@ -88,7 +88,7 @@ class LayerCache:
     def __init__(self) -> None:
         self.shape: LayerShape | None = None
         self.softmax = Softmax(1.0)
-        """That of the trial forward."""
+        """The shape that the trial forward found."""
         self.trial_calls = 0
         self.chunk: int | None = None
         """Positions of a piece, where the configuration cuts the layer's text into pieces."""
@@ -314,7 +314,7 @@ def install(model: torch.nn.Module) -> dict[int, LayerCache]:
 
 
 def attach(layer: torch.nn.Module, cache: LayerCache) -> None:
-    """Have a layer, and what of it has its index, attend over this cache."""
+    """Have a layer, and its modules with a layer index, attend over this cache."""
     for module in layer.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             object.__setattr__(module, _STATE, cache)
@@ -335,7 +335,7 @@ def paged_attention(
     """Attend for one layer, as `transformers` calls it.
 
     query [1, H, T, D], key and value [1, KV heads, T, D] to output [1, T, H, D]. The visible keys
-    follow from positions and window alone. Raises UnsupportedAttention for a mask, for a position
+    follow only from positions and window. Raises UnsupportedAttention for a mask, for a position
     bias, for attention to later tokens, and for a module without the number of its layer.
     """
     if attention_mask is not None:

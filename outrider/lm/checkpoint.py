@@ -26,12 +26,12 @@ _NAMED = 4
 _COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
 # The matrix by which a layer for multi-token prediction (MTP) joins embedding and hidden state.
-# DeepSeek's and GLM's files number such layers on after the model's own.
+# DeepSeek's and GLM's files give these layers the numbers after the model's own layers.
 _MTP = ".eh_proj.weight"
 
 
 def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
-    """Load the model of a directory, GGUF file or hub id on the CPU, from safetensors alone.
+    """Load the model of a directory, GGUF file or hub id on the CPU, only from safetensors.
 
     Raises OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model that cannot be served. A
     tensor that the files lack is such a reason, and so is a tensor of the model's own parts that
@@ -70,7 +70,7 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
 
 
 def _dequantizing(model: str, config: Any) -> dict[str, Any]:
-    """Return what has `transformers` dequantise a checkpoint in MXFP4, as gpt-oss is published.
+    """Return what makes `transformers` dequantise a checkpoint in MXFP4, as gpt-oss is published.
 
     Empty for weights that are not quantised; raises OutriderError for other quantised weights.
     """
@@ -115,10 +115,10 @@ def _some(names: Collection[str]) -> str:
 
 
 def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
-    """Those of some tensors without a reader that belong to something beside the text model.
+    """Of tensors that nothing reads, those that belong to something beside the text model.
 
-    Such as a vision tower, a value head, or layers for multi-token prediction. What is beside lies
-    in a module of its own, next to the list of the decoder's layers or further out.
+    That is a vision tower, a value head, or layers for multi-token prediction. It lies in a module
+    of its own, next to the list of the decoder's layers or further out.
     """
     modules = dict(model.named_modules())
     lists = [path for path, module in modules.items() if isinstance(module, torch.nn.ModuleList)]
@@ -126,7 +126,7 @@ def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
     for path in lists:
         if not any(path.startswith(f"{outer}.") for outer in lists):
             around |= set(_parents(path))
-    # A checkpoint of the decoder alone has no prefix.
+    # A checkpoint of only the decoder has no prefix.
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     decoder = {path.removeprefix(prefix) for path in modules}
     known = modules.keys() | decoder

@@ -15,7 +15,7 @@ from outrider.protocol.draft_messages import FINAL_STATE
 
 
 class FeatureProjection(Protocol):
-    """Makes fewer numbers of a token's states, as `outrider.heads.projection` does for a head."""
+    """Turns a token's states into fewer numbers, as `outrider.heads.projection` does for a head."""
 
     @property
     def states(self) -> Sequence[int]:
@@ -23,7 +23,7 @@ class FeatureProjection(Protocol):
 
     @property
     def projected_width(self) -> int:
-        """Numbers that it makes of them."""
+        """How many numbers it makes of a token's states."""
 
     def __call__(self, features: torch.Tensor, /) -> torch.Tensor:
         """Project rows of the `states`, of any type; return [R, projected_width] of that type."""

@@ -32,10 +32,10 @@ class SequenceSlice:
     `start` is the position of the first token. `pages` hold the sequence's keys and values,
     including those of this slice. The forward returns logits for the last `logit_count` tokens.
 
-    `parents` are those of the last `len(parents)` tokens, as in `protocol.token_tree`; row 0 is the
-    token before these. Token i is in the slot `start + i` of the sequence, and a token of the tree
-    has the position after its parent's. It attends to the text and to its ancestors. Without
-    `parents`, each token follows the one before it, and slots and positions are the same.
+    `parents` has the parents of the last `len(parents)` tokens, as in `protocol.token_tree`; row 0
+    is the token before these. Token i is in the slot `start + i` of the sequence, and a token of
+    the tree has the position after its parent's. It attends to the text and to its ancestors.
+    Without `parents`, each token follows the one before it, and slots and positions are the same.
 
     `kv` is the sequence that holds the pages, if there is one from step to step. The block table on
     a GPU then gets only its new pages.
@@ -50,7 +50,7 @@ class SequenceSlice:
 
     @property
     def end(self) -> int:
-        """The slot after the last token: the number of keys, without a tree all for that token."""
+        """The slot after the last token: the number of keys. Without a tree that token sees all."""
         return self.start + len(self.token_ids)
 
     @property
@@ -352,14 +352,12 @@ class KernelArguments:
 
     `cu_seqlens_q` [B + 1]: cumulative token counts of the slices, from 0 on. `seq_lens` [B]: keys
     of each sequence, including the slice's own. `block_table` [B, P]: the pages of those keys.
-    `slots` [T]: each token's place among the keys of its sequence. `positions` [T]: the same but
-    for a tree's tokens.
-    `tree_starts` [B]: the slot of a slice's first tree token, or the slice's `seq_lens` if it has
-    no tree.
-    `ancestors`: for each token of a tree a word with bit j set if draft token j is an ancestor or
-    itself; [T], where the words of other tokens are not read, or [1] in a batch without trees.
-    `has_trees`: whether some slice may have a tree; without one the kernel reads no words.
-    `ancestors` is int64, the other tensors are int32.
+    `slots` [T]: each token's place among the keys of its sequence. `positions` [T]: equal to
+    `slots` except for a tree's tokens. `tree_starts` [B]: the slot of a slice's first tree token,
+    or the slice's `seq_lens` if it has no tree. `ancestors`: for each token of a tree a word with
+    bit j set if draft token j is an ancestor or itself; [T], where the words of other tokens are
+    not read, or [1] in a batch without trees. `has_trees`: whether some slice may have a tree;
+    without one the kernel reads no words. `ancestors` is int64, the other tensors are int32.
     """
 
     cu_seqlens_q: torch.Tensor

@@ -77,12 +77,12 @@ class ModelRunner:
         self._states = _hidden_states(self._model)
         self._kept: Mapping[int, torch.Tensor] = {}
         self.projections: Mapping[str, FeatureProjection] = {}
-        """By name, what `copy_states` can make of the states."""
+        """By name, the projections that `copy_states` can apply to the states."""
         self._graphs: Graphs | None = None
         self.decoder: CpuDecoder | None = None
         """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
         self.fused: FusedForward | None = None
-        """Replaces it on a GPU, where its kernels support the model."""
+        """Replaces the model's own forward on a GPU, where our kernels support the model."""
         if fused_layers and triton_works(self.device):
             # Before the memory of a step is measured.
             self._fuse(texts, own)
@@ -99,7 +99,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size)
         self.rows_may_differ: str | None = None
-        """Why a row's logits may have other bits in a forward of other rows; None if they do not.
+        """Why a row's logits may have other bits beside other rows; None if they have not.
 
         The C decoder with AMX computes the rows of trees in another order, which does not count.
         """
@@ -114,7 +114,7 @@ class ModelRunner:
         self._trial = (texts, own) if self._graphs is not None else None
 
     def _read_model(self) -> None:
-        """Set what follows from the model alone; have its layers attend through our cache."""
+        """Set what depends only on the model; have its layers attend through our cache."""
         config = self._model.config.get_text_config(decoder=True)
         parameter = next(self._model.parameters())
         self.device: torch.device = parameter.device

@@ -1,4 +1,4 @@
-"""What one layer's attention does beside its keys: scale, window, soft cap and sinks."""
+"""How one layer's attention weighs keys: scale, window, soft cap and sinks."""
 
 from __future__ import annotations
 

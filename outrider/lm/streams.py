@@ -63,7 +63,7 @@ class SharedRows:
         return SharedRows.of(self._tensor.clone())
 
     def read(self) -> torch.Tensor:
-        """The tensor, for operators of this thread's stream, which wait for the maker's."""
+        """The tensor, for operators of this thread's stream, which wait for the maker's stream."""
         stream = _stream_of(self._tensor)
         if stream is not None:
             stream.wait_event(self._ready)

@@ -1,9 +1,9 @@
 """Compares the logits that will be served with the model's own, for two short texts at start.
 
 A model may attend in ways that the paged attention does not see: to later tokens, by positions of
-its own, through a state beside the cache. It raises no error and gives another text. The served
-forward gets the texts as in service: in chunks, packed into one row, with tokens rewound and
-computed again, one token alone, and with the ends of both texts as one tree.
+its own, through a state beside the cache. Such a model raises no error, but its text would be
+another. The served forward gets the texts as in service: in chunks, packed into one row, with
+tokens rewound and computed again, one token alone, and with the ends of both texts as one tree.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _NEVER = -1e30
 # logits. A median over tokens leaves out those for which rounding chose another expert.
 #
 # The tolerated median is a factor times the difference between two attentions of `transformers`,
-# within bounds. Measured with 91 types of models with random weights that are served rightly: twice
-# that difference; in float32 3e-6 and in bfloat16 0.08 at most. In types that would be served
-# wrongly, it was 0.03 to 1.4 in float32.
+# within bounds. Measured with random weights: in 91 types of models that are served rightly, the
+# median was at most twice that difference, and at most 3e-6 in float32 and 0.08 in bfloat16. In
+# types that would be served wrongly, it was 0.03 to 1.4 in float32.
 _ROUNDING_FACTOR = 5
 _LARGEST_MEDIAN = 0.2
 # The least tolerated median, and the tolerated root mean square over any number of tokens: one

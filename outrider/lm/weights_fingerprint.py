@@ -1,6 +1,6 @@
 """A fingerprint of a checkpoint: equal for the same tensors, however they are divided into files.
 
-Reads samples of each tensor alone, so it takes seconds for hundreds of gigabytes. It tells
+Reads only samples of each tensor, so it takes seconds for hundreds of gigabytes. It tells
 checkpoints apart that somebody trained further or quantised, but not checkpoints made to look
 alike.
 """

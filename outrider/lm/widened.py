@@ -1,7 +1,7 @@
-"""Judges a forward of ours for a Llama-like model beside the model's own, by one in float32.
+"""Judges our forward of a Llama-like model against the model's own, by a forward in float32.
 
-Both round to the model's dtype, each in its own places. So ours may be as far from the same
-weights' logits in float32 as the model's own forward is, and by a factor further.
+Both round to the model's dtype, each in its own places. So ours may be further from the logits in
+float32 of the same weights than the model's own forward is, by a factor.
 """
 
 from __future__ import annotations

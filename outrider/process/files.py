@@ -9,13 +9,13 @@ from pathlib import Path
 
 # Configurations, keys, certificates and templates are kilobytes; a tokenizer has up to 40 MB.
 MOST_BYTES = 256 * 2**20
-# Files of a model that are read whole, by their ends.
+# Files of a model that are read whole, by the ends of their names.
 _READ_WHOLE = {".json", ".jinja", ".txt", ".model", ".py", ".yaml"}
 
 
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """The bytes of a regular file. Raises OSError, whose `strerror` says what is wrong with it."""
-    # To open a pipe would wait for a writer.
+    # Opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         _check(os.fstat(descriptor), path, most_bytes)

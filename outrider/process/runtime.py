@@ -15,13 +15,13 @@ from typing import NoReturn
 
 def _set_defaults() -> None:
     # An idle OpenMP worker spins for some 16 ms before it sleeps. Between two forwards verifier,
-    # drafters and gateway need its core. 20,000 rounds take 1 ms, longer than the gap between two
-    # loops of one forward.
+    # drafters and gateway need the worker's core. 20,000 rounds take 1 ms, longer than the gap
+    # between two loops of one forward.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # gRPC's fork handlers serve children that go on using gRPC. Outrider's children are always
-    # other programs. With the handlers, one that was forked while other threads were inside gRPC
-    # sometimes crashed before it could start its program.
+    # other programs. With the handlers, a child that was forked while other threads were inside
+    # gRPC sometimes crashed before it could start its program.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     # gRPC's core writes each failed handshake to standard error, in a format of its own.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

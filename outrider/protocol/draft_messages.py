@@ -1,6 +1,6 @@
 """The draft stream's messages as plain data, without protobuf, grpc or torch.
 
-`outrider.protocol.wire.drafts` checks every object of them that it makes.
+`outrider.protocol.wire.drafts` checks every object that it makes of them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FeatureRequest:
     """The target's hidden states that are a token's feature, in a row.
 
     First come the residual streams that enter the layers `aux_layers`, then, with `final_state`,
-    the state after the final norm. Of a prompt, the last `prompt_token_count` tokens need
-    features; 0 for all. `projection` names what the verifier may make of the states.
+    the state after the final norm. Only a prompt's last `prompt_token_count` tokens need features;
+    0 stands for all. `projection` names what the verifier may make of the states.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -82,8 +82,8 @@ class Hello:
 class Welcome:
     """The verifier's answer to a Hello.
 
-    `feature_width` is the numbers of a feature; 0 if the verifier sends no features. Where it
-    `projects_features`, they are the result of the projection that was asked for.
+    `feature_width` is the count of numbers in a feature; 0 if the verifier sends no features. Where
+    it `projects_features`, they are the result of the projection that was asked for.
     """
 
     model_id: str
@@ -164,7 +164,7 @@ class Skip:
 
 @dataclass(slots=True)
 class Verdict:
-    """The verifier committed `new_token_ids`, the last of now `committed_length` tokens.
+    """The verifier committed `new_token_ids`; now `committed_length` tokens are committed.
 
     `accepted_count` is the number of this drafter's tokens that the last commit matched. A `window`
     of None leaves the window as it is. `draft_tokens` and `tree_tokens` are as in Opened.

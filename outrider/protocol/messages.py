@@ -190,7 +190,7 @@ class TokenRequest:
     `top_logprobs` is the number of likeliest tokens to report with each generated token,
     `prompt_logprobs` with each token of the prompt; None asks for no report. The output goes on
     after `committed`. `noise_seed` seeds the random numbers if `sampling` has no seed. A verifier
-    of another `model_fingerprint` refuses the request; empty takes any.
+    of another `model_fingerprint` refuses the request; an empty fingerprint suits any verifier.
     """
 
     prompt: list[int]

@@ -90,7 +90,7 @@ class Load:
 
 
 def wait_s(count: int, places: float, sequence_s: float | None) -> float:
-    """Seconds until the last of `count` sequences gets one of their `places` places.
+    """Seconds until the last of `count` sequences gets one of the `places` places.
 
     `sequence_s` is how long each sequence keeps its place. 0 if that is not known.
     """
@@ -98,9 +98,9 @@ def wait_s(count: int, places: float, sequence_s: float | None) -> float:
 
 
 def retry_after_s(wait_s: float) -> float:
-    """When a caller should try again that was refused because of a queue of `wait_s`.
+    """After how many seconds a caller that was refused for a queue of `wait_s` should try again.
 
-    By then all that wait now have begun. OpenAI's clients ignore more than a minute.
+    By then all sequences that wait now have begun. OpenAI's clients ignore more than a minute.
     """
     return min(max(1.0, wait_s), 60.0)
 
@@ -126,7 +126,8 @@ class ModelInfo:
     """Settings that decide how drafts are drawn and tokens are chosen, by flag and sorted."""
     server_version: str = ""
     fingerprint: str = ""
-    """Over the three before and `dtype`. Equal at verifiers that continue each other's answers."""
+    """A hash of weights, dtype, settings and version: equal if verifiers continue each other's
+    answers."""
     graph_count: int = 0
     """CUDA graphs of the target's forward; 0 on a CPU."""
     graph_memory_bytes: int = 0
@@ -134,7 +135,7 @@ class ModelInfo:
     engine: str = "native"
     """What computes the target, with a version unless it is the native engine."""
     unsupported: tuple[str, ...] = ()
-    """What that engine cannot do, see `outrider.protocol.unsupported`."""
+    """What the engine cannot do, see `outrider.protocol.unsupported`."""
     aliases: tuple[str, ...] = ()
     """Further names of the model in requests."""
 

@@ -14,7 +14,7 @@ from outrider.protocol.messages import Acceptance, TokenRequest
 
 
 class _Refusal(NamedTuple):
-    """The field of a request that asks for too much, the reason, and which requests do."""
+    """The field of a request that asks for too much, the reason, and which requests ask for it."""
 
     field: str
     reason: str

@@ -59,10 +59,10 @@ class Adjustments:
     def apply(self, logits_RV: torch.Tensor, masks: Sequence[Mask | None]) -> torch.Tensor:
         """Logits [R, V] after bias, penalties, bans (also of early end tokens) and grammar masks.
 
-        `masks` has that of each sequence, as in `Context`. Order and formulas follow transformers'
-        processors; presence and frequency penalty follow OpenAI. The given tensor is not changed,
-        and is returned itself if no row needs an adjustment. A row with no token left is -inf
-        throughout.
+        `masks` has the mask of each sequence, as in `Context`. Order and formulas follow
+        transformers' processors; presence and frequency penalty follow OpenAI. The given tensor is
+        not changed, and is returned itself if no row needs an adjustment. A row with no token left
+        is -inf throughout.
         """
         given = [mask for mask in masks if mask is not None]
         if not (given or self._bias or self._penalties or self._bans):
@@ -155,7 +155,7 @@ def _zeros(words_RW: torch.Tensor) -> torch.Tensor:
     """Whether each bit of int32 words [R, W] is zero, the lowest first: bool [R, 32 W]."""
     bytes_RB = words_RW.view(torch.uint8)
     if words_RW.device.type == "cpu":
-        # NumPy's takes half of the time of the table's for few rows.
+        # For few rows NumPy takes half the time of the table.
         return torch.from_numpy(_unpacked(~bytes_RB.numpy()))
     return functional.embedding(bytes_RB.int(), _zeros_of_bytes(words_RW.device)).flatten(1)
 

@@ -1,6 +1,6 @@
 """Counter-based randomness: a random number is a pure function of (seed, position, purpose, step).
 
-docs/protocol.md specifies the noise for other languages. Needs numpy alone, so that drafters can
+docs/protocol.md specifies the noise for other languages. Needs only numpy, so that drafters can
 draw with it without torch.
 """
 

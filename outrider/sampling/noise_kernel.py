@@ -1,6 +1,6 @@
 """Draws with coupled noise on a GPU in one pass over the probabilities.
 
-docs/protocol.md specifies the noise. The same with torch's operators takes fourteen passes over
+docs/protocol.md specifies the noise. With torch's operators such a draw takes fourteen passes over
 64-bit numbers.
 """
 
@@ -39,7 +39,7 @@ def _race(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel
 
 
 def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor:
-    """Same as `outrider.sampling.sampler.coupled_sample`, but for a logarithm's last bit."""
+    """As `outrider.sampling.sampler.coupled_sample`, except for a logarithm's last bit."""
     row_count, vocab_size = probs_RV.shape
     best = probs_RV.new_empty(row_count, triton.cdiv(vocab_size, _BLOCK), dtype=torch.float64)
     tokens = torch.empty_like(best, dtype=torch.int64)

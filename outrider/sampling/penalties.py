@@ -1,6 +1,6 @@
 """Repetition, presence and frequency penalties, from counts that stay on the device.
 
-A text's tokens are counted once: a step adds the tokens that were committed since the last one.
+A text's tokens are counted once: a step adds the tokens that were committed since the last step.
 Draft tokens are added to copies, so that a rejected draft leaves no trace.
 """
 
@@ -46,19 +46,19 @@ class TokenCounts:
     """How often each token occurs in some texts, kept on the device, a row for each text.
 
     A text is known by the identity of its list of tokens, which may only grow; a list that became
-    shorter is counted anew. The table has rows for twice as many texts as a batch ever had. Then
-    the text that was longest not used loses its row, and is counted anew when it comes back, as a
-    preempted one may.
+    shorter is counted anew. The table has rows for twice as many texts as a batch ever had. In a
+    full table the least recently used text loses its row. It is counted anew when it comes back, as
+    a preempted text may.
     """
 
     def __init__(self) -> None:
         self._texts: dict[tuple[int, int], _Text] = {}
-        # What `table` has yet to do: a forward that fails leaves it to the next one.
+        # What `table` has yet to do: a forward that fails leaves it to the next forward.
         self._changes: list[_Change] = []
         self._table_SV = torch.empty(0, 0, dtype=torch.int32)
 
     def lay_out(self, contexts: Sequence[Context], staging: Staging) -> list[int]:
-        """Count what is new in the texts of a batch; returns each one's row of the table."""
+        """Count what is new in the texts of a batch; returns each text's row of the table."""
         keys = [(id(context.tokens), context.prompt_length) for context in contexts]
         for key in keys:
             known = self._texts.pop(key, None)

@@ -31,7 +31,7 @@ _CANDIDATES = 1024
 
 
 def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard exponential numbers -log(u), float64 [R, V]; -log of one is Gumbel noise.
+    """Standard exponential numbers -log(u), float64 [R, V]; minus their logarithm is Gumbel noise.
 
     u comes from output number `token` of SplitMix64 seeded with the row's key (Steele, Lea and
     Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): its top 52 bits plus a
@@ -137,10 +137,10 @@ class TargetProbs:
         row (temperature 0) returns its plain softmax; the caller takes its token, the argmax, from
         the logits. Each step runs only for rows that use it.
 
-        Top-p and typical-p sort few of a row's tokens, and all of them in the rows of `whole`, by
-        the step's number. For each of these steps, this also returns whether the candidates of
-        each of its rows sufficed, bool. The result holds only if they did for all others, so the
-        caller calls again with those that `note_short` finds.
+        Top-p and typical-p sort only a row's candidates, but all tokens of the rows that `whole`
+        has for the step's number. For each of these steps, this also returns whether the candidates
+        of each of its rows sufficed, bool. The result holds only if the candidates of all other
+        rows sufficed, so the caller calls again with the rows that `note_short` finds.
         """
         if self._temperatures is not None:
             logits_RV = logits_RV / self._temperatures.tensor
@@ -153,7 +153,7 @@ class TargetProbs:
 
 
 def note_short(whole: dict[int, list[int]], sufficed: Iterable[tuple[int, np.ndarray]]) -> bool:
-    """Add the rows whose candidates did not suffice to those to sort whole; whether some are new.
+    """Add rows whose candidates did not suffice to the rows to sort whole; tell if some are new.
 
     A row that was sorted whole may still be short of candidates.
     """
@@ -183,7 +183,7 @@ class _Candidates:
     def truncate(
         self, logits_RV: torch.Tensor, settings_R1: torch.Tensor, whole: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Truncated logits, and whether the candidates of each row sufficed; None if all were."""
+        """Truncated logits, and whether each row's candidates sufficed; None if they are all."""
         size = logits_RV.shape[-1]
         if size <= _CANDIDATES:
             return self.keep(logits_RV, settings_R1, size)[0], None
@@ -212,7 +212,7 @@ class _Step:
         row_count: int,
         staging: Staging,
     ) -> Self:
-        """The step for some of `row_count` rows; `settings` has each one's number and setting."""
+        """The step for some of `row_count` rows; `settings` has each row's number and setting."""
         rows, values = zip(*settings, strict=True)
         staged = None
         if len(rows) < row_count:

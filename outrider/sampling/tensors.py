@@ -13,7 +13,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# Where each array of a block begins is a multiple of this; no number is larger.
+# Each array of a block begins at a multiple of this many bytes; no number has more bytes.
 _ALIGNMENT = 16
 
 
@@ -83,7 +83,7 @@ class Staging:
 def argmax(numbers_RN: torch.Tensor) -> torch.Tensor:
     """The first place of each row's largest number, int64 [R]. NaN counts as the largest."""
     if numbers_RN.device.type == "cpu":
-        # NumPy's takes a seventh of the time of torch's at 4,096 numbers a row, or less.
+        # NumPy's argmax takes a seventh of the time of torch's at 4,096 numbers a row, or less.
         return torch.from_numpy(numbers_RN.numpy().argmax(-1))
     return numbers_RN.argmax(-1)
 

@@ -41,7 +41,7 @@ class GatewayStream:
         self._requests = requests
         self._context = context
         self._calls: dict[int, asyncio.Task[None]] = {}
-        # By the number of a paused call, what is set when it goes on.
+        # By the number of a paused call, the event that is set when the call goes on.
         self._paused: dict[int, asyncio.Event] = {}
         self._unsent: list[token_streams_pb2.TokensPart] = []
         self._unsent_bytes = 0

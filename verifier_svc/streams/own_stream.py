@@ -57,8 +57,8 @@ class OwnDrafter:
 
     `name` is its id. `run` drafts for this verifier until it is cancelled. If it ends before, the
     verifier goes on without it. `meet` is called on the engine's thread with the loaded target,
-    before CUDA graphs are captured, and returns the hidden states that the drafter reads. It may
-    run forwards.
+    before CUDA graphs are captured, and returns the hidden states that the drafter reads. `meet`
+    may run forwards.
     """
 
     name: str

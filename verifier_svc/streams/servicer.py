@@ -106,7 +106,7 @@ class VerifierServicer(
         self.info = info
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, and let running ones end within `grace_s`.
+        """Refuse new requests, and let running requests end within `grace_s`.
 
         Drafters are told, and gateways too: they move their sequences to another verifier if they
         have one. First, clients get the tokens that `min_chunk_tokens` holds back.

@@ -3,9 +3,9 @@
 Knows logits, drafts and noise; not sequences, pages or streams.
 
 The rules GREEDY (at temperature 0) and COUPLED (above) draw the target's own token at every
-position, with noise that depends on seed and position alone. They accept a draft token that equals
-it. Nothing of the draft enters the output, so a seed gives the same text with any drafter. The
-rules for sampled drafts of trusted drafters, and the lossy ones, are in
+position, with noise that depends only on seed and position. They accept a draft token that equals
+the target's own. Nothing of the draft enters the output, so a seed gives the same text with any
+drafter. The rules for sampled drafts of trusted drafters, and the lossy rules, are in
 `verifier_svc.verification.rules`.
 """
 
@@ -52,8 +52,8 @@ class Acceptance:
         """With `synthetic_rates`, drafts are accepted at these rates whatever the target says.
 
         A draft's tokens up to position i are all accepted with the probability of rate i. Only
-        benchmarks need that; of a tree, it accepts first children alone. `counts` are those of the
-        sequences' texts. Raises ValueError for a tree that was sampled.
+        benchmarks need that; in a tree, only first children are accepted. `counts` has the counts
+        of the tokens of the sequences' texts. Raises ValueError for a tree that was sampled.
         """
         self._drafts = drafts
         self._is_synthetic = bool(synthetic_rates)
@@ -81,7 +81,7 @@ class Acceptance:
         """The result of each draft, and the tensors of `beside`, with one wait for the device.
 
         `logits_RV` are the model's, float32, with R = sum of (draft length + 1), sequence by
-        sequence; `masks` has that of each sequence, as in `Context`. If truncation has to sort
+        sequence; `masks` has the mask of each sequence, as in `Context`. If truncation has to sort
         whole rows, there is another wait.
         """
         if not self._drafts and beside is None:
@@ -142,7 +142,7 @@ class _Decided:
     `tokens_R`, which the host then checks."""
     draft_R: torch.Tensor | None = None
     sufficed: dict[int, torch.Tensor] = field(default_factory=dict)
-    """As of `TargetProbs.probs`."""
+    """As the second result of `TargetProbs.probs`."""
 
     @property
     def own(self) -> list[torch.Tensor]:
@@ -234,7 +234,7 @@ class _Draws:
         tokens_R: torch.Tensor,
         whole: Mapping[int, Sequence[int]],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Which rows' draft tokens are accepted, bool [R]; and the second of `TargetProbs.probs`.
+        """Which rows' draft tokens are accepted, bool [R]; and the last of `TargetProbs.probs`.
 
         `tokens_R` comes in as the rows' argmax, and goes out as the target's own tokens.
         """
@@ -272,7 +272,7 @@ class _Sampled:
         places: Mapping[int, int],
         staging: Staging,
     ) -> None:
-        """`picked` are the drafts with their first rows; `places` are those of rows in `probs_NV`.
+        """`picked` has drafts with their first rows; `places` are rows' places in `probs_NV`.
 
         Raises ValueError for a tree.
         """
@@ -291,7 +291,8 @@ class _Sampled:
         self._first_B = staging.add([first for first, _ in picked], np.int64)
         self._lengths_B = staging.add(lengths, np.int64)
         self._start_B = staging.add(np.cumsum([0, *lengths[:-1]]), np.int64)
-        # Indices are computed on the host: those of a mask on the device would need a round trip.
+        # Indices are computed on the host: indices from a mask on the device would need a round
+        # trip.
         real_BK = np.arange(max(lengths)) < np.array(lengths)[:, None]
         self._shape = real_BK.shape
         self._places = [staging.add(index) for index in np.nonzero(real_BK)]
@@ -372,7 +373,7 @@ class _Lossy:
         places: Mapping[int, int],
         staging: Staging,
     ) -> None:
-        """`judged` has the tokens' rows and settings; `places` are those of rows in `probs_NV`."""
+        """`judged` has the tokens' rows and settings; `places` are rows' places in `probs_NV`."""
         self._rule = LOSSY_RULES[rule]
         self._draft_R = rows.draft_R
         self._rows_J = staging.add([row for row, _ in judged], np.int64)
@@ -383,7 +384,7 @@ class _Lossy:
     def accept(
         self, probs_NV: torch.Tensor, tokens_R: torch.Tensor, matches_R: torch.Tensor
     ) -> None:
-        """Accept the tokens that the rule allows, besides those that the exact rule accepts."""
+        """Accept the tokens that the rule allows, besides those of the exact rule."""
         at = self._rows_J.tensor
         settings = [staged.tensor for staged in self._settings]
         allowed_J = self._rule.judge(
@@ -405,9 +406,9 @@ def _judged(rule: AcceptanceRule, rows: Rows) -> list[tuple[int, SpeculationOpti
 
 
 def _chances(rates: Sequence[float]) -> np.ndarray:
-    """The chance of each position's token after all tokens before it; the last one goes on.
+    """The chance of each position's token after all tokens before it; the last chance goes on.
 
-    The rates are those of whole drafts up to each position.
+    Each rate is the probability of the whole draft up to a position.
     """
     before = (1.0, *rates[:-1])
     return np.array([rate / (last or 1.0) for rate, last in zip(rates, before, strict=True)])

@@ -73,7 +73,7 @@ class DraftVerifier:
     thinking_ids: tuple[int, int] | None = None
     """The tokens that begin and end the thinking phase; None if the model has none."""
     synthetic_rates: SequenceOf[float] = ()
-    """If not empty, drafts are accepted by these, whatever the target says; see `Acceptance`."""
+    """If not empty, drafts are accepted at these rates, see `Acceptance`."""
     device: torch.device = _CPU
     """The device of the logits."""
     counts: TokenCounts = field(default_factory=TokenCounts)
@@ -154,11 +154,11 @@ class _LaidOut:
     """A batch that is ready to be verified once its logits are there."""
 
     acceptance: Acceptance
-    """Of the sequences for which a token is drawn."""
+    """The acceptance of the sequences for which a token is drawn."""
     rules: SequenceOf[AcceptanceRule]
-    """Theirs."""
+    """The rules of these sequences' drafts."""
     logprobs: Logprobs | None
-    """Those that its requests want; None if they want none."""
+    """The log probabilities that requests of the batch want; None if they want none."""
     drawn_R: Staged | None
     """The rows to draw from; None for all."""
 

@@ -33,7 +33,7 @@ class Draft:
     options: SpeculationOptions = field(default_factory=SpeculationOptions)
     """The settings of the lossy rules."""
     thinking: Sequence[bool] = ()
-    """For RELAXED, whether each draft token is in the thinking phase, where alone it applies."""
+    """For RELAXED, whether each draft token is in the thinking phase; it applies only there."""
 
     @property
     def judged(self) -> list[tuple[int, int]]:

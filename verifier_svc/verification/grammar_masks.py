@@ -27,10 +27,11 @@ log = logging.getLogger(__name__)
 
 _INLINE = Inline()
 _NO_BUDGET = MaskBudget(math.inf)
-# How long a step waits for masks when its logits are there. What comes later joins a later step.
+# How long a step waits for masks when its logits are there. A sequence whose masks come later joins
+# a later step.
 _PATIENCE_S = 0.01
-# A sequence whose last masks took longer a row gets no drafts, and its next mask is computed before
-# it has a step. Usual masks take 0.05 to 0.5 ms.
+# A sequence whose last masks took longer than this for a row gets no drafts, and its next mask is
+# computed before it has a step. Usual masks take 0.05 to 0.5 ms.
 _SLOW_ROW_S = 0.005
 
 
@@ -39,9 +40,9 @@ class GrammarMasks:
 
     A sequence whose masks are not there in time is left out of the step: nothing of it is accepted
     or drawn. It comes back with the same draft when the masks are there, and the same noise, which
-    depends on seed and position alone. So its text does not depend on how long masks take, even
+    depends only on seed and position. So its text does not depend on how long masks take, even
     where that depends on the values of sampled draft tokens. Whether later steps draft at all may
-    depend on it, because their drafts are sampled only then.
+    depend on that time, because their drafts are sampled only afterwards.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class GrammarMasks:
         """The batch with each draft cut before the tokens that its grammar forbids.
 
         The tokens below such a token are cut too. A sampled forbidden token stays and is rejected,
-        and the next token is drawn from the residual. To drop the token because of its value would
-        be to draw anew, which biases the output.
+        and the next token is drawn from the residual. Dropping the token because of its value would
+        amount to drawing anew, which biases the output.
         """
         found: list[ScheduledSequence] = []
         for scheduled in batch:
@@ -104,7 +105,7 @@ class GrammarMasks:
     def prepare(self, sequences: Iterable[SequenceState]) -> None:
         """Begin the masks of committed sequences' next step, where masks take long."""
         for sequence in sequences:
-            # A prompt that is recomputed in chunks after a preemption has them already.
+            # A prompt that is recomputed in chunks after a preemption has its masks already.
             if sequence.mask_work is not None:
                 continue
             if sequence.matcher is not None and has_slow_masks(sequence):
@@ -170,7 +171,8 @@ def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
 def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
     """For each draft token in order, whether the grammar allows it after its ancestors.
 
-    Meanwhile the matcher stands after the token, if it is allowed; afterwards where it was.
+    Meanwhile the matcher stands after the token, if it is allowed; afterwards it stands where it
+    was.
     """
     # The rows of the path on which the matcher stands. In a depth-first order, rows after the
     # parent are done with.
@@ -194,7 +196,7 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
 
 
 def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
-    """Cut a tree to the tokens that `kept` marks: each with its parent, and not all tokens."""
+    """Cut a tree to the tokens that `kept` marks: with each its parent, and not all tokens."""
     token_ids: list[int] = []
     parents: list[int] = []
     drafter_ids = list(compress(draft.drafter_ids, kept))
@@ -216,9 +218,9 @@ def has_slow_masks(sequence: SequenceState) -> bool:
 def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -> Mask:
     """The masks of a draft, after the grammar has been given the tokens of `late`.
 
-    Only the first row if a later one is too expensive: without the draft, the text may never come
-    there. A sampled draft cannot be dropped for its tokens, which would bias the text. Raises
-    MaskLimit for it, and for the first row.
+    Returns only the first row if a later row is too expensive: without the draft, the text may
+    never come there. A sampled draft cannot be dropped because of its tokens, since that would bias
+    the text. So it raises MaskLimit for a sampled draft, and for the first row.
     """
     for token in late:
         if not matcher.accept(token):

@@ -30,8 +30,8 @@ class Logprobs:
         drawn: list[int] = []
         counts: list[int] = []
         drawn_counts: list[int] = []
-        # By place in the batch, which of the results are its scored tokens', and where those of its
-        # drawn rows begin.
+        # By a sequence's place in the batch, which results belong to its scored tokens, and where
+        # the results of its drawn rows begin.
         self._scored: dict[int, range] = {}
         self._drawn: dict[int, int] = {}
         self._sampling = [i for i, scheduled in enumerate(batch) if scheduled.samples]
@@ -63,7 +63,7 @@ class Logprobs:
         """Log probabilities [N, 1 + K], and ranks and ids [N, 1 + K].
 
         `logits_RV` are all of the batch. `committed_R` has the token after each row that is drawn
-        from, in case that the row is committed.
+        from, in case the row is committed.
         """
         index_N = self._rows_N.tensor
         tokens_N = torch.cat([self._tokens_S.tensor, committed_R[self._drawn_D.tensor]])
@@ -79,15 +79,15 @@ class Logprobs:
         return [torch.cat(values), torch.cat(ids)]
 
     def of_prompts(self, found: Sequence[np.ndarray]) -> dict[int, list[TokenLogprob]]:
-        """Those of scored prompt tokens, by place in the batch; `found` is what `tensors` gave."""
+        """Results of scored prompt tokens, by place in the batch; `found` is from `tensors`."""
         return {i: self._read(found, span) for i, span in self._scored.items()}
 
     def of_committed(
         self, found: Sequence[np.ndarray], results: Sequence[AcceptResult]
     ) -> dict[int, list[TokenLogprob]]:
-        """Those of the accepted tokens and the next one, by place in the batch.
+        """The results of the accepted tokens and the next token, by place in the batch.
 
-        `results` are of the sequences that are drawn from.
+        `results` belong to the sequences for which a token is drawn.
         """
         by_place = dict(zip(self._sampling, results, strict=True))
         return {

@@ -14,12 +14,12 @@ from verifier_svc.state.sequence import Sequence as SequenceState
 # Processor time that each mask may take free of the budget, in seconds. Usual masks take 0.05 to
 # 0.5 ms.
 _FREE_S = 0.02
-# The requests that a tenant can have computed to the end of their budgets at once, and how much of
-# the tenant's budget comes back in a second, as a part of a processor.
+# How many requests of a tenant can use up their budgets at once, and how much of the tenant's
+# budget comes back in a second, as a part of a processor.
 _TENANTS_REQUESTS = 5
 _REFILL = 0.1
-# Tenants whose slow masks are computed at the same time. Below the engine's priority, so that the
-# forward keeps the processors.
+# Tenants whose slow masks are computed at the same time. They run below the engine's priority, so
+# that the forward keeps the processors.
 _SLOW_THREADS = 2
 _SLOW_NICE = 10
 # If the masks of this many tenants turn out slow at the same time, the masks of the other tenants
@@ -38,7 +38,7 @@ class MaskLanes(Protocol):
         """Have masks computed that take long; they delay only the tenant's other slow masks."""
 
     def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
-        """Wait until all are done, for at most `seconds`."""
+        """Wait until all works are done, for at most `seconds`."""
 
 
 class Inline:
@@ -86,7 +86,7 @@ class Threads:
 
 
 class MaskBudget:
-    """The processor time that masks may take: of a request `seconds`, of a tenant five times that.
+    """The processor time that masks may take: `seconds` a request, five times that for a tenant.
 
     Only time beyond 20 ms a mask counts. A tenant's budget comes back with time.
     """

@@ -24,7 +24,7 @@ def tree_result(
 ) -> AcceptResult:
     """The result of a tree; `own` and `accepts_first` are as in `walk`.
 
-    `tokens` has the next token of each row, in case that the walk ends there.
+    `tokens` has the next token of each row, in case the walk ends there.
     """
     path = walk(context.drafted, context.parents, own, accepts_first)
     last = path[-1] if path else 0
@@ -122,8 +122,8 @@ class Rows:
         """The results by sequence.
 
         Accepted tokens end at a sequence's first row without a match. That row's token is the
-        sequence's next token. In a tree, a row without a match goes on to another child that equals
-        its token, if `has_siblings`.
+        sequence's next token. In a tree with `has_siblings`, a row without a match goes on to
+        another child if the child equals the row's token.
         """
         misses = np.flatnonzero(matches_R == 0)
         end_B = misses[np.searchsorted(misses, self._first_B)]

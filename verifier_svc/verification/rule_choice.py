@@ -7,9 +7,9 @@ enters the output, never for a request with a seed.
 A request that accepts sampled drafts is *open to samples*: an exact, sampled request without a
 seed, at a verifier with --sampled-drafts. No drafter gets the noise of such a sequence. The length
 of a run decides which drafter's path is verified, so a drafter that knew the noise could decide, by
-drafting or not, whether the next token is drawn with it. This depends on the request and the
-verifier's setting alone, not on the connected drafters or their roles. So it also holds for a
-drafter that joins before or after a trusted one.
+drafting or not, whether the next token is drawn with that noise. Whether a request is open to
+samples depends only on the request and the verifier's setting, not on the connected drafters or
+their roles. So this also holds for a drafter that joins before or after a trusted one.
 
 | request            | drafter         | it is asked to            | rule                          |
 | ------------------ | --------------- | ------------------------- | ----------------------------- |

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# After this time the trial of no further batch begins: 1 comes first, then the largest, then 4, 8
-# and so on. A large model may miss some.
+# After this time no further batch size is tried: 1 comes first, then the largest, then 4, 8 and so
+# on. A large model may miss some sizes.
 _TRIALS_S = 10.0
 _TRIAL_PROMPT = 16
 # Steps of a trial; the fastest counts.
@@ -55,7 +55,7 @@ class VllmEngine:
         self._llm = llm
         self._hub = hub
         self._eos_token_ids = tuple(eos_token_ids)
-        # By vLLM's name of a request, and its name by the sequence's id.
+        # The sequence by vLLM's name of its request, and that name by the sequence's id.
         self._sequences: dict[str, Sequence] = {}
         self._names: dict[int, str] = {}
         self._name_count = 0
@@ -149,16 +149,17 @@ class VllmEngine:
     def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of vLLM until `resume`, because its caller does not read.
 
-        A sequence with a grammar goes on, since vLLM could not take it up in the grammar's middle,
-        and so does every sequence once the hub has failed, which counts its tokens. If more
-        than `max_waiting` sequences are unread, one of them ends, see `SequenceBook.pause`.
+        A sequence with a grammar goes on, since vLLM could not resume it in the middle of the
+        grammar. Every sequence goes on once the hub has failed, since the hub counts its tokens. If
+        more than `max_waiting` sequences are unread, one of them ends, see `SequenceBook.pause`.
         """
         if sequence.request.grammar is not None or self._hub.failed:
             return
         name = self._drop(sequence)
         if name is None:
             return
-        # Before vLLM says that its request is over, which would end the sequence for the hub.
+        # This precedes vLLM's message that the request is over, which would end the sequence for
+        # the hub.
         self._hub.pause_sequence(sequence)
         self._llm.abort_request([name])
         book = self._hub.book
@@ -235,7 +236,7 @@ class VllmEngine:
         self._hub.book.emit(sequence, chunk)
 
     def _note(self, sequence: Sequence, new: list[int], reason: FinishReason | None) -> None:
-        """Keep the books of a sequence where the hub has failed, which else does it."""
+        """Keep the books of a sequence after the hub, which else keeps them, has failed."""
         sequence.tokens += new
         sequence.stats.record(0, 0)
         self._hub.waiting.pop(sequence.id, None)
@@ -247,7 +248,8 @@ class VllmEngine:
     def warm_up(self) -> None:
         """Measure steps of several batch sizes and drafts, so that the first plan knows the costs.
 
-        Without it the budget that bounds the harm of useless drafters would not be in force.
+        Without the measurements, the budget that bounds the harm of useless drafters would not be
+        in force.
         """
         hub = self._hub
         self._try_logprobs()
@@ -286,7 +288,7 @@ class VllmEngine:
         for count in counts:
             hub.trial_tokens = count
             seconds = min(self._trial_s() for _ in range(_TRIAL_STEPS))
-            # A small cache may have preempted some of them.
+            # A small cache may have preempted some sequences.
             if len(hub.running) == batch:
                 for cost in (hub.cost, hub.isolated_cost):
                     cost.calibrate(batch, batch * (1 + count), seconds)

@@ -96,7 +96,7 @@ class DraftHub:
         *,
         target_device: TargetDevice = NO_DEVICE,
     ) -> None:
-        """`target_device` is where vLLM computes, as of `DraftExchange`."""
+        """`target_device` is where vLLM computes, as in `DraftExchange`."""
         self.limits = limits
         self.clock = clock
         self.turn = threading.Condition()
@@ -132,7 +132,7 @@ class DraftHub:
             self, self.drafting, self.outbox, _nothing, self.planner, self._step_clock, clock
         )
         self._by_request: dict[str, Sequence] = {}
-        # By request, whose draft the step in preparation verifies.
+        # By request, the assignment whose draft the coming step verifies.
         self._chosen: dict[str, Assignment] = {}
         self._batch: dict[str, tuple[ScheduledSequence, Span]] = {}
         self._prompt_tokens = 0
@@ -231,7 +231,7 @@ class DraftHub:
         self._chosen.clear()
 
     def pause(self, seconds: float) -> None:
-        """Let other threads' work run for at most `seconds`, until some has."""
+        """Let other threads' work run for at most `seconds`, until some has run."""
         self.outbox.send_to_drafters()
         self.inbox.wait(seconds)
         self.inbox.run_all()
@@ -352,7 +352,7 @@ class DraftHub:
             self.go_idle()
 
     def go_idle(self) -> None:
-        """Note that no request is left, so that the pause before the next step counts as none."""
+        """Note that no request is left, so that the pause before the next step does not count."""
         self._metrics.flush()
         self._metrics.occupancy(Occupancy(preemptions=self.preemption_count))
         self.outbox.send_to_clients()

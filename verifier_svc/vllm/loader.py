@@ -27,7 +27,7 @@ from verifier_svc.vllm import parameters, plugin, runner, versions
 from verifier_svc.vllm.engine import VllmEngine
 from verifier_svc.vllm.hub import DraftHub, Limits
 
-# Settings of the native engine that vLLM has no equal of, and the values that mean nothing.
+# Settings of the native engine that vLLM lacks, and the values that ask for nothing.
 _NATIVE_ONLY = {
     "device": "auto",
     "sampled_rule": "block",
@@ -54,7 +54,7 @@ class VllmLoader:
     def __init__(
         self, settings: VerifierSettings, servicer: VerifierServicer, metrics: VerifierMetrics
     ) -> None:
-        """Raises OutriderError for settings that vLLM's engine cannot keep, or another vLLM."""
+        """Raises OutriderError for settings that vLLM cannot keep, or another version of it."""
         versions.check_version(installed_version())
         for name, nothing in _NATIVE_ONLY.items():
             if getattr(settings, name) != nothing:
@@ -145,7 +145,8 @@ class VllmLoader:
     def _info(self, llm: Any, policy: DraftTokensPolicy, eos: tuple[int, ...]) -> ModelInfo:
         config = llm.vllm_config
         model = config.model_config
-        # An answer goes on only where the engine, its weights' types and its devices are the same.
+        # A verifier continues another's answer only if the engine, its weights' types and its
+        # devices are the same.
         settings = self._settings.acceptance_settings | {
             "engine": f"vllm {installed_version()}",
             "engine-arg": " ".join(sorted(self._settings.engine_arg)),

@@ -3,7 +3,7 @@
 vLLM takes the likeliest token of each row, and accepts a draft token that equals it. So the tokens
 are drawn here, as our own engine draws them, from the logits as they come from the model and the
 grammar; then each drawn token is made its row's likeliest. vLLM measures log probabilities before
-that. A batch without a request of ours that needs it costs a look at its requests.
+that. A batch without requests of ours that need it costs only a look at its requests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Our requests in vLLM's parameters.
 
 vLLM gets a greedy request. How its tokens are drawn stands in `SamplingParams.extra_args`, as plain
-data under the key "outrider", where `noise` finds it in vLLM's workers. Of a request's settings
-vLLM itself applies the length, the end tokens, the grammar and the log probabilities. All that
-changes the logits is ours: so the order of its steps is that of `outrider.sampling`.
+data under the key "outrider", where `noise` finds it in vLLM's workers. vLLM itself applies only a
+request's length, end tokens, grammar and log probabilities. Our code does all else that changes the
+logits, so the order of its steps is that of `outrider.sampling`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.Samplin
     """The parameters of vLLM's request for a sequence. Its prompt is all of `sequence.tokens`.
 
     `lark` is its grammar as our compiler has translated it, for vLLM's backend "guidance".
-    Outputs have the tokens since the last one. Log probabilities are vLLM's "raw_logprobs".
+    Outputs have the tokens since the last output. Log probabilities are vLLM's "raw_logprobs".
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -105,7 +105,7 @@ def sequence_id_of(parameters: vllm.SamplingParams) -> int | None:
 
 
 def drawing_of(parameters: vllm.SamplingParams) -> Drawing | None:
-    """How to draw a request's tokens; None if vLLM draws them: greedy ones, and those not ours."""
+    """How to draw a request's tokens; None if vLLM draws them: a greedy one's, or one not ours."""
     plain = _ours(parameters)
     if "seed" not in plain:
         return None

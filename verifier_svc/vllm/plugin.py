@@ -1,8 +1,8 @@
 """Drafters for vLLM's own server: `vllm serve MODEL --scheduler-cls …OutriderScheduler`.
 
 The scheduler's process serves the drafters' port on a thread of its own. The settings are the
-verifier's, from OUTRIDER_VERIFIER_* in the environment. Where the scheduler is another, nothing of
-this runs.
+verifier's, from OUTRIDER_VERIFIER_* in the environment. With another scheduler, nothing of this
+runs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def target_device(vllm_config: Any) -> TargetDevice:
     if vllm_config.device_config.device.type != "cpu":
         from vllm.platforms import current_platform
 
-        # An engine core sees its own devices alone, from 0 on.
+        # An engine core sees only its own devices, from 0 on.
         try:
             uuids = map(current_platform.get_device_uuid, range(parallel.tensor_parallel_size))
             return TargetDevice(gpu_uuids=frozenset(uuids))
@@ -226,7 +226,7 @@ class PortEngine:
                 try:
                     hub.inbox.run_all()
                     hub.outbox.send_to_drafters()
-                # A fault of ours ends the streams alone; vLLM and later drafters go on.
+                # A fault of ours ends only the streams; vLLM and later drafters go on.
                 except Exception:
                     log.exception("the drafters' port failed at a message")
                     hub.give_up()

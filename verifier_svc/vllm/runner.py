@@ -3,7 +3,7 @@
 vLLM verifies drafts only beside a drafter of its own, so each runner gets one that never drafts.
 The first runner takes its class by name. The second has a closed list of drafters, so `install`,
 a general plugin of vLLM, puts ours in the place of the n-gram drafter. It also hands the drafts of
-the scheduler to that runner, which would otherwise look only at its own drafter's.
+the scheduler to that runner, which would otherwise look only at its own drafter's drafts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def engine_arguments(draft_tokens: int, *, v2: bool) -> dict[str, Any]:
 
 
 def check_config(vllm_config: VllmConfig) -> None:
-    """Raise OutriderError(INVALID_VALUE) unless vLLM's drafter is the one that has to give way."""
+    """Raise OutriderError(INVALID_VALUE) unless vLLM's drafter is the one that ours replaces."""
     wanted = "ngram" if vllm_config.use_v2_model_runner else "custom_class"
     found = getattr(vllm_config.speculative_config, "method", None)
     if found != wanted:

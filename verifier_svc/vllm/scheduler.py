@@ -206,7 +206,7 @@ def _decodes(request: Request) -> bool:
 
 
 def _open(hub: DraftHub, request: Request) -> None:
-    """Tell the hub of a request: of our own gateway's by its sequence, else as a new one."""
+    """Tell the hub of a request; one that is not our gateway's gets a new sequence."""
     sequence = hub.sequences.get(sequence_id_of(request.sampling_params) or 0)
     if sequence is None:
         sequence = hub.new_sequence(_foreign(request), _drop, NO_SPAN, ())

@@ -150,7 +150,7 @@ def _norm(module: Any) -> Norm:
 
 
 def _join(module: torch.nn.Module, names: tuple[str, ...]) -> _Joined:
-    """Join these layers' weights and biases, of which the layers become views.
+    """Join these layers' weights and biases; the layers then hold views of the joined tensors.
 
     So the model's own forward computes as before, and the weights are in memory once.
     """

@@ -268,7 +268,7 @@ def _at_least(least: int, sizes: Sequence[int]) -> int:
 
 
 def new_capture() -> CaptureGraph:
-    """Return what captures graphs of which only one runs at a time."""
+    """Return a function that captures graphs, of which only one may run at a time."""
     return _CudaCapture()
 
 
@@ -285,8 +285,8 @@ class _CudaCapture:
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            # The first run creates what later ones reuse, such as cuBLAS's workspace. That must
-            # not happen during a capture.
+            # The first run creates what later runs reuse, such as cuBLAS's workspace. That must not
+            # happen during a capture.
             run()
             _run_without_waits(run)
         before.wait_stream(self._stream)
@@ -307,8 +307,9 @@ class _CudaCapture:
 def _run_without_waits(run: Callable[[], object]) -> None:
     """Call `run`; raise RuntimeError if it waits for the device.
 
-    The error comes before any capture has begun, so nothing has to be undone. It would come to all
-    threads that wait meanwhile: a process captures while it loads, before any drafter in it runs.
+    The error comes before any capture has begun, so nothing has to be undone. Other threads that
+    wait meanwhile would get it too, so a process captures while it loads, before any drafter in it
+    runs.
     """
     with warnings.catch_warnings():
         # Torch warns that the mode is a prototype.

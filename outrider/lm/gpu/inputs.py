@@ -45,8 +45,8 @@ class Bucket:
 class BlockTable:
     """The pages of the last `most` sequences that ran, a row each, and of a row for padding.
 
-    A sequence keeps its row until another one needs the room; then the sequence that ran longest
-    ago loses its row.
+    A sequence keeps its row until another sequence needs the room; then the sequence that ran
+    longest ago loses its row.
     """
 
     def __init__(self, most: int, shape: CacheShape, device: torch.device) -> None:

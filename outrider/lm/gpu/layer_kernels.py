@@ -1,7 +1,7 @@
 """The small operators of a layer built like Llama, as three Triton kernels.
 
 Each number is rounded where `transformers` rounds it. A row is computed by programs of its own, in
-an order that its length alone decides. So its bits do not depend on the number of rows.
+an order that only its length decides. So its bits do not depend on the number of rows.
 """
 
 from __future__ import annotations

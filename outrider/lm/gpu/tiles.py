@@ -3,11 +3,11 @@
 The order in which a row adds its keys decides its last bits. Tiles of keys and parts begin at fixed
 slots, so the order depends only on the query rows of its tile. Tiles of 16 and of 32 rows use the
 same instruction (mma.sync) and divide their keys alike among the warps. Tiles of 64 rows use wgmma
-on Hopper (9.x), which divides them otherwise. So a plain and a drafted step attend alike where a
-sequence has at most 32 rows on average in both: eight tokens if four query heads share a key/value
-head. In float32 all tiles have 16 rows. Whole forwards promise less, because cuBLAS chooses its
-products by the number of rows too. On an H200, other sizes of parts and tiles made one sequence
-faster and eight slower (bench/results/2026-11-27-h200).
+on Hopper (9.x), which divides the keys in another way. So a plain and a drafted step attend alike
+where a sequence has at most 32 rows on average in both: eight tokens if four query heads share a
+key/value head. In float32 all tiles have 16 rows. Whole forwards promise less, because cuBLAS
+chooses its products by the number of rows too. On an H200, other sizes of parts and tiles made one
+sequence faster and eight slower (bench/results/2026-11-27-h200).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PARTS = 16
 STEPS = 4
 """Parts in each doubling of the length after the first `PARTS`."""
 WHOLE = 128
-"""A slice of more tokens is not split: it has rows enough for many programs, and the results of
-its parts would be written and read again for each row."""
+"""A slice of more tokens is not split: it has enough rows for many programs, and the results of its
+parts would be written and read again for each row."""
 
 # Query rows of a tile; tensor cores need at least 16.
 _ROWS = (16, 32, 64)

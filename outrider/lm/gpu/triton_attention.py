@@ -3,13 +3,13 @@
 The softmax takes one pass over the keys (FlashAttention-2, Dao, arXiv 2307.08691). The rows of a
 tile are a slice's tokens times the query heads that share a key/value head, so each key is read
 once for all of them. The keys are split into parts, and a second kernel joins the parts
-(Flash-Decoding, Dao et al. 2023). The split depends on slots alone, so a row adds its keys in the
+(Flash-Decoding, Dao et al. 2023). The split depends only on slots, so a row adds its keys in the
 same order in every batch. `outrider.lm.gpu.tiles` chooses the sizes of tiles and grid.
 
 A slot is a token's place among its sequence's keys. Tokens of a tree follow the text, so their
 slots are not their positions. Tiles of keys that end before the tree are computed as for a chain.
 Tiles begin at multiples of their length, wherever the tree begins: a tree's first path, which has
-the slots of a chain, gets the very result of that chain.
+the slots of a chain, gets exactly the result of that chain.
 """
 
 from __future__ import annotations
@@ -425,7 +425,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend for a packed batch, see `outrider.lm.attention.PagedKernel`.
 
-    The grid depends on the shapes alone: a captured launch serves any lengths of sequences.
+    The grid depends only on the shapes: a captured launch serves any lengths of sequences.
     """
     query_THD = query_THD.contiguous()
     tokens, query_heads, size = query_THD.shape

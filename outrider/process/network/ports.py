@@ -9,8 +9,8 @@ import socket
 
 from outrider.errors import OutriderError, Reason
 
-# Linux gives outgoing connections higher ports. One of those could take the port of a server that
-# is down for a moment.
+# Linux gives outgoing connections higher ports. Such a connection could take the port of a server
+# that is down for a moment.
 _PORTS = range(20_000, 32_000)
 # Each process has an order of its own, and gives no port twice before all others.
 _candidates = itertools.cycle(random.sample(_PORTS, len(_PORTS)))

@@ -35,10 +35,10 @@ def serve_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
 
 def _described(services: Iterable[str]) -> descriptor_pool.DescriptorPool:
-    """The files of the services and of the errors' details, and that of the newer reflection.
+    """The files of the services and of the errors' details, and the file of the newer reflection.
 
-    The pool is the server's own. In the process' pool the last would be in the way of a library
-    that brings that file itself.
+    The pool is the server's own. In the process's pool the last file would be in the way of a
+    library that brings it itself.
     """
     known = descriptor_pool.Default()
     pool = descriptor_pool.DescriptorPool()

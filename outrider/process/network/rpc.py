@@ -30,9 +30,9 @@ MAX_STREAMS = 4096
 
 # Both ends notice within 12 s that the other has vanished: after 4 s without data they send a ping,
 # and wait 8 s for its answer. gRPC also sends pings that measure the link. Their time-out is 60 s
-# by default, and no other ping is sent while a ping is in flight, so theirs must be as short. The
-# server must allow such pings: by default it answers pings more frequent than every 5 minutes with
-# GOAWAY "too_many_pings".
+# by default, and no other ping is sent while a ping is in flight, so their time-out must be as
+# short. The server must allow frequent pings: by default it answers pings more frequent than every
+# 5 minutes with GOAWAY "too_many_pings".
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 4_000),
@@ -76,7 +76,7 @@ def dial(
 
 
 def channel(address: str, credentials: ClientCredentials | None) -> grpc.aio.Channel:
-    """A channel as of `dial`, from credentials that were read before; None means no TLS."""
+    """A channel as `dial` makes it, from credentials that were read before; None means no TLS."""
     if credentials is None:
         return keep_status(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
     options = [*CHANNEL_OPTIONS, *credentials.options]

@@ -129,8 +129,8 @@ def enabled() -> bool:
 def setup(service: str, processor: SpanProcessor | None = None, *, instance: str = "") -> None:
     """Turn tracing on if spans have a destination.
 
-    It is the OTLP endpoint of OpenTelemetry's environment variables, or a `processor` in tests. The
-    SDK reads the sampler from the environment too.
+    The destination is the OTLP endpoint of OpenTelemetry's environment variables, or a `processor`
+    in tests. The SDK reads the sampler from the environment too.
     """
     global _tracer, _provider
     if processor is None and not any(os.environ.get(name) for name in _ENDPOINTS):
@@ -231,7 +231,7 @@ def log_request_id(request_id: str) -> None:
 
 def setup_logging(level: str, log_format: LogFormat = "text") -> None:
     """Log to stderr, one line per record, or one JSON object per record."""
-    # Its warnings are the attempts of one export. Its error says that the export has failed.
+    # The exporter warns of each attempt, and logs an error when the export has failed.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.ERROR)
     handler = logging.StreamHandler()
     handler.setFormatter(
@@ -248,7 +248,7 @@ def setup_logging(level: str, log_format: LogFormat = "text") -> None:
 def announce(text: str) -> None:
     """Say on standard output that the process serves, whatever the level of its log.
 
-    It is a JSON record where the log has such.
+    It is a JSON record if the log has JSON records.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):
@@ -260,7 +260,8 @@ def announce(text: str) -> None:
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     """The record's own fields (`extra={"fields": ...}`), and the ids of its request and span.
 
-    On a thread that entered no span, such as the engine's, `extra={"traceparent": ...}` names it.
+    On a thread that entered no span, such as the engine's, `extra={"traceparent": ...}` names the
+    span.
     """
     fields: dict[str, object] = dict(getattr(record, "fields", {}))
     if request_id := _request_id.get():

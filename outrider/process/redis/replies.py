@@ -21,11 +21,11 @@ _HEAD_BYTES = 8
 class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen at import
     """redis-py's parser of replies, but raises InvalidResponse for a reply that is too large.
 
-    Neither redis-py nor hiredis has a setting for it. hiredis bounds only the nesting. It allocates
-    a list as soon as it has read the head: 8 bytes an element, for a head of a dozen bytes. To free
-    a list of a thousand million elements takes seconds, in which nothing else runs: a hostile Redis
-    would stop a drafter. redis-py's parser in Python, which is as private, reads a value of any
-    size. The class overrides where redis-py's parser reads its stream;
+    Neither redis-py nor hiredis has a setting for this. hiredis bounds only the nesting. It
+    allocates a list as soon as it has read the head: 8 bytes an element, for a head of a dozen
+    bytes. Freeing a list of a thousand million elements takes seconds, in which nothing else runs:
+    a hostile Redis would stop a drafter. redis-py's parser in Python, which is private too, reads a
+    value of any size. The class overrides where redis-py's parser reads its stream;
     tests/ngram/test_lying_redis.py fails if that moves, and if hiredis gets a bound of its own.
     """
 

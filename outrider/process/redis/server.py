@@ -1,4 +1,4 @@
-"""Where a Redis is and how to log in, and redis-py's client of it.
+"""Where a Redis is and how to log in, and redis-py's client for it.
 
 URL, password file and file of authorities are checked before a connection is made.
 """
@@ -27,8 +27,8 @@ from outrider.process.redis.replies import bound_replies
 from outrider.process.security.tls import Tls, explain
 
 _FORM = "must be a URL such as redis://USER@HOST:6379/0, or rediss://USER@HOST:6379/0 with TLS"
-# The options of redis-py that a URL may have after the ?, all of TLS. redis-py takes any option,
-# those that bound time as well.
+# The options of redis-py that a URL may have after the ?, all of TLS. redis-py itself takes any
+# option, even options that bound time.
 _OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
 
 Client = Redis | RedisCluster
@@ -50,7 +50,7 @@ class Credentials(CredentialProvider):
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same, but raises AuthenticationError if the file is unreadable.
+        """As `get_credentials`, but raises AuthenticationError if the file is unreadable.
 
         After any other error redis-py would use the connection without AUTH.
         """
@@ -89,7 +89,7 @@ class RedisServer:
         `timeout_s` bounds each command and `connect_s` each connection. `own` are further arguments
         of redis-py.
         """
-        # With RESP2 and no driver_info a connection begins with AUTH and SELECT alone, for which a
+        # With RESP2 and no driver_info a connection begins with only AUTH and SELECT, for which a
         # user needs no permissions.
         servers: dict[str, Any] = {
             "protocol": 2,

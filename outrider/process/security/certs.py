@@ -31,8 +31,8 @@ _SKEW = timedelta(minutes=5)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 NAMES = tuple(role.value for role in Role)
 """The kinds of certificates that can be made."""
-# Clients of a gateway or a Redis check the host's name and no role. A drafter has the name of its
-# role alone, so that it cannot pose as one of them.
+# Clients of a gateway or a Redis check the host's name and no role. A drafter's certificate has
+# only the name of its role, so that the drafter cannot pose as a gateway or a Redis.
 _DRAFTERS = (Role.DRAFTER, Role.TRUSTED_DRAFTER)
 _SERVERS = (Role.GATEWAY, Role.VERIFIER, Role.REDIS, *_DRAFTERS)
 

@@ -31,7 +31,7 @@ def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCre
 def name_options(address: str, server: Role | None) -> list[tuple[str, str]]:
     """Channel options for the name that the certificate of a server at this address must have.
 
-    It is that of the role `server`, or for None the address' name.
+    It is the name of the role `server`, or for None the address' name.
     """
     name = None if server is None else server.server_name
     if name is None and address.startswith("unix:"):

@@ -53,7 +53,7 @@ CALLERS: Mapping[str, frozenset[Role]] = {
     "/grpc.health.v1.Health/Check": _ANY,
     "/grpc.health.v1.Health/List": _ANY,
     "/grpc.health.v1.Health/Watch": _ANY,
-    # Clients of a gateway need no certificate, and reflection shows the public contract alone.
+    # Clients of a gateway need no certificate, and reflection shows only the public contract.
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": frozenset(
         {Role.CLIENT, Role.OPERATOR}
     ),

@@ -168,7 +168,7 @@ class Tls:
 
         Peers may have other authorities than `ca`.
         """
-        from cryptography import x509  # loaded for an explanation alone
+        from cryptography import x509  # loaded only for an explanation
 
         try:
             cert, *chain = x509.load_pem_x509_certificates(read_file(self.cert))
@@ -252,7 +252,7 @@ class WatchedTls(Generic[_Loaded]):
             self._retry_at = now + _RETRY_S
             return False
         if self._files.stamp() != stamp:
-            # They changed meanwhile, so a certificate may have another's key.
+            # They changed meanwhile, so a certificate may have another certificate's key.
             return False
         self._stamp = stamp
         self.current = loaded
@@ -294,9 +294,9 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
 def explain(details: str, tls: Tls | None, *, is_known: bool = False) -> str:
     """The details of a failed connection, after its cause in TLS if there is one.
 
-    A peer that `is_known` has accepted a connection before, so that a closed one is no riddle.
-    gRPC tells a client why it refused a server, but not why a server refused the client. That is
-    found out from the client's own files.
+    A peer that `is_known` has accepted a connection before, so that a closed connection needs no
+    explanation. gRPC tells a client why it refused a server, but not why a server refused the
+    client. The client's own files show why.
     """
     if tls is None:
         if not is_known and any(word in details for word in _CLOSED):

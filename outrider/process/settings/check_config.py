@@ -29,7 +29,7 @@ def check_config(
 ) -> None:
     """Print the settings as YAML, without passwords and keys, if the process could use them.
 
-    `check` raises OutriderError for what this process alone knows. A problem ends the command with
+    `check` raises OutriderError for what only this process knows. A problem ends the command with
     one sentence and status 1.
     """
     try:
@@ -97,9 +97,9 @@ def _masked(value: Any) -> Any:
     login, at, rest = url["rest"].rpartition("@")
     user, colon, _ = login.partition(":")
     if re.search(r"[/?#]", login):
-        # What is a password and what a name cannot be told.
+        # Password and name cannot be told apart.
         return f"{url['scheme']}://{_HIDDEN}"
-    # Redis has named users. Elsewhere a name alone may be a token.
+    # Redis has named users. Elsewhere even a name may be a token.
     if not url["scheme"].startswith("redis"):
         user = user and _HIDDEN
     if colon:

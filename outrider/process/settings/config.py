@@ -98,7 +98,7 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _read_list(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read a list setting that is text, or whose items are.
+        """Read a list setting that is text, or whose items are text.
 
         A text is a JSON list, one string, or numbers with commas between them.
         """

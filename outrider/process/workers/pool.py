@@ -24,7 +24,7 @@ from outrider.process.workers import worker as wire
 # Loading a tokenizer takes seconds, and longer on a busy machine.
 _LOAD_S = 120.0
 _MAX_ANSWER_BYTES = 64 * 2**20
-# Signals that come from outside. A request can make a worker crash by others.
+# Signals that come from outside. A request can make a worker crash by other signals.
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # A request may take this many times its processor time, if other processes have the cores.
 _WALL = 5
@@ -43,7 +43,7 @@ class OutOfMemory(WorkerError):
 
 
 class WorkerLost(WorkerError):
-    """Somebody else killed the worker, or none could be started. Says nothing of the request."""
+    """Somebody else killed the worker, or none could be started. The request is not at fault."""
 
 
 class WorkerSource:

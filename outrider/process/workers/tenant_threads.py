@@ -32,9 +32,9 @@ class TenantThreads:
     thread has a stack of `stack_bytes`, if given, and runs at the priority `nice`, where the system
     has priorities of threads.
 
-    All slow tenants together leave `spare` threads free, so that another tenant need not wait for
-    them, however many they are. A tenant is slow while it has used up its budget: 2 s beyond the
-    0.1 s that each piece of work may take, of which 0.1 s a second come back.
+    All slow tenants together leave `spare` threads free, so that another tenant need not wait,
+    however many slow tenants there are. A tenant is slow while it has used up its budget: 2 s
+    beyond the 0.1 s that each piece of work may take, of which 0.1 s a second come back.
     """
 
     def __init__(

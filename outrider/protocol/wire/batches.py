@@ -13,7 +13,7 @@ _Message = TypeVar("_Message", bound=Message)
 
 
 def take_batch(unsent: list[_Message]) -> tuple[list[_Message], int]:
-    """Take from the front of `unsent` as many as fit, but at least the first, if there is any.
+    """Take from the front of `unsent` as many messages as fit, at least the first if there is one.
 
     Returns them and their bytes.
     """

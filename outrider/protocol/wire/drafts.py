@@ -261,7 +261,7 @@ def step_to_proto(step: d.StepBatch) -> drafts_pb2.StepBatch:
             drafts_pb2.Features(
                 sequence_id=features.sequence_id,
                 first_position=features.first_position,
-                # Tensors go to drafters of the verifier's process alone, without a message.
+                # Tensors go only to drafters of the verifier's process, without a message.
                 rows=cast(bytes, features.rows),
             )
             for features in step.features

@@ -1,7 +1,7 @@
 """Rules for drafts that a trusted drafter sampled: the output stays the target's.
 
 Each takes a batch of drafts with their probabilities. `tests/losslessness/reference.py` has the
-same for one sequence.
+same rules for one sequence.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def token_wise(drafts: SparseDrafts) -> AcceptedPrefixes:
 def block(drafts: SparseDrafts) -> AcceptedPrefixes:
     """Block verification: Sun et al. 2024, arXiv 2403.10444, algorithm 2.
 
-    Accepts up to the last position whose coin accepts, not up to the first that rejects. In
-    expectation these are at least as many tokens as token by token: a token that is likelier under
-    the target can make up for one that is less likely.
+    Accepts up to the last position whose coin accepts, not up to the first position whose coin
+    rejects. In expectation this accepts at least as many tokens as `token_wise`: a token that is
+    likelier under the target can make up for one that is less likely.
 
     With w_i = min(1, w_(i-1) * target_i / draft_i), position i can end the accepted block with
     probability s_i / (s_i + 1 - w_i), where s_i is the sum of max(0, w_i * target - draft) over the
