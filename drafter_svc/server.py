@@ -94,7 +94,7 @@ async def _streams(
         return Hello(
             drafter_id=name,
             family=family.name,
-            # A family that works on ids alone is right for any tokenizer: claim the verifier's.
+            # A family that works only on ids suits any tokenizer: claim the verifier's tokenizer.
             tokenizer_fingerprint=loaded.tokenizer_fingerprint or info.tokenizer_fingerprint,
             max_draft_tokens=family.max_draft_tokens,
             distributions=family.distributions,

@@ -23,7 +23,7 @@ class Loaded:
 
     The event loop calls `make` for each new connection, with the model that the verifier serves.
     `tokenizer_fingerprint` is the fingerprint of the tokenizer that the family drafts with; empty
-    if the family works on ids alone.
+    if the family works only on ids.
     """
 
     make: Callable[[ModelInfo], Family]

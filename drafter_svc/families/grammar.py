@@ -43,7 +43,7 @@ _PROMPT_TOKENS = 1000
 # bytes.
 _BYTES_PER_TOKEN = 6
 _MORE_BYTES = 24
-# Classes of guesses: within a forced text; at its end, where a token may become a longer one; and
+# Classes of guesses: within a forced text; at its end, where a token may become a longer token; and
 # where the grammar left a choice.
 _INNER, _LAST, _CHOSEN = 0, 1, 2
 # The share of right guesses that each class begins with; for choices, the share of what their

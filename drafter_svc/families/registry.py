@@ -1,4 +1,4 @@
-"""Finds families: those of Outrider, and those that other packages register.
+"""Finds families: Outrider's own, and families that other packages register.
 
 A package registers a family as an entry point of the group `outrider.drafters`. A family that is
 not registered is named `package.module:Class`.

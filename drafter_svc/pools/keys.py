@@ -78,7 +78,8 @@ class PoolKeys:
     def tenant(self, name: str, fingerprint: str) -> TenantKeys:
         """The keys of a tenant's n-grams for the tokenizer with this fingerprint."""
         owner = self._owner(name)
-        # The scope has a fixed length, so no part of an n-gram can be taken for a part of it.
+        # The scope has a fixed length, so no part of an n-gram can be taken for a part of the
+        # scope.
         scope = hashlib.sha256(b"%d:%s%s" % (len(owner), owner, fingerprint.encode())).digest()
         begun = hashlib.blake2b(
             scope, digest_size=DIGEST_BYTES, key=self._secret, person=b"outrider ngram"

@@ -45,7 +45,7 @@ def serve(
     drafter's id then begins with the common name of its certificate.
 
     Exits with status 1 and a message when every verifier refuses this drafter for good, unless
-    others may join under a name. Raises ValueError for an address that is no such name.
+    further verifiers may join under a name. Raises ValueError for an invalid `dns:` address.
     """
     telemetry.setup_logging("info")
     verifiers = [verifier] if isinstance(verifier, str) else list(verifier)

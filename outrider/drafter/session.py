@@ -136,7 +136,7 @@ class DraftSession:
         return batch
 
     async def _propose(self, asked: list[DraftSequence], interrupted: Callable[[], bool]) -> None:
-        """Ask for all at once; if that fails, for each alone, to find the sequences at fault."""
+        """Ask for all sequences at once; if that fails, for each alone, to find those at fault."""
         try:
             await self._strategy.propose(asked, interrupted)
         except self._propagated:

@@ -1,4 +1,4 @@
-"""Translates JSON schemas into what LLGuidance reads as they mean, and refuses the rest by keyword.
+"""Translates JSON schemas so that LLGuidance reads them as meant; refuses the rest by keyword.
 
 Patterns become a small dialect (see `regex`), formats and names of properties become patterns, and
 oneOf becomes anyOf where no value can satisfy two of its schemas.

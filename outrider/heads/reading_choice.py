@@ -1,9 +1,9 @@
 """Finds out by a text what the files of a head mean, where they do not say.
 
 Files that look alike mean different layers: some dialects state layers, some the auxiliary layers
-after them, and heads that were converted from one to the other are often wrong by one. Some keys
-mean one thing to the code that trained a head and another to the code that serves it. A head that
-is read wrongly still guesses, but much worse.
+after them, and heads that were converted from one to the other are often wrong by one layer. Some
+keys mean one thing to the code that trained a head and another to the code that serves it. A head
+that is read wrongly still guesses, but much worse.
 """
 
 from __future__ import annotations

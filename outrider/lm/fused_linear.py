@@ -9,7 +9,7 @@ import torch
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 SIBLINGS = (ATTENTION, GATED)
-"""Names of layers in one module. A model calls those of a group in turn with the same input."""
+"""Names of layers in one module. A model calls a group's layers in turn with the same input."""
 
 MakeLayer = Callable[[torch.nn.Linear, torch.Tensor, torch.Tensor | None], torch.nn.Module]
 """Makes a layer that computes as the given one does, with this weight and bias."""

@@ -352,12 +352,14 @@ class KernelArguments:
 
     `cu_seqlens_q` [B + 1]: cumulative token counts of the slices, from 0 on. `seq_lens` [B]: keys
     of each sequence, including the slice's own. `block_table` [B, P]: the pages of those keys.
-    `slots` [T]: each token's place among the keys of its sequence. `positions` [T]: equal to
-    `slots` except for a tree's tokens. `tree_starts` [B]: the slot of a slice's first tree token,
-    or the slice's `seq_lens` if it has no tree. `ancestors`: for each token of a tree a word with
-    bit j set if draft token j is an ancestor or itself; [T], where the words of other tokens are
-    not read, or [1] in a batch without trees. `has_trees`: whether some slice may have a tree;
-    without one the kernel reads no words. `ancestors` is int64, the other tensors are int32.
+    `slots` [T]: each token's place among the keys of its sequence.
+    `positions` [T]: equal to `slots` except for a tree's tokens.
+    `tree_starts` [B]: the slot of a slice's first tree token, or the slice's `seq_lens` if it has
+    no tree.
+    `ancestors`: for each token of a tree a word with bit j set if draft token j is an ancestor or
+    itself; [T], where the words of other tokens are not read, or [1] in a batch without trees.
+    `has_trees`: whether some slice may have a tree; without one the kernel reads no words.
+    `ancestors` is int64, the other tensors are int32.
     """
 
     cu_seqlens_q: torch.Tensor

@@ -173,7 +173,7 @@ class PagePool:
                 self._digest_of[sequence.pages[i]] = digest
 
     def check_integrity(self, sequences: Iterable[KVSequence] = ()) -> None:
-        """Check that each page is blank, idle, or held by as many `sequences` as counted.
+        """Check that each page is blank, idle, or held by the counted number of `sequences`.
 
         Raises RuntimeError otherwise.
         """

@@ -99,7 +99,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size)
         self.rows_may_differ: str | None = None
-        """Why a row's logits may have other bits beside other rows; None if they have not.
+        """Why a row's bits may depend on the other rows of its forward; None if they do not.
 
         The C decoder with AMX computes the rows of trees in another order, which does not count.
         """
@@ -455,7 +455,7 @@ class ModelRunner:
         return BatchLayout(slices, self.page_size, self.device)
 
     def _default_page_count(self, bounds: Bounds | None, memory_share: float) -> int:
-        """Return as many pages as memory affords, up to what full batches of long texts can use."""
+        """Return the pages that memory affords, up to what full batches of long texts can use."""
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
         numbers = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes)
         page_bytes = numbers * self.dtype.itemsize * self.page_size

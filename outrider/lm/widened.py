@@ -1,7 +1,7 @@
 """Judges our forward of a Llama-like model against the model's own, by a forward in float32.
 
-Both round to the model's dtype, each in its own places. So ours may be further from the logits in
-float32 of the same weights than the model's own forward is, by a factor.
+Both round to the model's dtype, each in its own places. So ours may be off from the logits in
+float32 of the same weights by a factor more than the model's own forward.
 """
 
 from __future__ import annotations

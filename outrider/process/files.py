@@ -32,7 +32,7 @@ def check_file(path: Path, most_bytes: int = MOST_BYTES) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check the files of a model, of which a library opens those that it knows.
+    """Check the files of a model; a library opens the files that it knows.
 
     Weights may have any size. Raises OSError, whose `filename` is the file.
     """

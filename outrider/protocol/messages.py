@@ -278,8 +278,8 @@ class TokenChunk:
 
     `draft_token_count` is the number of draft tokens verified, `side_draft_token_count` the number
     of those that lie beside the main path. The last chunk has a finish reason and statistics.
-    `prompt_logprobs` begin with the prompt's second token, and each chunk continues those of the
-    chunk before.
+    `prompt_logprobs` begin with the prompt's second token, and each chunk continues the log
+    probabilities of the chunk before.
     """
 
     token_ids: list[int]

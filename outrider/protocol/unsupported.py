@@ -1,4 +1,4 @@
-"""What an engine cannot do: it says so in GetModel, and gateways refuse such requests themselves.
+"""What an engine cannot do: it lists that in GetModel, and gateways refuse such requests.
 
 The verifier checks them too, because another caller may not.
 """

@@ -54,6 +54,6 @@ def penalise(
         vocab_size,
         row_count,
         BLOCK=_BLOCK,
-        # A fused product and difference is rounded once, torch's are rounded twice.
+        # A fused product and difference would be rounded once; torch rounds both.
         enable_fp_fusion=False,
     )

@@ -3,8 +3,8 @@
 Every random number is a pure function of (seed, position, purpose). So batch composition,
 preemption and the order of requests change nothing, and no two purposes share noise. Draft tokens
 and acceptance coins depend on the step as well: an acceptance rule may look at all tokens and coins
-of a draft, so those of a rejected draft must not be used again. docs/protocol.md specifies the
-noise for other languages.
+of a draft, so the tokens and coins of a rejected draft must not be used again. docs/protocol.md
+specifies the noise for other languages.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ class TargetProbs:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Probabilities [R, V] after temperature, top-k, top-p, min-p and typical-p, in this order.
 
-        The order and the treatment of ties are those of transformers' logits processors. A greedy
-        row (temperature 0) returns its plain softmax; the caller takes its token, the argmax, from
-        the logits. Each step runs only for rows that use it.
+        The order and the treatment of ties are as in transformers' logits processors. A greedy row
+        (temperature 0) returns its plain softmax; the caller takes its token, the argmax, from the
+        logits. Each step runs only for rows that use it.
 
         Top-p and typical-p sort only a row's candidates, but all tokens of the rows that `whole`
         has for the step's number. For each of these steps, this also returns whether the candidates
@@ -258,9 +258,8 @@ def _nucleus(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the nucleus among the `count` likeliest tokens, else -inf, [R, V].
 
-    The nucleus has the likeliest tokens up to a mass (Holtzman et al., arXiv 1904.09751). Of tokens
-    that tie at its edge, those with the lowest ids stay. Also returns whether `count` tokens were
-    enough, bool [R].
+    The nucleus has the likeliest tokens up to a mass (Holtzman et al., arXiv 1904.09751). If tokens
+    tie at its edge, the lowest ids stay. Also returns whether `count` tokens were enough, bool [R].
     """
     ordered, ids = _likeliest(logits_RV, count)
     probs = logits_RV.softmax(-1).gather(-1, ids)

@@ -172,14 +172,13 @@ class Committer:
         """
         may_end = finish_reason is not None or not self._eos_token_ids.isdisjoint(new)
         if has_slow_masks(sequence) and not may_end:
-            # Advancing the grammar here would delay every sequence. The next mask's work advances
-            # it.
+            # Advancing the grammar here would delay every sequence. The next mask's work does so.
             sequence.grammar_lag = len(new)
             return False
         return cut_at_grammars_end(matcher, new)
 
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Keep the cache of the accepted tokens and free the pages of the rejected ones.
+        """Keep the cache of the accepted tokens and free the pages of the rejected tokens.
 
         The next forward computes the cache of the target's own token.
         """

@@ -64,8 +64,7 @@ class DraftWait:
         # The plan of the next step, and when it was made.
         self._plan: Plan | None = None
         self._began = 0.0
-        # The outline of that plan, if `outline` made one, and the count of assignments at that
-        # time.
+        # The outline of that plan, if `outline` made one, and the count of assignments then.
         self._outline: Outline | None = None
         self._assigned = 0
 

@@ -77,8 +77,8 @@ class LoadMeter:
         """How long a sequence is in a batch of `places` sequences; None if nothing was timed.
 
         Recent sequences may have run alone, far faster than in a full batch. So the time is at
-        least that of their number of forwards with the full batch, and of one prompt for each of
-        its places.
+        least what their number of forwards takes with the full batch, plus one prompt for each
+        place.
         """
         if not self._cost.known:
             return self._sequence_s

@@ -95,7 +95,7 @@ class Engine:
         self.sequences: dict[int, Sequence] = {}
         self.cost = ForwardCost()
         self.scheduler = Scheduler(pool, config, model.vocab_size, self.cost)
-        self.isolated_cost = ForwardCost()  # learns from trial forwards alone
+        self.isolated_cost = ForwardCost()  # learns only from trial forwards
         budget = SpeculationBudget(self.isolated_cost)
         policy = config.draft_tokens_policy
         trees = config.draft_trees

@@ -299,7 +299,7 @@ class Scheduler:
         return [sequence for sequence in admitted if sequence.id in self.running]
 
     def _loser_of_place(self, tenant: str) -> Sequence | None:
-        """The sequence that loses its place: the youngest of a tenant with two or more places more.
+        """The sequence that loses its place: the youngest of a tenant with at least 2 places more.
 
         So the tenant that loses a place still has as many places as the tenant that gets it, and
         cannot take it back.

@@ -109,7 +109,7 @@ class _Fill:
         return self._cost.estimate(len(self.decoding), rows) if self.decoding else 0.0
 
     def add(self, parts: StepParts, room_s: float, last_id: int) -> int:
-        """Add work that takes at most `room_s`; half of this time is for prompts, if there are any.
+        """Add work that lengthens the step by at most `room_s`; prompts, if any, get half of it.
 
         Decoding begins after the sequence `last_id`. Returns the id of the last sequence that
         had room, or `last_id` if all had room.

@@ -30,8 +30,8 @@ def draft_tokens(drafts: Drafts) -> dict[int, int]:
 def asked_tokens(drafts: Drafts, waits: bool, decode_step_s: float) -> dict[Assignment, int]:
     """Draft tokens to ask for, by assignment.
 
-    If the engine does not wait for the drafts, a draft must also have the tokens that are committed
-    before it arrives.
+    If the engine does not wait for the drafts, a draft must also cover the tokens that are
+    committed before the draft arrives.
     """
     found: dict[Assignment, int] = {}
     for _, assignment, count in drafts:
@@ -138,7 +138,7 @@ def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> 
 
 
 def _prob_beside(other: Assignment, chosen: Assignment) -> float:
-    """The probability that a drafter's first token is right where that of `chosen` is not."""
+    """The probability that a drafter's first token is right where `chosen` brings none that is."""
     right = other.rate.by_position[0]
     claim = (1.0 - chosen.rate.by_position[0]) * right
     chance = chosen.chance

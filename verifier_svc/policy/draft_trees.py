@@ -110,7 +110,7 @@ class _Tree:
         return len(self.token_ids)
 
     def draft(self) -> ChosenDraft:
-        """The draft with these tokens, depth-first. Of siblings, the main guess was taken first."""
+        """The draft with these tokens, depth-first. A main guess was taken before its siblings."""
         if not self.token_ids:
             return None, NO_DRAFT
         below = children(self.parents)

@@ -41,7 +41,7 @@ def step_costs(
 
     In a forward with prompt tokens, a draft token costs at least as much as a prompt token, even if
     a few draft tokens alone would cost almost nothing. The prompt's own time is no part of the
-    batch's rate: it has to be spent with drafts and without.
+    batch's rate, since it is spent with drafts and without.
     """
     decode_step_s = cost.estimate(batch, batch)
     rate = speedup * batch / decode_step_s if decode_step_s > 0.0 else 0.0

@@ -111,7 +111,7 @@ class Planner:
     def insisted_outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
         """As `outline`, of a plan whose waits take at most `_INSISTED_WAIT_S`.
 
-        What pays is taken from the last plan, unchanged, since other requests go by it.
+        Which drafters pay stays as in the last plan, since other requests go by that.
         """
         outline = self.outline(running, last, step)
         plan = replace(
@@ -227,7 +227,7 @@ class Planner:
         return found if self.budget.allows(costs.batch, together) else []
 
     def _ready_tokens(self, drafts: Drafts, listened: Drafts, costs: StepCosts) -> dict[int, int]:
-        """Draft tokens to verify, by sequence id, of drafts that came without a wait."""
+        """Draft tokens to verify, by sequence id, of drafts that are there though nobody waits."""
         ready = [
             (sequence, assignment, there)
             for sequence, assignment, count in listened

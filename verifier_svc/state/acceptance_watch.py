@@ -16,7 +16,7 @@ _ALIKE = 4
 
 
 class AcceptanceWatch:
-    """Compares the acceptance of each block of verified tokens with that of the first hour.
+    """Compares the acceptance of each block of verified tokens with the first hour's.
 
     A change of the traffic changes acceptance too, so a fall is a reason to look and nothing more.
     """

@@ -1,4 +1,4 @@
-"""The tries of all drafters of one sequence as one, in which equal prefixes merge.
+"""The tries of all drafters of one sequence as one trie, in which equal prefixes merge.
 
 The trie whose main path is to be verified comes first. Its main guesses are the merged trie's.
 Another drafter's main guess is the merged trie's only where the tries before it have no guess.
@@ -50,7 +50,7 @@ def is_sampled(sequence: Sequence) -> bool:
 
 
 def roots(sequence: Sequence, first: Assignment) -> Nodes:
-    """The last committed token in each trie that has guesses; that of `first` comes first."""
+    """The last committed token in each trie that has guesses; the trie of `first` comes first."""
     others = [each for each in sequence.assignments.values() if each is not first]
     return [(each, each.trie.root) for each in (first, *others) if each.trie.node_count]
 

@@ -21,8 +21,8 @@ class DraftTree:
 
     The root is the last committed token.
 
-    The order is depth-first, and each node's main child comes first. So the main path is
-    the first tokens, and it needs no move in the cache when it is accepted.
+    The order is depth-first, and each node's main child comes first. So the first tokens are the
+    main path, which needs no move in the cache when it is accepted.
     """
 
     token_ids: list[int]
@@ -178,7 +178,7 @@ class Trie:
     def _add_child(
         self, parent: Node, proposal: Proposal, i: int, depth: int, added: AddResult
     ) -> Node:
-        """The node of a proposal's token `i`: the present one, a new one, or _CUT without room."""
+        """The node of a proposal's token `i`: a present node, a new node, or _CUT without room."""
         token = proposal.token_ids[i]
         node = parent.children.get(token)
         if node is not None:

@@ -196,7 +196,7 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
 
 
 def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
-    """Cut a tree to the tokens that `kept` marks: with each its parent, and not all tokens."""
+    """Cut a tree to the tokens that `kept` marks: all but some, and each with its parent."""
     token_ids: list[int] = []
     parents: list[int] = []
     drafter_ids = list(compress(draft.drafter_ids, kept))

@@ -106,7 +106,7 @@ class DraftHub:
         self.running: dict[int, Sequence] = {}
         self.waiting: dict[int, Sequence] = {}
         self.cost = ForwardCost()
-        self.isolated_cost = ForwardCost()  # learns from trial steps alone
+        self.isolated_cost = ForwardCost()  # learns only from trial steps
         budget = SpeculationBudget(self.isolated_cost)
         self.planner = Planner(policy, self.cost, budget, draft_policy, trees=False)
         self.drafting = DraftExchange(

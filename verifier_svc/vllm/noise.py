@@ -48,7 +48,7 @@ class _Text:
         return self.drawing.sampling.penalised
 
     def draft(self, length: int, drafted: Sequence[int]) -> Draft:
-        """Its rows in a step: after `length` committed tokens and after each drafted one."""
+        """Its rows in a step: after `length` committed tokens and after each drafted token."""
         drawing = self.drawing
         tokens = self.tokens if self.is_read else range(length)
         # The ids of a padded row are -1. Whatever is drawn there, vLLM rejects it.

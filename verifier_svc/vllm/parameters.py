@@ -3,7 +3,7 @@
 vLLM gets a greedy request. How its tokens are drawn stands in `SamplingParams.extra_args`, as plain
 data under the key "outrider", where `noise` finds it in vLLM's workers. vLLM itself applies only a
 request's length, end tokens, grammar and log probabilities. Our code does all else that changes the
-logits, so the order of its steps is that of `outrider.sampling`.
+logits, so the order of the steps is as in `outrider.sampling`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def sequence_id_of(parameters: vllm.SamplingParams) -> int | None:
 
 
 def drawing_of(parameters: vllm.SamplingParams) -> Drawing | None:
-    """How to draw a request's tokens; None if vLLM draws them: a greedy one's, or one not ours."""
+    """How to draw a request's tokens; None if vLLM draws them: it is greedy, or not ours."""
     plain = _ours(parameters)
     if "seed" not in plain:
         return None

@@ -216,7 +216,7 @@ def _open(hub: DraftHub, request: Request) -> None:
 def _foreign(request: Request) -> TokenRequest:
     """A request to vLLM's own server, as drafters need it.
 
-    vLLM draws its tokens with its own noise, so drafters are to guess the likeliest ones.
+    vLLM draws its tokens with its own noise, so drafters are to guess the likeliest tokens.
     """
     return TokenRequest(
         prompt=list(request.prompt_token_ids),

@@ -123,7 +123,7 @@ def partly_turned(keys: Keys, decoder: Decoder) -> Decoder | None:
 
 
 def _yarn_scales(stated: Keys, numbers: Mapping[str, Any], by_transformers: bool) -> dict[str, Any]:
-    """How yarn cuts off its range of frequencies, and what it multiplies the turns by.
+    """How yarn cuts off its range of frequencies, and by what it multiplies the turns.
 
     The factors of DeepSeek's formula may be 0. `transformers` then leaves both out; SpecForge's
     EAGLE-3 computes with them.
@@ -330,7 +330,7 @@ def check_target_size(keys: Keys, target: TargetShape) -> None:
 def mask_token(keys: Keys, most: int, *sections: Keys) -> int | None:
     """The token in the place of unknown tokens, under any of the names that dialects give it.
 
-    `most` is the last token with an embedding. Raises OutriderError for a later one.
+    `most` is the last token with an embedding. Raises OutriderError for a later token.
     """
     for part in (*sections, keys):
         for name in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"):

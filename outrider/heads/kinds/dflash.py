@@ -50,7 +50,7 @@ class DFlash(HeadModel):
         return context[rows.layout.logits_indices]
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
-        """As HeadModel.guess, at most as many guesses as a block has."""
+        """As HeadModel.guess, but no more guesses than a block has."""
         states_BQC = self.block(sequences)[:, self.first_row :][:, :count]
         scores_BQV = self.scores(states_BQC)
         for step in range(states_BQC.shape[1]):

@@ -1,4 +1,4 @@
-"""Medusa: independent heads on the target's final state of the last token but one.
+"""Medusa: independent heads on the target's final state of the token before the last.
 
 The target's own lm_head predicts the last committed token from that state, so the first head
 predicts the token after it, without having seen it.

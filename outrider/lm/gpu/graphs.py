@@ -291,7 +291,7 @@ class _CudaCapture:
             _run_without_waits(run)
         before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Thread-local errors, because other threads may use the device meanwhile.
+        # Errors are thread-local, because other threads may use the device meanwhile.
         capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )

@@ -184,8 +184,8 @@ def rotate_and_store(
 
     `heads` [T, (H + 2 K) * D] are the joined projections. `turns` are the cosines and the sines,
     each [T, D]. Keys and values go to the rows `slots` [T] (int64) of `keys` and `values`
-    [slots, K, D]. `norms` are those of the queries and of the keys, with one epsilon. The queries
-    are [T, H, D].
+    [slots, K, D]. `norms` are the norms of the queries and of the keys, with one epsilon. The
+    queries are [T, H, D].
     """
     rows, width = heads.shape
     _, kv_heads, size = keys.shape

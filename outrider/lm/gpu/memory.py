@@ -26,8 +26,8 @@ _SAMPLING = SamplingParams(0.7, top_k=50, top_p=0.9, repetition_penalty=1.1, pre
 def cache_bytes(total: int, free: int, own: int, step: int, share: float) -> int:
     """Return the bytes that are left for the KV cache, negative if there are too few.
 
-    Of the `total` bytes of the card, this process may have a `share`, in which it has `own` bytes
-    already and keeps `step` bytes for its largest step. Nor does it take more than is `free`.
+    This process may have a `share` of the card's `total` bytes. It holds `own` bytes of its share
+    already, and keeps `step` bytes for its largest step. It takes no more than is `free`.
     """
     return min(int(total * share) - own - _CONTEXT_BYTES, free) - step
 
@@ -48,7 +48,7 @@ def largest_step_bytes(forward: Callable[[], torch.Tensor], graph_count: int) ->
 
 
 def _sample(logits_TV: torch.Tensor) -> torch.Tensor:
-    """Draw a token for each row, of sequences with as many rows as a tree has at most."""
+    """Draw a token for each row, with as many rows for each sequence as the largest tree has."""
     rows = len(logits_TV)
     counts = [
         min(1 + MAX_TREE_TOKENS, rows - first) for first in range(0, rows, 1 + MAX_TREE_TOKENS)

@@ -57,8 +57,8 @@ def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensor
 ):
     """Return which keys in the slots `at` each row sees, as if all its tokens were text.
 
-    Of a tree's keys a row sees only its ancestors. An ancestor's slot is never before its position,
-    so no ancestor within the window is missing.
+    Among a tree's keys a row sees only its ancestors. An ancestor's slot is never before its
+    position, so no ancestor within the window is missing.
     """
     seen = at[None, :] <= slot[:, None]
     if WINDOWED:
@@ -299,7 +299,7 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     Without SPLIT all keys are one part, and results go to `out`. Otherwise the result of a part,
     normalised by itself, goes to `parts` [parts, T, heads, value size], and the logarithm of its
     divisor to `log_totals` [parts, T, heads]; `_join` adds the sinks. A long slice is not split:
-    its results go to `out`, and infinity as the last logarithm of a row says so.
+    its results go to `out`, and infinity as the last logarithm of a row marks it.
     """
     head = tl.program_id(0) % KV_HEADS
     sequence, tile = _tile_of(

@@ -1,4 +1,4 @@
-"""Addresses of verifiers: plain ones, and names whose replicas come and go.
+"""Addresses of verifiers: plain addresses, and names whose replicas come and go.
 
 `dns:NAME:PORT` stands for all addresses that the system's resolver has for NAME, such as those of a
 headless Service of Kubernetes, or of tasks.SERVICE in a Docker swarm.
@@ -94,8 +94,8 @@ class Addresses:
 async def resolve(host: str, port: int) -> list[str]:
     """All addresses of a host, sorted, each with the port. Raises OSError.
 
-    If the host has addresses of both kinds, those of IPv6 are left out, since each replica probably
-    has one of each.
+    If the host has IPv4 and IPv6 addresses, the IPv6 addresses are left out, since each replica
+    probably has one of each.
     """
     loop = asyncio.get_running_loop()
     infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -130,7 +130,8 @@ def peer_of(name: str, uris: Iterable[str]) -> Peer:
 def check_call(method: str, peer: Peer | None) -> None:
     """Raise OutriderError(CERTIFICATE_NOT_ALLOWED) unless the peer's role may call the method.
 
-    `method` is a full name as in `CALLERS`. None stands for a peer without TLS, which may not.
+    `method` is a full name as in `CALLERS`. None stands for a peer without TLS, which may call
+    nothing.
     """
     allowed = CALLERS.get(method, frozenset())
     if peer is None or peer.role not in allowed:

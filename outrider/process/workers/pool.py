@@ -43,7 +43,7 @@ class OutOfMemory(WorkerError):
 
 
 class WorkerLost(WorkerError):
-    """Somebody else killed the worker, or none could be started. The request is not at fault."""
+    """Somebody else killed the worker, or none could be started, whatever the request was."""
 
 
 class WorkerSource:
@@ -86,7 +86,7 @@ class WorkerSource:
             command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment
         )
         other.close()
-        # Also when this object is forgotten, and when the interpreter ends.
+        # The process also ends when this object is forgotten, and when the interpreter ends.
         self._end = weakref.finalize(self, _end, own, process)
         return own
 

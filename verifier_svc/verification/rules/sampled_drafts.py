@@ -55,7 +55,7 @@ def token_wise(drafts: SparseDrafts) -> AcceptedPrefixes:
     """Rejection sampling token by token.
 
     Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318. Accepts each token
-    with probability min(1, target / draft), up to the first rejected one.
+    with probability min(1, target / draft), up to the first rejected token.
     """
     accepted_BK = (drafts.uniform_BK * drafts.draft_BK < drafts.target_BK) & drafts.real_BK
     accepted_B = accepted_BK.long().cumprod(-1).sum(-1)
