@@ -23,8 +23,8 @@ from tests.stack import Client
 COUNT = int(os.environ.get("OUTRIDER_SMOLLM2_TEXTS", "12"))
 """How many texts a test asks for, at most 216."""
 TOKENS = 24
-# A token may be this much less likely than the likeliest one, in logits: the order of a sum's terms
-# decides such a tie.
+# A token may be this much less likely than the likeliest token, in logits: the order of a sum's
+# terms decides a tie this close.
 TIE = 1e-4
 LOGPROB_ERROR = 1e-4
 
@@ -152,8 +152,8 @@ class Reference:
     def check(self, index: int, chunks: list[TokenChunk]) -> float:
         """Check that a greedy answer is the text of `generate`, with its log probabilities.
 
-        At each place of that text is the likeliest token after the text before it. One forward over
-        the text shows this. Returns the largest error of a log probability.
+        Each token of that text is the likeliest after the text before it. One forward over the text
+        shows this. Returns the largest error of a log probability.
         """
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         scores = [each.logprob for chunk in chunks for each in chunk.logprobs]

@@ -134,10 +134,10 @@ class GatewayProcess(Process):
         super().__init__("gateway", *dialled, "--tokenizer", tokenizer, *ports, *flags)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until all its verifiers serve and it knows that."""
+        """Wait until all verifiers serve, and the gateway knows that they do."""
         deadline = time.monotonic() + timeout_s
         states: dict[str, Any] = {}
-        # It is degraded as long as it misses a drafter that an earlier test has ended.
+        # The gateway is degraded as long as it misses a drafter that an earlier test has ended.
         while states.get("status") not in ("ready", "degraded") or not all(
             verifier["ready"] for verifier in states["verifiers"]
         ):
@@ -148,7 +148,7 @@ class GatewayProcess(Process):
                 states = httpx.get(f"{self.url}/readyz").json()
 
     def close(self) -> None:
-        """Stop it, and drop its output."""
+        """Stop the gateway, and drop its output."""
         self.stop()
         self.log.close()
 
@@ -163,7 +163,7 @@ class Stack:
         target: str = TARGET,
         dtype: str = "float32",
     ) -> None:
-        """`module` is the verifier's."""
+        """`module` is the Python module of the verifier."""
         self.address = f"127.0.0.1:{free_port()}"
         # One thread: OpenMP's threads meet at barriers, which cost more than they gain on a machine
         # that is busy with tests.
@@ -204,7 +204,7 @@ class Stack:
         return wire_model.model_from_proto(response)
 
     def stop(self) -> None:
-        """Stop all processes; each must end with SIGTERM."""
+        """Stop all processes; each must end on SIGTERM."""
         for process in (*self.drafters.values(), self.verifier):
             process.stop()
             process.log.close()

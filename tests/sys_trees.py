@@ -27,7 +27,7 @@ def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor:
 
 
 def gb200(root: Path) -> Path:
-    """The /sys of the board in the folder `gb200`; GPU memory makes nodes without cores."""
+    """The /sys of the board in the folder `gb200`; GPU memory appears as nodes without cores."""
     text = (BOARD / "numactl-hardware.txt").read_text()
     listed = re.findall(r"^node (\d+) cpus:(.*)$", text, re.MULTILINE)
     nodes = {int(node): [int(core) for core in cores.split()] for node, cores in listed}

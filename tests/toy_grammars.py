@@ -1,4 +1,4 @@
-"""Grammars over a few tokens, each told by which token may follow which text."""
+"""Grammars over a few tokens; each is a function that tells which token may follow a text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from outrider.grammar.backends import Mask
 
 
 class ToyGrammar:
-    """A matcher of texts in which `allows` is true of each token."""
+    """A matcher of texts in which `allows` is true for each token."""
 
     vocab_size = 8
     """No mask may have more tokens than the model."""
@@ -75,7 +75,7 @@ class Twice(ToyGrammar):
 
 
 class Ladder(ToyGrammar):
-    """Each token is the one before it, plus 1 or 2; the first is 1 or 2."""
+    """Each token is the token before plus 1 or 2; the first is 1 or 2."""
 
     vocab_size = 31
 

@@ -13,7 +13,7 @@ from outrider import __version__
 
 
 def attributes(owner: Any) -> dict[str, Any]:
-    """The values by name of a span's or a resource's attributes."""
+    """The attributes of a span or a resource, by name."""
     return {attribute.key: attribute.value for attribute in owner.attributes}
 
 
@@ -23,7 +23,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any]] = []
         self.instances: set[str] = set()
-        """Ids that services have given for themselves."""
+        """The services' instance ids."""
 
     async def Export(self, request: Any, context: Any) -> Any:
         """Take one batch of spans."""

@@ -1,4 +1,4 @@
-"""Waits until something holds that has no event."""
+"""Waits for conditions that have no event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 async def until(
     condition: Callable[[], object | Awaitable[object]], timeout_s: float = 30.0
 ) -> None:
-    """Ask until the condition, or what it returns when awaited, is true; raises TimeoutError."""
+    """Wait until `condition()`, awaited if it is awaitable, is true; raises TimeoutError."""
 
     async def holds() -> bool:
         met = condition()
@@ -23,7 +23,7 @@ async def until(
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """As `until`, where no event loop runs."""
+    """Like `until`, where no event loop runs."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -73,7 +73,7 @@ def setting_flags() -> frozenset[str]:
 
 @cache
 def tracked_pages() -> list[Path]:
-    """Every page of the repository, such as a README beside results."""
+    """Every page of the repository, also READMEs beside results."""
     command = ["git", "ls-files", "-z", "*.md"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     return [ROOT / name for name in listed.split("\0") if (ROOT / name).is_file()]
@@ -118,7 +118,7 @@ def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
     others = {
         "days",
         "limit",
-        # The scripts in models have these.
+        # The scripts in models/ have these flags.
         "bfloat16",
         "chats",
         "service",
@@ -196,7 +196,7 @@ def test_every_command_that_a_page_shows_takes_its_flags(path: Path) -> None:
     for words in shown_commands(path.read_text()):
         name = " ".join(words[: 2 if words[:1] in (["lab"], ["keys"]) else 1])
         flags = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
-        # The family of another package has flags of its own.
+        # A family of another package has further flags.
         if name in flags_by_command() and not any("." in word and ":" in word for word in words):
             unknown = flags - flags_by_command()[name] - {"--help"}
             assert not unknown, f"{' '.join(words)}: {name} has no {unknown}"
@@ -235,7 +235,7 @@ HEAVY = (
 
 
 def test_the_help_of_every_command_loads_no_large_library() -> None:
-    """So it answers within half a second."""
+    """Without such libraries, help answers within half a second."""
     words = [sys.executable, "-c", HELP, " ".join(lab_modules()), HEAVY]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

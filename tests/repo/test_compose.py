@@ -27,7 +27,7 @@ MORE: dict[str, dict[str, Any]] = {
     **yaml.safe_load((COMPOSE / "two-verifiers.yaml").read_text())["services"],
     "gateway": SERVICES["gateway"],
 }
-"""With the services that two-verifiers.yaml adds; it changes the gateway's environment alone."""
+"""With the services of two-verifiers.yaml; of other services it changes only the gateway's env."""
 SETTINGS: dict[str, list[type[Settings]]] = {
     "VERIFIER": [OwnDraftersSettings],
     "DRAFTER": [settings_schema(family) for family in known_families()],
@@ -49,7 +49,7 @@ def test_every_service_is_read_only_unprivileged_and_limited(name: str) -> None:
 
 
 def users_of_stages() -> dict[str, str]:
-    """The last USER of each stage of the Dockerfile, its own or that of the stage it begins with.
+    """The last USER of each stage of the Dockerfile, or else of the stage that it begins with.
 
     A base image's user counts as root.
     """
@@ -66,7 +66,7 @@ def users_of_stages() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_no_service_runs_as_root(name: str) -> None:
-    """Images of others may change their user, so their services set it."""
+    """Others' images may change their user, so their services set the user."""
     service = SERVICES[name]
     image = service["image"].partition(":")[0]
     targets = {
@@ -124,7 +124,7 @@ def networks(service: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("text", [TEXT, STACK_TEXT], ids=["compose.yaml", "stack.yaml"])
 def test_only_services_with_published_ports_reach_anything_outside(text: str) -> None:
-    """So a verifier or a drafter that is made to open an address reaches none."""
+    """If an attacker makes a verifier or a drafter open an address, it reaches none."""
     document = yaml.safe_load(text)
     closed = {
         name for name, options in document["networks"].items() if (options or {}).get("internal")

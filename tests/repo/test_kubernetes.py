@@ -59,8 +59,8 @@ TEXT = {"type": "string", "minLength": 1}
 COUNT = {"type": "integer", "minimum": 0}
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 
-# Of the fields that these kinds have, the ones that the overlays use. Kubernetes' own schemas check
-# the templates of pods inside.
+# Only those fields of these kinds that the overlays use. Kubernetes' schemas check the templates of
+# pods inside.
 ROLLING = closed(
     "type rollingUpdateConfiguration",
     type={"const": "RollingUpdate"},
@@ -122,7 +122,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def rendered(folder: Path) -> list[Document]:
-    """What Kustomize, in kubectl, makes of a folder."""
+    """The documents that Kustomize, in kubectl, makes from a folder."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     kubectl = shutil.which("kubectl", path=path)
     assert kubectl, "kubectl is missing: `make` installs it"
@@ -199,9 +199,9 @@ def objects_in(value: Any, without: frozenset[str]) -> Iterator[Document]:
 
 
 FREE = frozenset({"labels", "matchLabels", "limits", "requests"})
-"""Their fields may have any names."""
+"""Objects whose fields may have any names."""
 IN_PODS = frozenset({"containers", "volumes", "securityContext"})
-"""A Deployment's are enough, since one schema checks all templates."""
+"""Checked only in a Deployment, since one schema checks all templates."""
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_every_pod_is_unprivileged_read_only_and_limited(documents: list[Documen
 
 
 def test_no_variable_of_kubernetes_can_be_taken_for_a_setting(documents: list[Document]) -> None:
-    """Of a Service outrider-gateway, Kubernetes makes OUTRIDER_GATEWAY_PORT in every pod."""
+    """For a Service outrider-gateway, Kubernetes sets OUTRIDER_GATEWAY_PORT in every pod."""
     assert all(pod["spec"]["enableServiceLinks"] is False for pod in all_templates(documents))
 
 
@@ -332,7 +332,7 @@ def test_ports_of_services_policies_and_probes_are_ports_of_the_pods(
 
 
 def selected(selector: Document) -> list[str]:
-    """The names of the components that a selector of pods takes."""
+    """The names of the components that a selector of pods selects."""
     if "matchLabels" in selector:
         return [selector["matchLabels"]["app.kubernetes.io/name"]]
     [expression] = selector["matchExpressions"]
@@ -352,7 +352,7 @@ def test_verifiers_are_found_by_a_name_that_has_each_ones_address(
     assert found == {"dns:outrider-verifier:50051"}
     service = of_kind(documents, "Service")["outrider-verifier"]["spec"]
     assert service["clusterIP"] == "None"
-    # A verifier that drains is not ready, and hands its requests over while it has an address.
+    # A draining verifier is not ready, but needs its address to hand its requests over.
     assert service["publishNotReadyAddresses"] is True
     assert [port["port"] for port in service["ports"]] == [50051]
 
@@ -370,12 +370,12 @@ def test_every_pod_has_a_policy_and_no_port_without_a_lock_is_open_to_all(
         if "from" not in rule
         for port in rule["ports"]
     }
-    # The gateway asks for keys.
+    # The gateway requires API keys.
     assert open_to_all <= {("outrider-gateway", "https"), ("outrider-gateway", "grpc")}
 
 
 def test_a_pod_reaches_its_peers_and_the_clusters_dns_alone(documents: list[Document]) -> None:
-    """So a process that is made to open an address reaches none, in the cluster or outside."""
+    """If an attacker makes a process open an address, it reaches none, inside or outside."""
     policies = of_kind(documents, "NetworkPolicy")
     for name in ("outrider-verifier", "outrider-redis"):
         assert policies[name]["spec"]["egress"] == []

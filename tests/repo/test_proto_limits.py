@@ -33,7 +33,7 @@ NAMES = {"vocabulary size": VOCAB, "max_tokens": MAX_TOKENS, "window.depth": DEP
 
 @dataclass(frozen=True)
 class Limit:
-    """A documented range: of a field's value or, with `counts`, of its entries or characters."""
+    """A documented range of a field's value or, if `counts`, of its entries or characters."""
 
     field: str
     low: float
@@ -149,7 +149,7 @@ SAMPLING = [
 ]
 SAMPLING += ["frequency_penalty", "min_tokens"]
 SPECULATION = ["draft_tokens", "typical_epsilon", "relaxed_topk", "relaxed_delta"]
-# For each limit a function that reads a value of the field, or a number of its entries.
+# For each limit, a function that reads a message with this value, or number of entries.
 READERS: dict[str, Callable[[Any], object]] = {
     **{f"SamplingParams.{name}": named(sampling, name) for name in SAMPLING},
     "SamplingParams.logit_bias": lambda n: sampling(logit_bias=dict.fromkeys(range(n), 0.5)),

@@ -1,4 +1,4 @@
-"""docs/losslessness.md has the table of `rule_choice.py`, and each rule's name is a known one."""
+"""docs/losslessness.md has the table of `rule_choice.py`, and every rule's name is known."""
 
 import ast
 import re

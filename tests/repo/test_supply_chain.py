@@ -1,4 +1,4 @@
-"""What the images install is pinned by hash, and an audit that asked nothing says so."""
+"""The images' packages are pinned by hash, and an audit that asked nothing says so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PINNED = ROOT / "compose/pinned"
 FILES = ("light", "heavy", "build")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BASE = PROJECT["project"]["dependencies"]
-# Its build depends on the index.
+# This package's build depends on the index.
 WITHOUT_HASH = {"torch"}
 WANTED = {
     "light": BASE,
@@ -31,7 +31,7 @@ WANTED = {
 
 
 def pinned(name: str) -> dict[str, list[str]]:
-    """The versions of each package in a file, several where Python's version decides."""
+    """The versions of each package in a file; several if they depend on Python's version."""
     found: dict[str, list[str]] = {}
     for line in pins((PINNED / f"{name}.txt").read_text()):
         requirement = Requirement(line)
@@ -110,7 +110,7 @@ def test_an_audit_without_a_report_says_why() -> None:
 
 
 def images() -> dict[str, str]:
-    """Each image of others that a file of `compose` names, by the file and its place."""
+    """Others' images in the files of `compose`, by file and place."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "compose").rglob("*")):
         if path.suffix not in (".yaml", ".sh") and path.name != "Dockerfile":

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 2**20
-# The bundled pair of models, without which nothing runs, and other drafters of its target and of
-# SmolLM2.
+# The bundled pair of models, which everything needs, and other drafters for the bundled target and
+# for SmolLM2.
 LARGE = {
     "models/target/model.safetensors",
     "models/draft/model.safetensors",

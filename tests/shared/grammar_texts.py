@@ -32,7 +32,7 @@ class _Here:
         self._check = checker(TARGET, VOCAB, list(ENDS))
 
     def call(self, request: bytes, seconds: float) -> bytes:
-        """As `Worker.call`, without the limit of time."""
+        """Like `Worker.call`, without the time limit."""
         return self._check(request)
 
 
@@ -85,7 +85,7 @@ def schema(value: Any) -> Grammar:
 
 
 def in_tag(grammar: Grammar) -> Grammar:
-    """The same texts by a structural tag."""
+    """The grammar's texts in a structural tag."""
     if grammar.kind is GrammarKind.EBNF:
         return grammar
     if grammar.kind is GrammarKind.JSON_SCHEMA:
@@ -108,17 +108,17 @@ def _part(grammar: Grammar) -> dict[str, Any]:
 
 
 def itself(grammar: Grammar) -> Grammar:
-    """The grammar as it is."""
+    """The unchanged grammar."""
     return grammar
 
 
 Way = Callable[[Grammar], Grammar]
 WAYS: tuple[Way, ...] = (itself, in_tag)
-"""How a request may ask for a grammar's texts. GBNF does not go into a tag."""
+"""Ways in which a request may ask for a grammar's texts. GBNF does not fit into a tag."""
 
 
 def takes(compiled: Compiled, text: str) -> bool:
-    """Whether the grammar allows this text and nothing more behind it."""
+    """Whether the grammar allows this text and nothing after it."""
     matcher = compiled.matcher()
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
     return all(matcher.accept(token) for token in [*tokens, ENDS[0]])

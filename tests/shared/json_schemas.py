@@ -1,6 +1,6 @@
 """Random JSON schemas of the keywords that the backends support, shaped as in JSON Schema's tests.
 
-All are bounded, so that every answer ends, whatever the model.
+All schemas are bounded, so every answer ends with any model.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ SECRET = "kestrel-4711"
 
 @dataclass
 class Traps:
-    """Places with a secret, by what a reference would call them."""
+    """Places with a secret, by the URI that a reference would have."""
 
     places: list[str]
     read: list[str] = field(default_factory=list)
-    """Every request, and every time that this process opened the file."""
+    """Every request to the server, and every time that this process opened the file."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def set_traps(folder: Path) -> Iterator[Traps]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         found.places.append(f"http://127.0.0.1:{server.server_port}/secret")
         found.places += [f"{path.as_uri()}#/nope", str(path)]
-        # It stays for the life of the process, and later finds nothing.
+        # The hook stays until the process ends, and finds nothing after the test.
         sys.addaudithook(hook)
         yield found
         server.shutdown()

@@ -1,4 +1,4 @@
-"""Names of verifiers stand for the addresses that they have at the time."""
+"""Names of verifiers stand for their current addresses."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ SCHEMAS: list[tuple[type[Settings], list[str]]] = [
 def test_an_empty_variable_counts_as_not_set(
     schema: type[Settings], given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compose, .env files and Helm send them for whatever has no value."""
+    """Compose, .env files and Helm set an empty variable for a setting without a value."""
     usual = parse(schema, "any", given)
     for name in schema.model_fields:
         monkeypatch.setenv(f"{schema.model_config['env_prefix']}{name.upper()}", "")
@@ -167,7 +167,7 @@ def test_a_drafter_on_the_targets_gpu_and_a_head_run_in_the_verifiers_process(
     monkeypatch.setattr(stack_plan, "_has_gpu", lambda: gpu)
     children = planned(tmp_path, "--drafter", drafter, "--device", device)
     assert children["verifier"].get("--in-process") == in_process
-    # Beside the verifier and the gateway.
+    # A drafter's process, besides the verifier and the gateway.
     assert len(children) == 2 + (in_process is None)
 
 

@@ -43,7 +43,7 @@ def by_the_document(seed: int, position: int, token: int) -> tuple[int, float]:
 
 
 def output(key: int, token: int) -> int:
-    """z: output number `token` of SplitMix64."""
+    """z of docs/protocol.md: output number `token` of SplitMix64."""
     z = (key + (token + 1) * 0x9E3779B97F4A7C15) & MASK64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK64
     z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK64
@@ -136,7 +136,7 @@ def test_all_bits_of_a_seed_change_the_verifiers_draws() -> None:
 
 
 def test_draws_compare_scores_in_float64() -> None:
-    """docs/protocol.md requires this. In float32 these pairs of close scores often tie."""
+    """docs/protocol.md requires float64: in float32 these pairs of close scores often tie."""
     keys = torch.from_numpy(coupled_keys(np.full(2_000, 12), np.arange(2_000)))
     noise = coupled_exponentials(keys, 2)
     probs = torch.stack([torch.ones(2_000), (noise[:, 1] / noise[:, 0]).float()], 1)

@@ -1,4 +1,4 @@
-"""The tokens that end a text, read from a model's files, which anybody may have written."""
+"""The tokens that end a text, read from a model's untrusted files."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from outrider.tokenizer import end_token_ids
 
 
 def ids_of(folder: Path, **files: object) -> tuple[int, ...]:
-    """The ids for a folder with these files; each is named without its .json."""
+    """The ids for a folder with these files, named without their .json."""
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return end_token_ids(str(folder), 100)

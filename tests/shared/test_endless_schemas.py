@@ -75,7 +75,7 @@ def test_recursion_that_may_end_is_taken(value: Any) -> None:
 
 
 def test_a_long_chain_is_judged_in_the_time_of_a_compile() -> None:
-    """References to what comes later are found in one pass, references backwards in many."""
+    """Forward references are found in one pass, backward references in many."""
     parts = {str(i): an_object(a=to(str(i - 1))) for i in range(1, 700)}
     with pytest.raises(OutriderError, match="no text that ends"):
         compiler().compile(schema(with_parts(to("699"), **parts, **{"0": to("699")})))

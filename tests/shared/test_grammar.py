@@ -153,7 +153,7 @@ BAD: list[Grammar] = [
 ]
 
 
-# What is easily enforced in part alone.
+# Schemas of which a backend easily enforces only a part.
 HARD: list[Any] = [
     {"type": "string", "pattern": "a", "maxLength": 3},
     {"allOf": [{"type": "integer"}, {"minimum": 3}]},

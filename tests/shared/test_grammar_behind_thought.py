@@ -1,4 +1,4 @@
-"""A grammar after a thought binds what follows the thought, exactly as it would bind it alone."""
+"""A grammar binds the text after a thought exactly as it binds a text without a thought."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_special_token_that_begins_or_ends_a_thought_may_be_spelled_too() -> N
             matcher = after(grammar, SPECIAL)
             for token in [*begin, *encoded("so"), *end, *encoded('{"a"')]:
                 assert matcher.accept(token)
-            # Within the answer, no special token is a text.
+            # Within the answer, a special token is not text.
             assert matcher.accept(encoded(': "')[0])
             assert ASSISTANT not in may_follow(matcher)
 
@@ -143,7 +143,7 @@ def test_random_texts_of_the_answer_are_checked(monkeypatch: pytest.MonkeyPatch)
 
     def check(self: Guard, compiled: Compiled, grammar: Grammar) -> None:
         checked.append(grammar)
-        # It would refuse an answer that is no JSON, so the text has no thought.
+        # The check refuses an answer that is no JSON, so this shows that its text has no thought.
         was(self, compiled, grammar)
 
     monkeypatch.setattr(Guard, "check", check)

@@ -31,7 +31,7 @@ def test_the_cache_keeps_recent_grammars_within_its_bytes() -> None:
     own.compile(second)
     for i in range(50):
         own.compile(Grammar(GrammarKind.REGEX, f"a{i}"))
-        # Each use of the first keeps it in the cache, unlike the second.
+        # Each use of the first grammar keeps it in the cache; the second is dropped.
         assert own.compile(first) is compiled
         assert 0 < own.cache.size_bytes <= 1_000_000
     assert own.cache.get(second) is None
@@ -46,7 +46,7 @@ async def test_concurrent_requests_compile_a_grammar_once(held: Held) -> None:
 
 
 class Held:
-    """A compiler whose workers wait for `release`, or are killed, and that lists their grammars."""
+    """A compiler whose workers wait for `release` or are killed; it lists the workers' grammars."""
 
     def __init__(self, seconds: float) -> None:
         self.begun: list[str] = []
@@ -146,7 +146,7 @@ async def test_a_cancelled_requests_grammar_is_not_compiled(held: Held) -> None:
     assert held.begun == ["first", "stays"]
 
 
-# A chain of rules, whose translation takes time by the square of its length.
+# A chain of rules: translation takes time in the square of its length.
 BOMB = "\n".join(["root::=a0", *(f"a{i}::=a{i + 1}" for i in range(4500)), 'a4500::="x"', "#"])
 
 
@@ -155,7 +155,7 @@ async def test_bombs_of_one_tenant_are_killed_beside_another_tenants_grammar() -
     own.start_workers()
     texts = [BOMB, f"{BOMB}#"]
     requests = [own.compile_async(Grammar(GrammarKind.EBNF, text), "a") for text in texts]
-    # Gathered at once, so that each exception is retrieved whatever follows.
+    # Gathered here, so that each exception is retrieved even if the test fails later.
     bombs = asyncio.gather(*requests, return_exceptions=True)
     await asyncio.sleep(0)
     assert await own.compile_async(Grammar(GrammarKind.REGEX, "b+"), "b")
@@ -163,7 +163,7 @@ async def test_bombs_of_one_tenant_are_killed_beside_another_tenants_grammar() -
     assert isinstance(first, OutriderError)
     assert "takes longer than 1 s to compile" in first.message
     assert isinstance(second, OutriderError)
-    # Had a bomb not been killed, this would take minutes.
+    # If a bomb had not been killed, this would take minutes.
     assert await own.compile_async(Grammar(GrammarKind.REGEX, "c+"), "a")
 
 
@@ -173,7 +173,7 @@ BACKTRACKING = "(?:a?){29}a{29}|x"
 
 @pytest.fixture(scope="module")
 def real() -> GrammarCompiler:
-    """A compiler with worker processes of its own, and the usual limits."""
+    """A compiler with real worker processes and the usual limits."""
     own = GrammarCompiler(TARGET, VOCAB, ENDS)
     own.start_workers()
     return own
@@ -189,7 +189,7 @@ BOMBS = (
 def test_a_grammar_holds_whose_check_never_ends(
     bomb: Callable[[int], Grammar], real: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check has a short time of its own. Within the compiler's time it would be refused."""
+    """The check has a separate, short time limit, and passes when that ends."""
     given: list[float] = []
 
     def call(own: Worker, request: bytes, seconds: float) -> bytes:
@@ -215,11 +215,11 @@ async def test_attackers_delay_no_victims_new_grammars(real: GrammarCompiler) ->
             count += 1
         return count
 
-    # Each of them has one grammar that compiles and one that waits.
+    # Each of the three attacking tenants has one grammar that compiles and one that waits.
     attacks = [asyncio.create_task(attack(f"a{i % 3}", i * 10**6)) for i in range(6)]
     await asyncio.sleep(1.0)
     for i in range(8):
-        # Otherwise each would have to wait for 5 s, and be refused.
+        # Without fairness, each would wait for 5 s and be refused.
         assert await real.compile_async(Grammar(GrammarKind.REGEX, f"victim{i}+"), f"b{i % 2}")
     over.set()
     assert all(count % 10**6 for count in await asyncio.gather(*attacks))

@@ -105,7 +105,7 @@ def test_a_schema_takes_the_texts_that_json_schema_does(value: Any, text: str, r
         (r"(?a)\w", "é", False),
         (r"(?a)(?u:\w)", "é", True),
         (r"(?a)(?u:\W)", "é", False),
-        # Another case of U+0399, which is a letter.
+        # U+0345 is another case of the letter U+0399.
         (r"(?i)\w", "\u0345", False),
         (r"(?i)[^\W]", "\u0399", True),
         (r"a{2}|b", "aa", True),

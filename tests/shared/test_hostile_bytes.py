@@ -118,7 +118,7 @@ PARSERS: dict[str, tuple[Message, Callable[[Any], Any], Callable[[Any], Any]]] =
         drafts.step_to_proto,
     ),
 }
-"""For each kind of message an example, and how it is read and written."""
+"""An example of each kind of message, with its reader and writer."""
 
 
 def received(example: Message) -> st.SearchStrategy[bytes]:
@@ -141,7 +141,7 @@ def test_an_accepted_message_means_the_same_when_it_is_written_and_read(
     twice = write(read(once))
     for message in (once, twice):
         for proposal in getattr(message, "proposals", ()):
-            # It is a float when it is read, so it may lose a nanosecond.
+            # The reader makes it a float, so it may lose a nanosecond.
             proposal.ClearField("draft_duration")
     assert once == twice
 
@@ -179,7 +179,7 @@ VALUES = st.recursive(
 
 
 def value_count(value: object) -> int:
-    """The values of parsed JSON as `check_size` counts them: an empty list or object is two."""
+    """The values of parsed JSON as `check_size` counts: an empty list or object counts as two."""
     if isinstance(value, list):
         return 1 + max(1, sum(map(value_count, value)))
     return 1

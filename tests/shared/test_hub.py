@@ -1,4 +1,4 @@
-"""Models from a hub: a small hub on this host, a hub that has gone, and none at all."""
+"""Models from a hub: a small hub on this host, a vanished hub, and no hub."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Bias, penalties and bans equal those of transformers, at every position and for mixed rows."""
+"""Bias, penalties and bans are as in transformers, at every position and for mixed rows."""
 
 import numpy as np
 import pytest

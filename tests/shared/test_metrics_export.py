@@ -1,4 +1,4 @@
-"""Prometheus scrapes a process's metrics, and a collector gets those that are pushed."""
+"""Prometheus scrapes a process's metrics, and a collector gets the pushed metrics."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_silent_collector_delays_the_end_by_seconds_at_most(
             started = time.monotonic()
         metrics_ended = time.monotonic()
         telemetry.shutdown()
-    # Each takes 3 s, and its queue is not waited for.
+    # Each shutdown takes 3 s, and does not wait for its queue.
     assert metrics_ended - started < 12
     assert time.monotonic() - metrics_ended < 12
 
@@ -169,7 +169,7 @@ def test_replaced_files_serve_the_next_scrape_and_still_ask_for_certificates(
     with scraper(settings.metrics_port, tls) as second:
         assert second.get("/metrics").status_code == 200
     for client in (former, scraper(settings.metrics_port, tls, shows=False)):
-        # httpx does not convert an alert that comes after its own handshake.
+        # httpx does not convert an alert that comes after the client's handshake.
         with client, pytest.raises((httpx.TransportError, ssl.SSLError)):
             client.get("/metrics")
 

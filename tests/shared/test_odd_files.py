@@ -1,4 +1,4 @@
-"""A pipe, a device or a file that is too large stops no process where a file should be."""
+"""A pipe, a device or a huge file in place of a file stops no process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider.tokenizer import end_token_ids, load_tokenizer
 from outrider_cli.serve_settings import ServeSettings
 from tests.shared.grammar_texts import TARGET
 
-# A read that waits for a writer would wait for ever.
+# If a read waited for a writer, it would wait for ever.
 pytestmark = pytest.mark.timeout(60)
 
 

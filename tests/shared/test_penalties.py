@@ -1,4 +1,4 @@
-"""Counts that stay on the device penalise as counts made anew from each text do."""
+"""Counts that stay on the device penalise like counts made anew from each text."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_table_keeps_rows_for_twice_the_largest_batch_only() -> None:
 
 
 def test_a_step_adds_what_was_committed_since_the_last_one() -> None:
-    """Not the whole text again."""
+    """A step does not count the whole text again."""
     counts = TokenCounts()
     text = [1, 2, 2, 3]
     counts.lay_out([context(text, 2, [])], Staging(CPU))

@@ -1,4 +1,4 @@
-"""Free ports are below those of outgoing connections, and a port in use is not given out."""
+"""Free ports are below the range of outgoing connections; a port in use is not given out."""
 
 from __future__ import annotations
 

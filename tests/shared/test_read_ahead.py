@@ -1,4 +1,4 @@
-"""A reader that stops reading pauses its producer, and not for ever."""
+"""A reader that stops reading pauses its producer, but not for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG = 60.0
 
 
 class Watched:
-    """A queue of numbers, and what it asked of its producer."""
+    """A queue of numbers, and its requests to the producer."""
 
     def __init__(self, seconds: float = LONG) -> None:
         self.said: list[bool | str] = []
@@ -31,7 +31,7 @@ class Watched:
 
 
 async def due() -> None:
-    """Let the loop run the timers that are due: it does so behind what is ready already."""
+    """Let the loop run the timers that are due; it first runs the callbacks that are ready."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -63,7 +63,7 @@ async def test_a_reader_that_reads_nothing_is_given_up_once() -> None:
 async def test_each_item_read_gives_a_slow_reader_more_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the loop's own clock, which a test can set."""
+    """The time is the loop's, which the test sets."""
     loop = asyncio.get_running_loop()
     real = loop.time
     passed = 0.0
@@ -112,7 +112,7 @@ async def test_a_closed_queue_asks_nothing_of_its_producer() -> None:
 
 
 async def test_the_producer_goes_on_before_the_reader_has_nothing_left() -> None:
-    """A reader that runs dry gets its answer in bursts."""
+    """A reader with nothing left to read gets its answer in bursts."""
     watched = Watched()
     watched.fill()
     await watched.read(MOST_UNREAD - 9)

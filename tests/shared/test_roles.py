@@ -1,4 +1,4 @@
-"""The table of roles names every RPC, and a peer gets what its role may call and nothing else."""
+"""The table of roles names every RPC, and a peer may call only its role's RPCs."""
 
 from __future__ import annotations
 

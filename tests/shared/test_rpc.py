@@ -181,7 +181,7 @@ def test_both_ends_drop_a_silent_peer_within_15_s() -> None:
 async def test_both_ends_notice_a_peer_that_vanishes(
     monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
-    """With all times divided by ten. Without a timeout for every ping it took a minute."""
+    """All times are divided by ten. Without a timeout for every ping, this took a minute."""
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
     servicer = Failing()
@@ -314,7 +314,7 @@ async def test_an_unknown_method_is_refused_for_good() -> None:
         for method in (
             "/outrider.v1.VerifierService/Nothing",
             "/other.Service/GetModel",
-            # The service has it, without an implementation.
+            # The service has this method without an implementation.
             "/grpc.health.v1.Health/List",
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -340,7 +340,7 @@ class Talkative(token_streams_pb2_grpc.TokenStreamServiceServicer):
         try:
             while True:
                 await context.write(message)
-                # While the loop is busy, the caller leaves and the write that waits for it fails.
+                # While the loop is busy, the caller leaves, and the write that waits for it fails.
                 await asyncio.sleep(0.0)
         except BaseException as end:
             self.ends.append(type(end))
@@ -348,7 +348,7 @@ class Talkative(token_streams_pb2_grpc.TokenStreamServiceServicer):
 
 
 class Yielding(Talkative):
-    """Yields them to gRPC, which writes them."""
+    """Yields the messages to gRPC, which writes them."""
 
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: Any, context: Any

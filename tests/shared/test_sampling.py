@@ -1,4 +1,4 @@
-"""Counter-based randomness, and target probabilities that equal those of transformers."""
+"""Counter-based randomness, and target probabilities equal to transformers'."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_uniforms_are_uniform_along_positions(purpose: Purpose) -> None:
     [(0.0, 0.0), (1e-300, 0.0), (1e-38, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (-1e-9, -1e-9)],
 )
 def test_a_temperature_too_small_for_float32_is_greedy(given: float, expected: float) -> None:
-    """A negative one stays as it is, so that the range check refuses it."""
+    """A negative temperature stays unchanged, so the range check refuses it."""
     sampling = SamplingParams(given)
     assert (sampling.temperature, sampling.greedy) == (expected, expected == 0.0)
     probs = target_probs(torch.tensor([[30.0, -30.0]]), [SamplingParams(abs(given))])

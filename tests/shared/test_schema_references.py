@@ -1,4 +1,4 @@
-"""No schema makes us open a file or an address, and no refusal quotes what a reference leads to."""
+"""No schema makes us open a file or an address, and no refusal quotes a reference's target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def traps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traps]:
 
 
 def forms(uri: str) -> dict[str, Any]:
-    """Schemas with a reference to `uri`, by each keyword that any draft has for schemas."""
+    """Schemas with a reference to `uri`, by each keyword for schemas in any draft."""
     to = {"$ref": uri}
     alone = (
         *("not", "if", "then", "else", "contains", "propertyNames", "additionalItems", "items"),
@@ -57,7 +57,7 @@ def forms(uri: str) -> dict[str, Any]:
     }
 
 
-# These hold schemas that are used, so that what is in them is checked whatever it is.
+# These hold schemas that are in use, so their contents are always checked.
 NESTS: tuple[Any, ...] = (
     lambda inner: inner,
     lambda inner: {"type": "object", "properties": {"const": inner}, "required": ["const"]},
@@ -90,13 +90,13 @@ def test_no_reference_of_any_draft_is_followed_out_of_a_schema(
                 assert error is None or error.field == "grammar.json_schema", name
                 assert SECRET not in str(error), name
                 assert traps.read == [], (name, whole)
-    # A few forms name the place without a reference to it.
+    # A few forms name the place but do not refer to it.
     assert refused > 0.85 * len(traps.places) * len(NESTS) * len(forms(""))
 
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 def test_the_validators_themselves_retrieve_nothing(draft: Draft, traps: Traps) -> None:
-    """The walk over a schema's keywords may lack a keyword."""
+    """The test guards against a keyword that the walk over schemas forgets."""
     for uri in traps.places:
         check_form({"$ref": uri}, draft, "field")
         reference = {"allOf": [{"$ref": uri}]}

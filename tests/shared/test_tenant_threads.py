@@ -12,7 +12,7 @@ from outrider.process.workers.tenant_threads import TenantThreads
 
 
 class Record:
-    """Work that notes when it begins, and goes on until it is let go."""
+    """Work that notes when it begins, and goes on until it is released."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -56,7 +56,7 @@ def test_a_tenant_never_has_all_threads(threads: TenantThreads) -> None:
     assert record.wait_for(2) == ["a0", "b"]
     record.let_go("b")
     assert honest.result(60) == "b"
-    # The free thread is kept from the first tenant.
+    # The first tenant does not get the free thread.
     record.let_go("a0")
     assert bombs[0].result(60) == "a0"
     assert record.wait_for(3)[2:] == ["a1"]
@@ -72,7 +72,7 @@ def test_tenants_take_turns_however_much_each_has_queued(threads: TenantThreads)
     for name in ("a1", "a2", "b1", "b2", "c1", "c2"):
         threads.submit(name[0], record.work(name))
     record.let_go("a0")
-    # The newcomer was served longest ago, and the first tenant's work runs no longer.
+    # Tenant c has never been served, and tenant a's work no longer runs.
     assert record.wait_for(3)[2:] == ["c1"]
     record.let_go("b0")
     assert record.wait_for(4)[3:] == ["a1"]

@@ -57,7 +57,7 @@ def test_unknown_values_are_read_as_the_protos_say(value: Any) -> None:
 
 @pytest.mark.parametrize("value", UNKNOWN[1:])
 def test_an_unknown_rule_of_acceptance_is_refused_by_field(value: Any) -> None:
-    """Only a request can ask for something unknown."""
+    """An unknown value is an error only in a request, which asks for something unknown."""
     with pytest.raises(OutriderError) as caught:
         wire_settings.speculation_from_proto(common_pb2.SpeculationOptions(acceptance=value))
     assert caught.value.reason is Reason.INVALID_VALUE
@@ -94,7 +94,7 @@ def test_requests_refuse_an_unknown_grammar_and_drafters_ignore_it(
 
 @pytest.mark.parametrize("field", ["drafter_id", "drafter_family"])
 def test_a_drafters_name_that_is_set_is_not_empty(field: str) -> None:
-    """An empty name would be read as no restriction."""
+    """The reader would take an empty name for no restriction."""
     options = common_pb2.SpeculationOptions(**{field: ""})
     with pytest.raises(OutriderError, match=f"speculation.{field} must have at least 1 character"):
         wire_settings.speculation_from_proto(options)

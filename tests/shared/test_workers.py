@@ -1,4 +1,4 @@
-"""Work in a process of its own ends at its limits, and the next piece of work begins at once."""
+"""Work in a worker process ends at its limits, and the next work begins at once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(worker: Worker) -> None:
 
 
 def test_only_a_workers_processor_time_counts(worker: Worker) -> None:
-    """On a busy machine a worker waits for a core, which no request can help."""
+    """On a busy machine a worker waits for a core, whatever the request."""
     assert worker.call(b"sleep 0.4", 0.2) == b""
 
 
@@ -84,7 +84,7 @@ def test_a_worker_that_waits_for_ever_is_killed_too(worker: Worker) -> None:
 
 
 def test_a_hanging_worker_delays_no_other(source: WorkerSource, worker: Worker) -> None:
-    """Otherwise this would take as long as the hanging worker may."""
+    """If the other worker had to wait, this would take as long as the hanging worker may."""
     worker.start()
     worker._forked[1].send_bytes(SECONDS.pack(LONG_S) + b"hang")
     other = Worker(source)
@@ -96,7 +96,7 @@ def test_a_worker_gets_no_more_memory_than_its_limit(worker: Worker) -> None:
     worker.call(b"take %d" % (MEMORY // 2), LONG_S)
     with pytest.raises(OutOfMemory, match="256 MiB"):
         worker.call(b"take %d" % MEMORY, LONG_S)
-    # What it held is gone.
+    # The memory that the worker held is free again.
     worker.call(b"take %d" % (MEMORY // 2), LONG_S)
 
 
@@ -109,7 +109,7 @@ def test_a_worker_that_fails_or_crashes_is_replaced(worker: Worker) -> None:
 
 
 def test_a_killed_worker_is_replaced_within_the_call(worker: Worker) -> None:
-    """Whoever killed it, and whether it was idle or at work, the request is innocent."""
+    """The request did not kill the worker, whether that was idle or at work."""
     pid = int(worker.call(b"pid", LONG_S).split()[0])
     os.kill(pid, signal.SIGKILL)
     assert worker.call(b"say here", LONG_S) == b"> here"

@@ -26,7 +26,7 @@ def speed(
     schedule: list[dict[str, Any]] | None = None,
     **more: Any,
 ) -> float:
-    """tokens/s with these drafters divided by those of plain decoding, in virtual time.
+    """tokens/s with these drafters divided by tokens/s of plain decoding, in virtual time.
 
     `more` are settings of the scenario; both simulations have them.
     """

@@ -1,4 +1,4 @@
-"""The simulator's drafters offer alternatives to their guesses, right as often as they are set."""
+"""The simulator's drafters offer alternatives to their guesses, right as often as settings say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several drafters of one sequence bring at least what the best of them brings alone.
+"""Several drafters of one sequence gain at least what the best of them gains by itself.
 
 Texts and guesses are drawn from a seed, and time is virtual, so that the figures are exact.
 """
@@ -20,10 +20,10 @@ from outrider_bench.simulator.simulation import Outcome, simulate
 
 TRAFFIC = Path(__file__).parents[2] / "bench/traffic"
 OUTPUT = 160
-# Texts by the size of a batch. At each new size the engine first measures plain steps, so a batch
-# that only drains says more about those steps than about drafters.
+# Texts by batch size. At each new size the engine first measures plain steps, so a batch that only
+# drains says more about those steps than about drafters.
 TEXTS = {1: 8, 8: 24}
-# The quick ones answer in 0.6 ms. A draft of the model takes 2 ms and of the head 3 ms, in steps of
+# The quick drafters answer in 0.6 ms. The model's draft takes 2 ms and the head's 3 ms, in steps of
 # 10 ms. The model runs ahead; the head's longer round trip stands for a head that does not.
 DRAFTERS = {
     "ngram": DrafterSpec(name="ngram", cost="ngram"),
@@ -40,7 +40,7 @@ def _right(draw: Random, share: float, length: int) -> str:
 
 
 def _copied(draw: Random, length: int) -> str:
-    """Guesses in stretches that repeat, three tenths of the text, and none between them."""
+    """Guesses in repeated stretches, three tenths of the text, and none between them."""
     found = ""
     copies = False
     while len(found) < length:
@@ -108,7 +108,7 @@ def tokens_per_s(found: Outcome) -> float:
 
 
 def cases() -> Iterator[Any]:
-    """Each set at each size of a batch, under both policies."""
+    """Each set of drafters at each batch size, under both policies."""
     for always, batch, names in product([False, True], [1, 8], SETS):
         marks = [pytest.mark.slow] if batch > 1 else []
         name = f"{'always' if always else 'as it pays'}-{batch}-{names}"
@@ -138,6 +138,6 @@ def test_on_real_texts_ngrams_add_a_fifth_to_an_eagle3_head(always: bool) -> Non
 
 
 def test_copied_stretches_add_a_tenth_to_a_head(recordings: dict[int, Path]) -> None:
-    """The head guesses them no better than the rest of the text."""
+    """The head guesses copied stretches no better than other text."""
     alone = tokens_per_forward(outcome(recordings[1], "head", 1, True))
     assert tokens_per_forward(outcome(recordings[1], "ngram head", 1, True)) >= 1.1 * alone

@@ -1,6 +1,6 @@
-"""Strangers that bring nothing cost next to nothing, however many they are, in virtual time.
+"""Useless strangers cost next to nothing, however many there are, in virtual time.
 
-Each stranger is a drafter of a family of its own.
+Each stranger is a drafter of a different family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "soon silent": ({"acceptance": 0.9}, 2.0),
     "answers once": ({"acceptance": 0.9, "max_messages": 1}, -1.0),
 }
-"""For each kind of stranger its settings, and when it hangs for ever (seconds); below 0 never."""
+"""For each kind of stranger: its settings, and from which second it hangs; below 0 never."""
 
 
 def strangers(kind: str, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -54,7 +54,7 @@ def good_speed(batch: int) -> float:
 def test_strangers_leave_the_gain_of_a_good_drafter(
     kind: str, count: int, least: float, batch: int
 ) -> None:
-    """The good drafter joins last, so that each of 60 strangers has its first chance before it."""
+    """The good drafter joins last, so each of 60 strangers has its first chance earlier."""
     found, schedule = strangers(kind, count)
     assert speed([*found, GOOD], batch, SECONDS, schedule) >= least * good_speed(batch)
 
@@ -64,5 +64,5 @@ def test_strangers_leave_the_gain_of_a_good_drafter(
 @pytest.mark.parametrize("kind", KINDS)
 def test_strangers_alone_cost_next_to_nothing(kind: str, batch: int) -> None:
     found, schedule = strangers(kind, 60)
-    # Most of the loss is the first chance of each: 8 to 11 steps of 60 strangers in 6 s.
+    # Most of the loss is the strangers' first chances: 8 to 11 steps for 60 strangers in 6 s.
     assert speed(found, batch, SECONDS, schedule) >= 0.88

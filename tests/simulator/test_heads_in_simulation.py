@@ -20,7 +20,7 @@ WRONG = 9
 def offer(at: int, right: int, *, beside: bool) -> Offer:
     """An offer after `at` output tokens, of which the first `right` are the text's.
 
-    With `beside`, the true token is an alternative to the first wrong one, with another behind it.
+    With `beside`, the true token is an alternative to the first wrong token; another follows it.
     """
     true = [*OUTPUT, *TAIL][at : at + 8]
     tokens = [*true[:right], *[WRONG] * (len(true) - right)]
@@ -79,7 +79,7 @@ def test_the_states_of_each_committed_token_cross_the_link(tmp_path: Path) -> No
         simulation.run()
         sent.append(simulation.drafters["head"].byte_counts[1])
     count = (sent[1] - sent[0]) / (2 * STATES * HIDDEN)
-    # Those of the text's end are never needed.
+    # No draft needs the features of the text's end.
     assert len(PROMPT) + len(OUTPUT) - 10 < count <= len(PROMPT) + len(OUTPUT)
 
 

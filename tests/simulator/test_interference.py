@@ -1,7 +1,7 @@
-"""Drafters that slow down the target: speculation is no loss even if it costs more than it gains.
+"""Drafters that slow down the target: speculation is no loss, even where drafts cost more.
 
-Texts differ in length. With equal lengths plain decoding keeps all sequences in step, so that their
-prompts share forwards, and any disturbance loses that advantage for good.
+Texts differ in length. With equal lengths, plain decoding keeps all sequences in step and their
+prompts share forwards; any disturbance would lose that advantage for good.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def speed_on_two_cores(drafter: dict[str, Any], batch: int, **more: Any) -> floa
     return speed(drafters, batch, 6.0, costs="epyc-2-cores", output_tokens=LENGTHS, **more)
 
 
-# Half of the combinations, which have every two values together.
+# Half of the combinations: every pair of values occurs together.
 ON_TARGET_CORES = [
     (noise, acceptance, batch)
     for i, noise in enumerate((0.0, 0.1))
@@ -53,12 +53,12 @@ def test_a_slow_drafter_on_the_targets_cores_is_no_loss(
 def test_a_drafter_that_takes_all_its_time_from_the_target_is_no_loss(
     slowness: float, batch: int
 ) -> None:
-    """Its placement does not say so, so only the clock can tell."""
+    """The drafter's placement does not show this; only the clock can."""
     drafter = {"acceptance": 0.6, "slowness": slowness, "interference": 1.0}
     assert speed_on_gpu(drafter, batch) >= FLOOR
 
 
-# Half of the sixteen combinations, which have every three values together.
+# Half of the sixteen combinations: every three values occur together.
 BUNDLED = [
     (noise, round_trip_ms, acceptance, batch)
     for i, noise in enumerate((0.0, 0.1))
@@ -108,7 +108,7 @@ def test_a_harmless_drafter_is_used_beside_one_that_does_harm() -> None:
 
 
 def test_a_drafter_that_comes_to_pay_is_used_again() -> None:
-    """At first its drafts are mostly wrong, and the target loses all its drafting time."""
+    """At first the drafts are mostly wrong, and the target loses all the drafting time."""
     drafter = {"name": "d", "acceptance": 0.3, "interference": 1.0}
     better = [{"at": 10.0, "who": "d", "what": "accept", "acceptance": 0.95}]
     before = speed([drafter], 1, 60.0, output_tokens=LENGTHS)

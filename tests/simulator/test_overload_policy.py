@@ -1,4 +1,4 @@
-"""Overload in virtual time: goodput, speculation and fairness at several times what fits.
+"""Overload in virtual time: goodput, speculation and fairness at several times the capacity.
 
 Clients wait 8 s for an answer, and the verifier runs 32 sequences.
 """
@@ -29,10 +29,10 @@ COMMON: dict[str, Any] = {
     "timeout_seconds": 8.0,
     "drafters": [{"name": "d", "acceptance": 0.8}],
 }
-# By then the first requests have ended, and the queue is as long as it gets.
+# By then the first requests have ended, and the queue has its full length.
 WARM_UP_S = 15.0
 PLAIN = 0.0
-"""The acceptance in place of a drafter."""
+"""The acceptance that stands for no drafter."""
 
 
 def in_time(request: Request) -> bool:
@@ -93,7 +93,7 @@ def test_goodput_at_threefold_load_is_near_its_peak(acceptance: float) -> None:
 def test_a_verifier_that_slows_down_loses_its_speed_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As other processes slow it down, answers that waited for their turn must not be late."""
+    """Other processes slow the verifier down; answers after a wait must still not be late."""
     slow_from, slower = 25.0, 1.5
     scenario = Scenario.model_validate({**COMMON, "arrivals": "poisson", "rate": 60.0})
     simulation = Simulation(scenario, 1, drafting=False)
@@ -113,7 +113,7 @@ def test_a_verifier_that_slows_down_loses_its_speed_and_no_more(
 
 @pytest.mark.parametrize(("batch", "rate"), [(32, 60.0), (128, 170.0)])
 def test_speculation_is_shed_with_load_and_is_no_loss(batch: int, rate: float) -> None:
-    """Its share falls with the batch, as rows become dear."""
+    """The share of speculation falls with the batch, as rows become expensive."""
     _, calm = run(rate / 30, 0.5, batch)
     plain, _ = run(rate, PLAIN, batch)
     drafted, verified = run(rate, 0.5, batch)

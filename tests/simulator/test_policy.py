@@ -67,7 +67,7 @@ def test_the_better_of_two_drafters_is_chosen(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_a_drafter_that_mostly_has_no_draft_is_never_a_loss(batch: int) -> None:
-    """It is like n-gram lookups over a network, nine tenths of which find nothing."""
+    """The drafter is like n-gram lookups over a network; nine tenths find nothing."""
     lookups = {
         "name": "d",
         "acceptance": [0.9, 0.85, 0.8],
@@ -79,7 +79,7 @@ def test_a_drafter_that_mostly_has_no_draft_is_never_a_loss(batch: int) -> None:
 
 
 def test_a_drafter_that_lost_in_a_crowd_is_tried_again_for_one_client(tmp_path: Path) -> None:
-    """It slows the target down and is mostly wrong. When the crowd has left, it gets better."""
+    """The drafter slows the target and is mostly wrong. Once the crowd has left, it improves."""
     last = 20.0
     crowd = [2.6 * (i // 32) for i in range(96)]
     one = [last + 1.6 * i for i in range(16)]

@@ -67,7 +67,7 @@ def test_a_pool_of_all_requests_serves_the_second_one(tmp_path: Path) -> None:
 def test_a_draft_models_alternatives_are_branches_that_hit(tmp_path: Path) -> None:
     output = list(range(1000, 1192))
     # One guess in four is wrong. With "1" the true token is the first alternative to that guess.
-    # Chains alone: a branch that a step verifies needs no lookup.
+    # Only chains: a branch that a step verifies needs no lookup.
     wrong, second = (
         outcome_of(tmp_path, [text([1, 2, 3], output, model=guesses)], MODEL, draft_trees=False)
         for guesses in ("+++-" * 60, "+++1" * 60)

@@ -1,4 +1,4 @@
-"""The planner on what a published model wrote: chats, code, JSON, rewritten and summarised texts.
+"""The planner on a published model's texts: chats, code, JSON, rewritten and summarised texts.
 
 `bench/traffic/smollm2-texts.jsonl` has 27 greedy answers of SmolLM2-135M-Instruct, and
 `smollm2-table-texts.jsonl` nine for each kind of `table-prompts.jsonl`. The production n-gram
@@ -35,9 +35,9 @@ BLOCKS_ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 40, 72]
 BLOCKS_MS = [10.7, 13.8, 14.2, 14.0, 13.2, 12.0, 12.7, 13.4]
 BLOCKS_MS += [15.8, 18.2, 18.4, 20.9, 23.8, 31.8, 37.0, 57.0, 100.0]
 FURTHER_SEQUENCE_MS = 0.15
-# Texts of a kind that are measured; one more warms up.
+# Measured texts of a kind; one more text warms up.
 MEASURED = 8
-# Seconds between batches. A batch has ended long before.
+# Seconds between the starts of batches. A batch ends long before the next starts.
 APART_S = 20.0
 
 
@@ -85,7 +85,7 @@ def test_the_planners_choice_is_as_good_as_the_better_of_always_and_never(
 ) -> None:
     never = seconds_of(TEXTS, place)
     always = [seconds_of([text], place, *drafters, always=True)[0] for text in TEXTS]
-    # Texts of all kinds take turns, so each begins with what the drafter did for others.
+    # Texts of all kinds take turns, so each begins with measurements from other kinds.
     order = [*range(len(TEXTS))] * 2
     Random(0).shuffle(order)
     chosen = seconds_of([TEXTS[i] for i in order], place, *drafters)
@@ -101,7 +101,7 @@ def test_the_planners_choice_is_as_good_as_the_better_of_always_and_never(
 
 
 def test_a_drafter_of_grammars_costs_texts_without_a_grammar_nothing() -> None:
-    # On the target's cores each message to it would take time.
+    # On the target's cores, each message to the drafter would take time.
     free = [text for text in TEXTS if not text.grammar]
     alone = seconds_of(free, "avx512", NGRAM)
     assert seconds_of(free, "avx512", NGRAM, GRAMMAR) == pytest.approx(alone, rel=1e-9)
@@ -112,7 +112,7 @@ def seconds_by_kind(
 ) -> dict[str, float]:
     """Seconds from the first request of a batch to its last token, summed by kind.
 
-    Batches have `batch` texts of one kind. One follows the other as in `outrider lab table`.
+    Batches have `batch` texts of one kind, and follow each other as in `outrider lab table`.
     """
     by_kind: dict[str, list[RecordedRequest]] = defaultdict(list)
     for text in TABLE_TEXTS:

@@ -1,4 +1,4 @@
-"""An answer that its client does not read stops at the buffers' size, and ends in the end."""
+"""An answer that its client does not read stops when buffers are full, and later ends."""
 
 from __future__ import annotations
 

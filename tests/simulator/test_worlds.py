@@ -58,7 +58,7 @@ def test_the_worlds_of_fixed_seeds_keep_every_invariant(worlds: range) -> None:
     assert played.failures == {}
     assert played.counts["worlds"] == len(worlds)
     assert played.message_count > 100 * len(worlds)
-    # Each kind of fault and each way to end was played.
+    # The worlds had each kind of fault and each way to end.
     assert len([name for name in played.counts if name.startswith("fault: ")]) == 19
     for name in ("finished", "left", "failed", "resumed", "moved"):
         assert played.counts[f"requests {name}"] > 0
@@ -132,7 +132,7 @@ def tells_clients_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def resumes_from_the_prompt(patch: pytest.MonkeyPatch) -> None:
-    """A request that moves begins again, though its client has some tokens."""
+    """A request that moves starts over, though its client already has tokens."""
     rest = Client._rest
     patch.setattr(Client, "_rest", lambda self: replace(rest(self), committed=[]))
 

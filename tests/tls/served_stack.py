@@ -36,9 +36,9 @@ PORTS = (
 
 @dataclass
 class Served:
-    """A running stack: its ports by name, and before each of them a wire with a port of its own.
+    """A running stack: its ports by name, and a wire with another port before each.
 
-    The processes dial each other's wires. Without `certificates` nothing has TLS.
+    The processes dial the wires. Without `certificates` nothing has TLS.
     """
 
     ports: dict[str, int]

@@ -1,4 +1,4 @@
-"""Every port of a stack with TLS: whom it refuses, how it says why, and what the wire shows."""
+"""Every port of a stack with TLS: whom it refuses, with which reason, and what the wire shows."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serve
         yield made
 
 
-# How each port answers a caller with these files: "" if it does what it is asked, else why not.
+# How each port answers a caller with these files: "" if it serves the call, else the reason.
 Ask = Callable[[Served, int, Tls | None], Awaitable[str]]
-# What grpc.aio says in place of the status, if a call is refused while its request is being sent.
+# grpc.aio's words in place of the status if a call is refused while it sends its request.
 HIDDEN = "Internal error from Core"
 
 
@@ -69,7 +69,7 @@ def over_http(path: str, server_name: str = "127.0.0.1") -> Ask:
         async with made.http(port, tls) as client:
             try:
                 response = await client.get(path, extensions={"sni_hostname": server_name})
-            # httpx does not convert an alert that comes after its own handshake.
+            # httpx does not convert an alert that comes after the client's handshake.
             except (httpx.TransportError, ssl.SSLError) as error:
                 # A reset that overtakes the alert has no text.
                 return explain(str(error) or "Connection reset", tls)
@@ -79,7 +79,7 @@ def over_http(path: str, server_name: str = "127.0.0.1") -> Ask:
 
 
 async def over_redis(made: Served, port: int, tls: Tls | None) -> str:
-    """Ask a Redis. It knows no roles; a gateway has a certificate, but not the password."""
+    """Ask a Redis. Redis knows no roles; a gateway has a certificate, but not the password."""
     files = {"username": "outrider", "password": "a guess"}
     if tls is not None:
         files |= {"ssl_certfile": str(tls.cert), "ssl_keyfile": str(tls.key)}
@@ -139,7 +139,7 @@ def shown(made: Served, stranger: str) -> Tls | None:
     return Tls(folder / f"{stranger}.pem", folder / f"{stranger}.key", made.certificates.ca)
 
 
-# These ports check no roles: Prometheus' library takes each certificate of the authority.
+# These ports check no roles: Prometheus' library accepts every certificate of the authority.
 WITHOUT_ROLES = ("verifier metrics", "drafter metrics")
 REFUSED = [
     (port, stranger)
@@ -177,7 +177,7 @@ async def test_a_verifier_with_tls_generates_for_an_operator(stack: Served) -> N
 
 PROMPT = "The recipe is secret: three spoons of saffron, and three spoons of saffron."
 _IDS = Tokenizer.from_file(f"{DRAFT}/tokenizer.json").encode(PROMPT).ids
-# The ids as all messages have them: the tag and the length, one byte each, are cut off.
+# The ids as in messages, without the field's tag and length, which take one byte each.
 TOKENS = verifier_pb2.GenerateTokensRequest(prompt_token_ids=_IDS).SerializeToString()[2:]
 PREFACE = b"PRI * HTTP/2.0\r\n"
 READABLE = {
@@ -223,7 +223,7 @@ async def talk(made: Served) -> None:
 
 @pytest.mark.slow  # It starts a second stack.
 async def test_without_tls_every_wire_can_be_read(tmp_path: Path) -> None:
-    """Shows that the capture of the next test would find what it looks for."""
+    """This shows that the next test's capture would find readable text."""
     async with served(tmp_path, encrypted=False) as made:
         await talk(made)
         for name, texts in READABLE.items():
@@ -232,7 +232,7 @@ async def test_without_tls_every_wire_can_be_read(tmp_path: Path) -> None:
 
 
 def carried(wire: ShapedLink) -> list[bytearray]:
-    """What each connection's client has sent, and each connection's server."""
+    """The bytes of each connection's client, and of each connection's server."""
     return [*wire.up.recordings, *wire.down.recordings]
 
 

@@ -1,4 +1,4 @@
-"""The gateway's HTTP and gRPC ports: TLS, and clients' certificates where they are asked for."""
+"""The gateway's HTTP and gRPC ports: TLS, and clients' certificates if settings ask for them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def status(made: Gateway, site: Site, tls: Tls | None) -> int | str:
 
 
 async def outcome(made: Gateway, tls: Tls | None, site: Site) -> grpc.aio.AioRpcError:
-    """How GenerateText ends. There is no verifier, so it never succeeds."""
+    """The end of a call of GenerateText. There is no verifier, so it never succeeds."""
     trusting = grpc.ssl_channel_credentials(site.ca.read_bytes())
     channel = grpc.aio.secure_channel(made.grpc_address, trusting)
     if tls is not None:

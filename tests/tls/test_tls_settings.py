@@ -76,7 +76,7 @@ def test_the_public_certificate_needs_its_key(site: Site) -> None:
 def test_bad_files_are_tried_and_logged_once_and_not_at_each_handshake(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Handshakes are made by strangers."""
+    """Strangers can make handshakes."""
     monkeypatch.setattr(tls_module, "_RETRY_S", 3600.0)
     mine = site.issue("verifier")
     loads: list[Tls] = []
@@ -90,7 +90,7 @@ def test_bad_files_are_tried_and_logged_once_and_not_at_each_handshake(
     assert not any(watched.refresh() for _ in range(50))
     assert len(loads) == 2
     assert len(caplog.records) == 1
-    # Another change is seen at once.
+    # A later change is seen at once.
     site.issue("verifier")
     assert watched.refresh()
     assert watched.current == mine.key.read_bytes()
@@ -99,7 +99,7 @@ def test_bad_files_are_tried_and_logged_once_and_not_at_each_handshake(
 def test_files_that_fit_later_without_a_trace_are_found(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a change of the files' mode."""
+    """A change of the files' mode, for example, leaves no trace."""
     monkeypatch.setattr(tls_module, "_RETRY_S", 0.0)
     readable = True
 

@@ -174,14 +174,14 @@ async def test_a_server_of_another_role_or_without_tls_is_refused(
 async def test_a_verifier_found_by_name_is_known_by_its_role(
     site: Site, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its certificate has neither the name nor, in general, the address."""
+    """The verifier's certificate has neither the name nor, in general, the address."""
     async with verifier(site.issue(role, "served")) as (address, _):
 
         async def resolve(*_: object) -> list[str]:
             return [address]
 
         async def on_ready(_: bool) -> None:
-            """Take no note of it."""
+            """Ignore the call."""
 
         monkeypatch.setattr(addresses, "resolve", resolve)
         router = Router(["dns:verifiers.test:50051"], FINGERPRINT, site.issue("gateway"))
@@ -271,7 +271,7 @@ async def test_new_files_are_used_without_a_restart(
 
 
 async def test_files_that_are_being_replaced_cost_a_gateway_no_verifier(site: Site) -> None:
-    """The key is away while the gateway makes a new connection, and comes back as it was."""
+    """The key file is missing while the gateway makes a new connection; it comes back unchanged."""
     tls = site.issue("gateway")
     away = site.folder / "away.key"
     async with verifier(site.issue("verifier")) as (address, _):

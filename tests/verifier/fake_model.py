@@ -87,17 +87,17 @@ class TableModel:
             self._states.append((*pair.tolist(), position))
 
     def can_watch(self, states: Collection[int]) -> bool:
-        """Whether these are states of its layers; as `FeatureSource`."""
+        """Whether the model's layers have these states; as in `FeatureSource`."""
         return set(states) <= {FINAL_STATE, *range(self.layer_count + 1)}
 
     def watch(self, states: Collection[int]) -> None:
-        """Keep these states; as `FeatureSource`."""
+        """Keep these states; as in `FeatureSource`."""
         self.watched = set(states)
 
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """The states of rows, with 100 times the state's number added; as `FeatureSource`."""
+        """The states of rows, plus 100 times the state's number; as in `FeatureSource`."""
         assert set(states) <= self.watched
         kept = [[n + 100 * k for k in states for n in self._states[row]] for row in rows]
         numbers = np.array(kept, np.dtype(dtype))
@@ -108,14 +108,14 @@ class TableModel:
     def pick_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> torch.Tensor:
-        """The same as a tensor with a row for each token."""
+        """The states as a tensor with a row for each token."""
         data = bytearray(self.copy_states(states, rows, dtype, projection))
         return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(len(rows), -1)
 
     def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
-        """The same for a drafter in the process."""
+        """The states for a drafter in the process."""
         return SharedRows.of(self.pick_states(states, rows, dtype, projection))
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -139,7 +139,7 @@ class TableModel:
 
 
 def _slot_before(part: SequenceSlice, slot: int) -> int:
-    """The slot of the token before that of `slot`; 0 at the beginning of the text."""
+    """The slot of the token before the token of `slot`; 0 at the text's beginning."""
     row = slot - part.tree_start + 1
     if row > 0:
         return part.tree_start - 1 + part.parents[row - 1]
@@ -189,7 +189,7 @@ class ScriptedDrafter:
         self.length: dict[int, int] = {}
         """The last known committed length, by sequence."""
         self.ahead: dict[int, list[int]] = {}
-        """Its guesses after that length which no verdict contradicts."""
+        """The drafter's guesses after that length, unless a verdict contradicts them."""
         fields = {"max_draft_tokens": 16, **hello}
         introduction = Hello(name, family, "f", **fields)
         self.handle: Drafter = engine.drafting.join(
@@ -212,20 +212,20 @@ class ScriptedDrafter:
             self.ahead[verdict.sequence_id] = ahead[len(new) :] if agrees else []
 
     def prove(self) -> None:
-        """Count as a drafter whose guesses were right before."""
+        """Make the engine count earlier guesses of this drafter as right."""
         self.handle.taken_bytes = 1
         self.handle.right_guesses = 8
         self.handle.proven = True
 
     def propose(self, sequence_id: int, tokens: list[int], *, anew: bool = False) -> None:
-        """Propose tokens behind its guesses so far, or `anew` behind the committed tokens."""
+        """Propose tokens after the guesses so far or, if `anew`, after the committed tokens."""
         before = [] if anew else self.ahead[sequence_id]
         # The engine may answer at once, so this is set before the proposal is sent.
         self.ahead[sequence_id] = [*before, *tokens]
         self.send(Proposal(sequence_id, self.length[sequence_id], list(self.ahead[sequence_id])))
 
     def skip(self, sequence_id: int) -> None:
-        """Say that it has no draft."""
+        """Send a skip."""
         skip = Skip(sequence_id, self.length[sequence_id])
         self.engine.drafting.on_drafts(self.handle, DraftBatch(skips=[skip]))
 
@@ -274,7 +274,7 @@ def make_engine(
 
 
 def make_plan(engine: Engine, times: int = 1) -> Plan:
-    """Plan `times` times for the running sequences, each time from the plan before.
+    """Plan `times` times for the running sequences, each time from the previous plan.
 
     Returns the last plan, which is then the engine's.
     """

@@ -1,4 +1,4 @@
-"""The few classes of vLLM that our modules extend or fill, and a scheduler in small.
+"""The few classes of vLLM that our modules extend or fill, and a small scheduler.
 
 They have the attributes that `verifier_svc/vllm` reads, as vLLM 0.32 has them. `tests/vllm` runs
 the same modules with vLLM itself.
@@ -21,7 +21,7 @@ class SamplingParams(SimpleNamespace):
 
 
 class Request:
-    """A request in the scheduler, of which a forward has read `num_computed_tokens`."""
+    """A request in the scheduler; forwards have read its first `num_computed_tokens` tokens."""
 
     def __init__(
         self, name: str, prompt: list[int], parameters: SamplingParams, salt: str | None = None
@@ -132,12 +132,12 @@ class Scheduler:
 
 
 class LogitsProcessor:
-    """vLLM's base of processors."""
+    """vLLM's base class of logits processors."""
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let our modules import these classes; afterwards neither is there."""
+    """Let our modules import these classes; afterwards remove both."""
     before = set(sys.modules)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"SamplingParams": SamplingParams, "__version__": "0.32.0"},

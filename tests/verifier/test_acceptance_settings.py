@@ -1,4 +1,4 @@
-"""A verifier's acceptance settings tell apart the verifiers that may not continue its answers."""
+"""A verifier's acceptance settings show which verifiers may not continue its answers."""
 
 from __future__ import annotations
 

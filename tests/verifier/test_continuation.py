@@ -59,7 +59,7 @@ def matcher(request: TokenRequest) -> Matcher:
 
 @dataclass
 class Answer:
-    """What a client got: the answer's chunks one by one, and why it ended."""
+    """The chunks that a client got, and the reason why the answer ended."""
 
     chunks: list[list[int]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Answer:
 
 
 def guess(model: TableModel, sequence: Sequence, *, sampled: bool) -> Proposal:
-    """A draft of three tokens, which depends on the committed tokens alone."""
+    """A draft of three tokens, which depends only on the committed tokens."""
     length = len(sequence.tokens)
     rng = np.random.default_rng(length)
     text = list(sequence.tokens)
@@ -185,7 +185,7 @@ RULES: dict[AcceptanceRule, TokenRequest] = {
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.label)
 def test_with_the_same_drafts_each_rule_goes_on_as_before(rule: AcceptanceRule) -> None:
-    """Coins depend on the committed length, so a step draws the same ones at any verifier."""
+    """Coins depend on the committed length, so a step draws equal coins at any verifier."""
     sampled_rule = rule if rule in (AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE) else None
     for number in range(2):
         request = replace(RULES[rule], noise_seed=number)
@@ -214,7 +214,7 @@ def test_committed_tokens_that_end_the_text_are_refused() -> None:
     assert "must not end the sequence, but 7 does" in error.message
     stopped = refused(replace(REQUEST, committed=[1, 4], stop_token_ids=frozenset({4})))
     assert stopped.field == "committed_token_ids[1]"
-    # A grammar ends with its end token, even if the request ignores that token otherwise.
+    # A grammar's text ends with its end token, even if the request ignores end tokens.
     ended = refused(replace(REQUEST, committed=[1, EOS], ignore_eos=True), grammar=True)
     assert ended.field == "committed_token_ids[1]"
 

@@ -167,7 +167,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
         model.broken = stall
         thread.post(submit)
         assert await asyncio.to_thread(entered.wait, 30)
-        # The stream bounds what waits, whatever the engine allows.
+        # The stream bounds its waiting messages, whatever the engine allows.
         connected["loud"].proposals_left = MOST_ANSWERS
         flood.go.set()
         await asyncio.sleep(0.5)
@@ -185,7 +185,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
 
 
 async def test_the_event_loop_does_not_check_a_large_messages_distributions() -> None:
-    """Checking each of 16,384 distributions takes some 10 µs, and every client waits."""
+    """The check of each of 16,384 distributions takes some 10 µs, while every client waits."""
     checked_by: list[threading.Thread] = []
     convert = wire_drafts.drafts_from_proto
 

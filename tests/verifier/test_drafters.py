@@ -144,7 +144,7 @@ def test_the_metrics_of_lost_drafters_are_bounded() -> None:
 
 def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
     engine, _ = make_engine()
-    # The first one's id is the family of the second one.
+    # The first drafter's id is the second drafter's family.
     drafters = [ScriptedDrafter(engine, "y", "x"), ScriptedDrafter(engine, "b", "y")]
     for options, expected in (
         (SpeculationOptions(), {"y", "b"}),

@@ -46,7 +46,7 @@ async def test_gathered_tokens_leave_before_the_verifier_says_that_it_drains(
     thread.post(lambda: engine.submit(request, sink))
     assert entered.wait(30)
     draining = asyncio.create_task(servicer.drain(0.0))
-    # The drain must reach the engine while its forward stalls: a task of a task, so a few turns.
+    # The drain must reach the engine while its forward stalls. A task of a task needs a few turns.
     for _ in range(10):
         await asyncio.sleep(0)
     release.set()

@@ -1,4 +1,4 @@
-"""The engine commits the target's own tokens with any drafts, and frees everything at the end."""
+"""The engine commits the target's tokens with any drafts, and frees everything at the end."""
 
 import hashlib
 import random
@@ -114,9 +114,9 @@ def guess_randomly(
     noise: random.Random,
     truth: list[int],
 ) -> None:
-    """Propose a chain at the root, with right tokens first and wrong ones then, or nothing.
+    """Propose a chain at the root, first right and then wrong tokens, or nothing.
 
-    It never breaks the protocol.
+    The proposal never breaks the protocol.
     """
     assignment = engine.sequences[sequence_id].assignments.get(drafter.handle.id)
     if assignment is None or assignment.trie.node_count or noise.random() < 0.3:
@@ -186,7 +186,7 @@ def test_min_chunk_tokens_delays_all_tokens_but_the_first() -> None:
 
 @pytest.mark.parametrize("max_batch_tokens", [8, 64])
 def test_pages_of_a_prompt_belong_to_its_tenant(max_batch_tokens: int) -> None:
-    """Each chunk but the last ends a step without a token, and its pages are cached there."""
+    """Each chunk but the last ends a step without a token; the step caches the chunk's pages."""
     config = EngineConfig(max_batch_tokens=max_batch_tokens)
     engine, _ = make_engine(config=config, eos_bias=-99)
     prompt = [i % 7 for i in range(22)]
@@ -200,7 +200,7 @@ def test_pages_of_a_prompt_belong_to_its_tenant(max_batch_tokens: int) -> None:
 
 
 def test_the_youngest_of_a_tenants_sequences_is_preempted() -> None:
-    """Both outgrow the cache. The older one never gives its pages away."""
+    """Both sequences outgrow the cache. The older never gives its pages away."""
     engine, _ = make_engine(page_count=8, page_size=4, eos_bias=-99)
     older = engine.submit(request([1, 2], 24), Client())
     younger = engine.submit(request([3, 4], 24), Client())
@@ -231,7 +231,7 @@ def test_a_text_that_waits_for_pages_is_hashed_once_and_shares_pages_as_soon_as_
     finish(engine)
     assert [client.tokens for client in clients] == [model.greedy(prompt, 3)] * 2
     assert clients[1].chunks[-1].cached_token_count == 24
-    # The first request looks for its first page and enters it, the second one waits and shares it.
+    # The first request looks up its first page and enters it; the second waits and shares the page.
     # A page's hash covers 32 + 4 * 4 bytes. Only the hash of a first page also hashes the salt.
     assert sum(len(content) != 48 for content in hashed) == 4
 

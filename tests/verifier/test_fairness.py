@@ -1,4 +1,4 @@
-"""Fairness: one tenant's flood neither starves another one nor keeps it out of the queue."""
+"""Fairness: a tenant's flood neither starves another tenant nor keeps it out of the queue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_tenant_with_one_request_takes_a_place_from_a_flood_at_once(floods: st
 
 
 def test_a_place_is_taken_only_from_a_tenant_with_two_more() -> None:
-    """Otherwise the two could take it from each other in turns."""
+    """Otherwise two tenants could take a place from each other in turns."""
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=3))
     submit(engine, "a", 3)
     submit(engine, "b", 3)
@@ -132,7 +132,7 @@ def test_pages_are_not_taken_from_a_tenant_that_would_then_have_less() -> None:
 
 
 def test_a_sequence_that_grows_takes_pages_from_the_tenant_with_the_most() -> None:
-    """Not from the youngest of all, which would be the small tenant's."""
+    """The youngest of all sequences, the small tenant's, keeps its pages."""
     engine, _ = make_engine(eos_bias=-99, page_count=16, page_size=4)
     flood, _ = submit(engine, "flood", 5, max_tokens=30)
     [small], _ = submit(engine, "small", max_tokens=30)
@@ -145,7 +145,7 @@ def test_a_sequence_that_grows_takes_pages_from_the_tenant_with_the_most() -> No
 
 
 def test_a_place_is_not_taken_for_a_sequence_whose_pages_are_not_there() -> None:
-    """It would stay empty, and the preempted sequence could not come back."""
+    """The place would stay empty, and the preempted sequence could not come back."""
     engine, _ = make_engine(
         eos_bias=-99, page_count=24, page_size=4, config=EngineConfig(max_sequences=2)
     )
@@ -170,7 +170,7 @@ def held(engine: Engine) -> dict[str, int]:
 def test_a_tenant_that_loses_pages_keeps_as_many_as_the_other_gets(
     prompt_length: int, is_admitted: bool
 ) -> None:
-    """With equal shares nobody can take pages back; with less, both would take turns."""
+    """With equal shares nobody can take pages back; otherwise both would take them in turns."""
     engine, _ = make_engine(eos_bias=-99, page_count=12, page_size=4)
     for number in range(6):
         prompt = [number, 2, 3, 4, 5, 6]

@@ -18,14 +18,14 @@ from tests.verifier.test_features import PROMPT, REQUEST, wanted
 
 
 class Text:
-    """A sequence, of which a head reads no more than the tokens."""
+    """A sequence; a head reads only its tokens."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
 
 class Head:
-    """The features of two texts, as a head reads them on its own stream."""
+    """The features of two texts, as a head reads them on its stream."""
 
     def __init__(self, late: LateStreams, drafter: ScriptedDrafter, text: list[int]) -> None:
         self._late = late
@@ -33,10 +33,10 @@ class Head:
         self._text = cast(Any, Text(text))
         self._drafts: dict[int, HeadDraft] = {}
         self.read: dict[int, list[torch.Tensor]] = {}
-        """By sequence, in order."""
+        """The features that were read, by sequence and in order."""
 
     def follow(self) -> None:
-        """Read what the drafter was sent."""
+        """Read the messages to the drafter."""
         for message in self._drafter.received:
             for entry in message.features:
                 assert isinstance(entry.rows, SharedRows)

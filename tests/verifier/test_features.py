@@ -1,4 +1,4 @@
-"""A drafter gets the features that it asked for: of every committed token once, in order."""
+"""A drafter gets the features that it asked for: for each committed token once, in order."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_features_of_a_drafter_that_is_never_asked_are_bounded(
 def test_features_that_wait_keep_no_other_sequences_rows_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the verifier's process they are parts of the tensor of a whole step."""
+    """In the verifier's process, features are parts of a whole step's tensor."""
     engine, model = make_engine(eos_bias=-99)
     pick = model.pick_states
 

@@ -119,7 +119,7 @@ async def until_empty(served: Verifier) -> None:
 
 
 async def test_the_unchanged_drafts_are_taken() -> None:
-    """Otherwise the changed ones would be refused before they reach a trie."""
+    """If valid drafts were refused, changed drafts would never reach a trie."""
     engine, _ = make_engine()
     drafter = ScriptedDrafter(engine)
     for _ in range(2):
@@ -147,7 +147,7 @@ NAMES = count()
 
 
 def aimed(data: bytes, opened: drafts_pb2.Opened) -> bytes:
-    """A drafter's message with its small numbers made those of an open sequence.
+    """A drafter's message with each small number replaced by the id of an open sequence.
 
     Otherwise nearly every message would be about no sequence. Bytes that cannot be parsed stay.
     """

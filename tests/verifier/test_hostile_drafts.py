@@ -22,7 +22,7 @@ def request(prompt: list[int], max_tokens: int) -> TokenRequest:
 
 @pytest.mark.parametrize("opened", [0, 1])
 def test_a_message_for_a_sequence_never_announced_is_a_violation(opened: int) -> None:
-    """No delay explains an id above the last one that was announced to the drafter."""
+    """No delay explains an id above the last id that was announced to the drafter."""
     for batch in (
         DraftBatch([Proposal(opened + 1, 2, [1])]),
         DraftBatch(skips=[Skip(opened + 1, 2)]),
@@ -52,7 +52,7 @@ def test_a_fault_in_processing_a_message_costs_its_sender_alone(
     sequence = engine.submit(request([1, 2], 8), client)
     engine.drain_inbox()
     unlucky.propose(sequence.id, [1])
-    # No message from the wire has such a token; it stands for a fault of our own.
+    # No message from the wire has such a token; it stands for a fault in our code.
     unlucky.send(Proposal(sequence.id, 2, [[]]))
     assert unlucky.error is not None
     assert unlucky.error.reason is Reason.INTERNAL
@@ -66,7 +66,7 @@ def test_a_fault_in_processing_a_message_costs_its_sender_alone(
 
 @pytest.mark.parametrize("name", ["drafter_id", "drafter_family"])
 def test_a_refusal_names_no_drafter_but_the_one_that_was_asked_for(name: str) -> None:
-    """Any tenant may see it, and drafters of other tenants have telling names."""
+    """Any tenant may see a refusal, and drafters' names may tell about other tenants."""
     engine, _ = make_engine()
     for here in ("secret-1", "secret-2"):
         ScriptedDrafter(engine, here, here)
@@ -80,7 +80,7 @@ def test_a_refusal_names_no_drafter_but_the_one_that_was_asked_for(name: str) ->
 
 
 def test_a_drafter_that_repeats_committed_tokens_gains_no_credit() -> None:
-    """It answers each verdict late, with tokens that it knows from later verdicts."""
+    """The drafter answers each verdict late, with tokens that it knows from later verdicts."""
     clock = VirtualClock()
     engine, model = make_engine(
         eos_bias=-99,
@@ -106,7 +106,7 @@ def test_a_drafter_that_repeats_committed_tokens_gains_no_credit() -> None:
 
 
 def test_a_base_before_a_late_opening_breaks_the_protocol() -> None:
-    """A drafter that did not pay is told of a sequence only when it is probed."""
+    """A drafter that did not pay hears of a sequence only when it is probed."""
     engine, _ = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine)
     unpaid = frozenset({drafter.handle})
@@ -125,7 +125,7 @@ def test_a_base_before_a_late_opening_breaks_the_protocol() -> None:
 
 
 def flooded(kind: str, sequence_id: int, length: int) -> DraftBatch:
-    """A message with as many entries as one may have, none of which says anything new."""
+    """A message with the most entries that are allowed, all without news."""
     if kind == "skips":
         return DraftBatch(skips=[Skip(sequence_id, length)] * MAX_BATCH_ENTRIES)
     if kind == "skips of an ended sequence":

@@ -75,7 +75,7 @@ async def until_free(channel: grpc.aio.Channel, name: str) -> RawDrafter:
 async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A machine that dies leaves its connection open. All times are a tenth of the real ones."""
+    """A machine that dies leaves its connection open. All times are a tenth of the real times."""
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
     link = ShapedLink(Link())

@@ -53,7 +53,7 @@ def test_deep_drafts_leave_room_for_a_prompt() -> None:
     for sequence in decoding:
         drafter.propose(sequence.id, model.greedy(sequence.tokens, 8), anew=True)
     engine.step()
-    # The prompt gets a quarter of the step. Drafts fill the rest, but for one token a sequence.
+    # The prompt gets a quarter of the step, each sequence gets a token, and drafts fill the rest.
     assert prompt.num_uncomputed_tokens == 40 - 8
     assert sum(sequence.stats.draft_token_count for sequence in decoding) == 32 - 6 - 8
 

@@ -14,9 +14,9 @@ from verifier_svc.state.trie import Trie
 
 
 class LateMessages:
-    """A verifier's trie and a drafter's state of one sequence; messages wait between them.
+    """A verifier's trie and a drafter's state of one sequence, with the messages between them.
 
-    Its guesses are often right, and the verifier commits with and without drafts.
+    The drafter is often right, and the verifier commits with and without drafts.
     """
 
     def __init__(self, data: st.DataObject) -> None:

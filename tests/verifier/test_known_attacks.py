@@ -1,4 +1,4 @@
-"""Attacks on other servers of speculative decoding that were published, tried on this engine.
+"""Published attacks on other servers of speculative decoding, tried on this engine.
 
 SECURITY.md lists the advisories with the test of each.
 """
@@ -48,7 +48,7 @@ def run(
     draft: Callable[[Sequence, ScriptedDrafter], object] | None,
     prepare: Callable[[Sequence], object] = lambda sequence: None,
 ) -> Ended:
-    """The request's tokens and its end. Before each step, `draft` may send proposals."""
+    """The request's tokens and finish reason. Before each step, `draft` may send proposals."""
     engine: Engine = make_engine(always_draft=True, eos_bias=0.0)[0]
     drafter = None if draft is None else ScriptedDrafter(engine)
     client = Client()
@@ -93,7 +93,7 @@ def test_no_parameters_end_the_engine_or_differ_with_drafts(
     plain = run(request, None)
 
     def draft(sequence: Sequence, drafter: ScriptedDrafter) -> None:
-        """Propose what will be committed, with a false token here and there."""
+        """Propose the tokens that will be committed, with some false tokens."""
         done = drafter.length[sequence.id] - len(PROMPT)
         true = plain[0][done : done + 3]
         tokens = [token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in true]
@@ -105,7 +105,7 @@ def test_no_parameters_end_the_engine_or_differ_with_drafts(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_stale_drafts_never_open_a_grammars_mask(seed: int) -> None:
-    """Late proposals agree with the commit so far, and go on with tokens that are forbidden."""
+    """Late proposals agree with the commit so far, and continue with forbidden tokens."""
     rng = random.Random(seed)
     request = TokenRequest(PROMPT, 16, SamplingParams(seed=seed))
 

@@ -1,4 +1,4 @@
-"""A sequence whose masks take long leaves the batch: no other one waits, and no text changes."""
+"""A sequence with slow masks leaves the batch: no other waits for it, and no text changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Held:
         self.slow.append(work)
 
     def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
-        """Nothing comes in time."""
+        """Return at once: no mask is ready in time."""
 
     def let_go(self) -> None:
         """Compute all masks that have been asked for."""
@@ -65,7 +65,7 @@ def request(sampling: SamplingParams, max_tokens: int = LONG, tenant: str = "") 
 
 
 def proposed(engine: Engine, drafter: ScriptedDrafter, truth: list[int], done: int) -> None:
-    """Propose what comes next, with a mistake now and then."""
+    """Propose the next tokens, with a mistake now and then."""
     for sequence_id in list(engine.scheduler.running):
         guess = truth[done : done + 3]
         if done % 4 == 1 and guess:
@@ -128,7 +128,7 @@ def sampled_texts(seed: int, held: Held | None) -> tuple[list[int], int]:
     while engine.sequences:
         engine.drain_inbox()
         for sequence in engine.scheduler.running.values():
-            # The draft depends on seed and position alone. The grammar forbids half of its tokens.
+            # The draft depends only on seed and position. The grammar forbids half of its tokens.
             choose = np.random.default_rng([seed, len(sequence.tokens)])
             ids = np.arange(2, VOCAB)
             share = SparseDistribution(ids, np.full(len(ids), 1 / len(ids)))
@@ -184,7 +184,7 @@ def test_a_sequence_can_end_while_its_masks_are_computed() -> None:
     [work] = held.begun
     engine.cancel(sequence)
     held.let_go()
-    # It had not begun, so it does not.
+    # The work had not begun, so it never begins.
     assert work.mask is None
     engine.step()
     engine.pool.check_integrity()
@@ -192,7 +192,7 @@ def test_a_sequence_can_end_while_its_masks_are_computed() -> None:
 
 
 def spent(work: MaskWork, seconds: float) -> None:
-    """Let finished work have taken this much processor time."""
+    """Make finished work seem to have taken this much processor time."""
     work._seconds = seconds
 
 
@@ -328,7 +328,7 @@ def test_a_draft_whose_mask_is_too_expensive_changes_no_text(
     plain.submit(request(sampling, 8), client, matcher=Alternating())
     finish(plain)
     truth = client.tokens
-    # The grammar allows it in place of each second token.
+    # The grammar allows this token at every other place.
     costly = next(token for token in range(0, VOCAB, 2) if token not in truth)
 
     held = Held() if are_late else None
@@ -386,7 +386,7 @@ def test_masks_in_progress_delay_neither_another_tenants_nor_slow_ones(attackers
 
 
 def test_a_recomputed_prompt_asks_once_for_slow_masks() -> None:
-    """They were asked for before the preemption, and the text is the same."""
+    """The masks were asked for before the preemption, and the text has not changed."""
     config = EngineConfig(max_batch_tokens=16)
     engine, _ = make_engine(eos_bias=-99, config=config)
     held = Held()

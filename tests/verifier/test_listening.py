@@ -1,4 +1,4 @@
-"""A drafter that guesses for next to nothing is asked even where its drafts are not awaited."""
+"""A drafter whose guesses cost next to nothing is asked even if nobody waits for its drafts."""
 
 import pytest
 
@@ -17,9 +17,9 @@ STEP_S = 0.010
 def rarely_right(
     token_s: float = 0.0001, row: float = 0.2, most: int = 16
 ) -> tuple[Engine, Assignment]:
-    """A drafter that takes an eighth of a step to answer and is right once in ten times.
+    """A drafter that takes an eighth of a step to answer, and is right one time in ten.
 
-    After a right guess most guesses are right. Its drafts have at most `most` tokens, of which each
+    After a right guess most guesses are right. Its drafts have at most `most` tokens; each token
     makes a step longer by the share `row`.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
@@ -29,7 +29,7 @@ def rarely_right(
     drafter.handle.token_time.observe(token_s)
     sequence = engine.submit(TokenRequest([1, 2], 400, GREEDY), Client())
     engine.step()
-    # The real step has corrected the costs.
+    # The real step corrected the costs.
     for drafted in (0, 1, 8):
         engine.cost.calibrate(1, 1 + drafted, STEP_S * (1 + row * drafted))
     assignment = sequence.assignments["scripted"]

@@ -1,4 +1,4 @@
-"""What a verifier reports of its load, and when it tells refused callers to come back."""
+"""A verifier's report of its load, and the time after which refused callers should return."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_pages_that_sequences_hold_are_reported() -> None:
 
 
 class Clock:
-    """Each look at it takes a millisecond."""
+    """A clock that advances by a millisecond at each look."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -97,7 +97,7 @@ def test_the_time_of_sequences_follows_the_recent_ones() -> None:
 
 
 def meter_with_cost(first_s: float, full_s: float) -> tuple[Engine, ForwardCost]:
-    """An engine of 8 places, whose forwards take so long with one sequence and with eight."""
+    """An engine of 8 places, with these times of a forward for one sequence and for eight."""
     config = EngineConfig(max_sequences=8, max_waiting=8)
     engine, _ = make_engine(eos_bias=-99, config=config)
     engine.cost.calibrate(1, 1, first_s)

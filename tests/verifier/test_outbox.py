@@ -83,7 +83,7 @@ def test_what_no_step_waits_for_is_done_while_a_gpu_computes(
     if launches:
         step = ["launch", "layout", "chunk", "metrics", "wait", "verdict"]
     assert two_steps == step * 2
-    # The last step has no forward behind it.
+    # No forward follows the last step.
     assert events[-2:] == ["metrics", "chunk"]
     assert client.tokens == model.greedy([1, 2], 4)
 
@@ -108,7 +108,7 @@ def test_drafts_are_counted_while_a_gpu_computes() -> None:
     drafter.propose(sequence.id, text[1:3])
     engine.step()
     assert drafter.received[-1].verdicts[0].accepted_count == 2
-    # The commit of four tokens is told, and not yet counted.
+    # The drafter has the verdict on four tokens; neither metrics nor client have them yet.
     assert (drafter.handle.verified_count, client.tokens) == (0, text[:1])
     before = rate.version
     model.broken = lambda slices: events.append(f"launch {drafter.handle.verified_count}")
@@ -145,7 +145,7 @@ def test_a_gpus_next_step_is_planned_while_it_computes_unless_drafters_or_the_ba
             engine.cancel(sequence)
 
     def is_used(change: Callable[[], object] = lambda: None) -> bool:
-        """Whether the plan after a step and a change is the one that was begun in the step."""
+        """Whether the engine uses the plan begun during a step after the step and a change."""
         engine.step()
         outline = wait._outline
         assert outline is not None

@@ -26,7 +26,7 @@ from verifier_svc.policy.draft_policy import EVERY_DRAFT
 
 BAD = 7
 PAGES, PAGE = 8, 16
-# The gathered attention of torch, and with 64 as head size the C library's.
+# torch's attention over gathered pages and, with head size 64, the C library's.
 every_attention = pytest.mark.parametrize(
     ("dtype", "head_size"), [(torch.float16, 8), (torch.float32, 64)]
 )
@@ -51,10 +51,10 @@ def make(dtype: torch.dtype, head_size: int, *, trust: bool = False) -> Engine:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed" not in name:
                 parameter.mul_(5)
-        # Nothing but a draft or a prompt chooses the token.
+        # Only a draft or a prompt chooses this token.
         model.get_output_embeddings().weight[BAD] = 0.0
     runner = ModelRunner(model.to(dtype), page_count=PAGES, page_size=PAGE)
-    # Its own trial would refuse the model.
+    # The runner's trial at start would refuse this model.
     with torch.no_grad():
         model.get_input_embeddings().weight[BAD] = torch.inf
 
@@ -109,7 +109,7 @@ def test_a_guess_ends_no_sequence(dtype: torch.dtype, head_size: int) -> None:
 
 @every_attention
 def test_a_sampled_guess_is_not_dropped_for_its_value(dtype: torch.dtype, head_size: int) -> None:
-    """To draw again only where the first draw was bad would bias the text."""
+    """Drawing again only after a bad draw would bias the text."""
     engine = make(dtype, head_size, trust=True)
     drafter = ScriptedDrafter(engine, distributions=frozenset(DraftDistribution))
     drafter.prove()
@@ -142,7 +142,7 @@ def test_pages_of_an_ended_sequence_harm_no_later_one(dtype: torch.dtype, head_s
 def test_after_an_overflow_no_drafter_drafts_for_the_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A drafter that joins later would propose such a token again, and cost a forward each time."""
+    """A drafter that joins later could propose the token again, and cost a forward each time."""
     engine = make(torch.float32, 64)
     forward, counts = engine.model.forward, []
 

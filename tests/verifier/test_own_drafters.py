@@ -65,7 +65,7 @@ async def served(
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        # A verifier freezes what it loaded, and with it what this process has.
+        # A verifier freezes all objects that this process has at that time.
         gc.unfreeze()
 
 
@@ -87,7 +87,7 @@ async def text(
 async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No request would show an idle engine that its GPU is lost, and `/readyz` would stay."""
+    """Without requests, an idle engine would not notice a lost GPU, and `/readyz` would stay."""
     faulty, lost = asyncio.Event(), asyncio.Event()
 
     captures: list[bool] = []
@@ -137,7 +137,7 @@ async def test_a_draft_model_changes_no_text_also_when_it_fails_or_hangs(
         [drafter] = (await client.model()).drafters
         assert drafter.acceptance_rate
         plain = await text(address, PLAIN)
-        # A request that waits for every draft waits a second for each that hangs.
+        # A request that waits for every draft waits a second for each hanging drafter.
         for fault, options in {"fails": ALWAYS, "hangs": SpeculationOptions()}.items():
             faults[fault] = True
             assert await text(address, options) == plain

@@ -157,13 +157,13 @@ def test_a_request_that_insists_gets_drafts_where_they_do_not_pay() -> None:
         client = stack.get(speculation)
         assert drafted(client) > MAX_TOKENS // 2
         assert paused(client) is None
-    # What pays is judged as before.
+    # Insisting requests do not change which drafts pay.
     assert drafted(stack.get()) == 0
 
 
 @pytest.mark.parametrize("other_tenant", [False, True])
 def test_insisting_does_not_slow_down_another_request(other_tenant: bool) -> None:
-    """Neither a request that does not insist, nor another tenant's that does."""
+    """The other request does not insist, or is another tenant's and insists."""
 
     def steps_s(others: SpeculationOptions) -> float:
         stack = Stack()

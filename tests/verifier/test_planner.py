@@ -46,8 +46,8 @@ def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> Non
 def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
     """An engine that has planned for `batch` sequences.
 
-    A draft token takes `token_s` seconds of a forward. `accepted` tokens of each draft of 8 were
-    right so far.
+    A draft token takes `token_s` seconds of a forward. So far, `accepted` tokens of each
+    draft of 8 were right.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     ScriptedDrafter(engine)
@@ -67,7 +67,7 @@ def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
 
 
 def draft_tokens(engine: Engine) -> list[int]:
-    """Draft tokens of each sequence by the last plan."""
+    """Each sequence's number of draft tokens in the last plan."""
     planned = engine.drafting.plan.draft_tokens
     return [planned.get(sequence_id, 0) for sequence_id in engine.sequences]
 
@@ -81,7 +81,7 @@ def test_a_free_draft_token_is_taken_and_an_expensive_one_is_not() -> None:
 def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> Engine:
     """Eight sequences, and drafters by name with an acceptance probability for each sequence.
 
-    A forward of 16 tokens takes little more than one of 8; each further token takes 2 ms.
+    A forward of 16 tokens takes little longer than a forward of 8; each further token takes 2 ms.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     for name in rates:
@@ -99,7 +99,7 @@ def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> E
 
 
 def settle(engine: Engine) -> list[int]:
-    """Draft tokens after some plans, each of which decides which drafters are asked."""
+    """Draft tokens after some plans; each plan decides which drafters are asked."""
     for _ in range(7):
         plan = make_plan(engine)
         for sequence in engine.sequences.values():
@@ -144,7 +144,7 @@ def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
 @pytest.mark.parametrize(
     ("device", "gpu_uuid", "depth"),
     [
-        # A container may have another host's name, and number its GPUs anew.
+        # A container may have another host's name, and different numbers for the GPUs.
         ("cuda:1", "GPU-a", 4),
         ("cuda:0", "GPU-b", 9),
         ("cuda:0", "", 9),
@@ -192,10 +192,10 @@ def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
 
 
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
-    """A drafter on the target's cores, for sequences at which it is `good` and `poor`.
+    """A drafter on the target's cores, with sequences for which it is `good` and `poor`.
 
-    It has 5 tokens accepted of each draft, or one of every tenth draft. A forward takes 50 ms, and
-    a draft of 8 tokens 60 ms of the target's cores.
+    A good draft has 5 accepted tokens; of poor drafts, every tenth has one. A forward takes
+    50 ms, and a draft of 8 tokens 60 ms of the target's cores.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)

@@ -51,7 +51,7 @@ def verdict_count(drafter: ScriptedDrafter) -> int:
 def steps_with_verdicts(
     engine: Engine, drafter: ScriptedDrafter, clock: VirtualClock, steps: int
 ) -> list[int]:
-    """Take some steps. Returns the numbers of those after which the drafter got a verdict."""
+    """Take some steps; return the numbers of the steps after which the drafter got a verdict."""
     found: list[int] = []
     for i in range(steps):
         before = verdict_count(drafter)

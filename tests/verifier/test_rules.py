@@ -172,7 +172,7 @@ def test_a_logit_of_minus_infinity_is_no_error() -> None:
 
 
 def test_if_nothing_is_allowed_no_draft_token_is_accepted() -> None:
-    """The argmax of a row without any allowed token is token 0, which was drafted."""
+    """The argmax of a row without allowed tokens is token 0, and that was drafted."""
     nothing = Context(SamplingParams(banned_token_ids=(0, 1, 2, 3)), [0], 1, [0])
     beside = Draft(Context(SamplingParams(), [0], 1, [2]), 5)
     dead, alive = accept(torch.zeros(4, 4), [Draft(nothing, 0), beside])
@@ -259,7 +259,7 @@ def test_synthetic_drafts_are_accepted_up_to_each_position_at_its_rate() -> None
         )
         for seed in range(count)
     ]
-    # The target never agrees. The rates end before the draft does, so their last ratio goes on.
+    # The target never agrees. There are fewer rates than draft tokens, so the last ratio repeats.
     logits_RV = torch.zeros(count * (length + 1), 4)
     logits_RV[:, 3] = 1.0
     found = accept(logits_RV, drafts, (0.8, 0.6, 0.3))

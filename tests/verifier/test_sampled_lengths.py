@@ -1,7 +1,7 @@
 """No decision of a step depends on how long a sampled draft is.
 
-Its drafter may have ended it after a token because of the token's value. All tests run in virtual
-time.
+A drafter may have ended the draft after a token because of the token's value. All tests run in
+virtual time.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ def test_of_a_sampled_draft_a_full_cache_verifies_what_fits(length: int) -> None
     engine.drain_inbox()
     engine.step()
     drafter.send(Proposal(sequence.id, 3, [3] * length, [], [HALVES] * length))
-    # Three pages of two tokens, of which three are committed.
+    # Three pages of two tokens; three tokens are committed.
     [scheduled] = engine.scheduler.next({sequence.id: 8})
     assert len(scheduled.draft.token_ids) == min(length, 3)

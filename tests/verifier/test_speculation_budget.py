@@ -1,4 +1,4 @@
-"""Speculation loses no more than its budgets. Plain steps take a second, unless a test differs."""
+"""Speculation loses no more than its budgets. Plain steps take a second unless a test says more."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ class Steps:
     """A budget, and the steps that it observes."""
 
     def __init__(self, *, baseline_s: float = 1.0, batches: tuple[int, ...] = (BATCH,)) -> None:
-        """Each of the batches has its first baseline steps, of `baseline_s` seconds, behind it."""
+        """Each batch size has had its first baseline steps, of `baseline_s` seconds."""
         isolated = ForwardCost()
         for batch in (1, 64):
             isolated.calibrate(batch, batch, 1.0)
@@ -45,7 +45,7 @@ class Steps:
     def lose(
         self, steps: float, drafters: frozenset[Drafter] = DRAFTER_SET, batch: int = BATCH
     ) -> None:
-        """A step without gain that takes as long as 1 + `steps` plain ones."""
+        """A step without gain that takes as long as 1 + `steps` plain steps."""
         self.budget.observe(batch, drafters, batch, 1.0 + steps, baseline=False)
 
     def baseline_until_measured(self, batch: int, seconds: float = 1.0) -> int:
@@ -57,7 +57,7 @@ class Steps:
     def losses_until_refused(
         self, drafters: frozenset[Drafter] = DRAFTER_SET, batch: int = BATCH
     ) -> int:
-        """How many plain steps a drafter set loses, one by one, before it is refused."""
+        """How many plain steps a drafter set loses, one at a time, before it is refused."""
         return count_until(
             lambda: not self.budget.allows(batch, drafters), lambda: self.lose(1.0, drafters, batch)
         )
@@ -68,7 +68,7 @@ class Steps:
 
 
 def count_until(reached: Callable[[], bool], act: Callable[[], None]) -> int:
-    """How often to act until something is reached."""
+    """How many times to act until a condition holds."""
     for count in range(10_000):
         if reached():
             return count
@@ -93,7 +93,7 @@ def test_baseline_steps_come_again_ever_more_rarely() -> None:
             count_until(lambda: steps.budget.needs_baseline(BATCH), lambda: steps.gain(0.0))
         )
         steps.baseline_until_measured(BATCH)
-    # The step that ends a row of baseline steps is the first of the gap.
+    # The step that ends a run of baseline steps is the first step of the gap.
     assert gaps == [127, 255, 511, 1023, 1023, 1023]
 
 
@@ -161,7 +161,7 @@ def test_a_refused_drafter_set_begins_anew_when_baseline_steps_are_slower() -> N
     assert steps.budget.allows(BATCH, DRAFTER_SET), (
         "steps are compared with the slower baseline steps"
     )
-    # A loss of 2 s is more than one of the slower steps.
+    # A loss of 2 s is more than one slower step.
     assert (
         count_until(lambda: not steps.budget.allows(BATCH, DRAFTER_SET), lambda: steps.lose(2.0))
         == 4

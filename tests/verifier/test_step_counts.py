@@ -35,7 +35,7 @@ SAMPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of sequences that are all alike, and what a step of it costs at most."""
+    """A batch of equal sequences, and the most that its step may cost."""
 
     sampling: SamplingParams
     operators: int
@@ -77,7 +77,7 @@ CASES = {
     ),
     "top-p of flat rows": Case(SamplingParams(1.9, top_p=0.99), 90, copies=2, waits=2, flat=True),
 }
-"""Masks come in a copy of their own, since they are computed during the forward. The last case
+"""Masks come in a separate copy, since they are computed during the forward. The last case
 needs another copy and wait: only the device knows that 1024 candidates are too few."""
 
 
@@ -133,7 +133,7 @@ class Batch:
         return batch
 
     def masked(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-        """The batch as it is once its masks are there."""
+        """The batch after its masks have come."""
         if not self._case.masked:
             return list(batch)
         width = -(-VOCAB // 32)
@@ -143,7 +143,7 @@ class Batch:
         return [replace(each, mask=mask if i % 2 else None) for i, (each, mask) in enumerate(pairs)]
 
     def commit(self, count: int) -> None:
-        """Go on with any tokens."""
+        """Append arbitrary tokens."""
         for sequence in self._sequences:
             sequence.tokens += self._tokens(count)
 

@@ -1,4 +1,4 @@
-"""A step is divided between tenants; one that has used little goes first."""
+"""A step is divided between tenants; a tenant that has used little goes first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def submit(engine: Engine, tenant: str, count: int, prompt: int = 2) -> list[Seq
 
 
 def busy_engine(*, prompt: int = 2, floods: Sequence[str] = ("flood",)) -> Engine:
-    """An engine with 16 sequences of floods, which have run for a second."""
+    """An engine with 16 sequences of flooding tenants that have run for a second."""
     config = EngineConfig(max_sequences=32, max_batch_tokens=64)
     engine, _ = make_engine(eos_bias=-99, config=config, page_count=2000, clock=lambda: 0.0)
     for name in floods:
@@ -109,7 +109,7 @@ def test_floods_add_a_quarter_to_the_steps_of_a_light_tenant(
 
 
 def test_steps_stay_short_while_another_tenant_may_come_back() -> None:
-    """It would wait for the end of the step. The flood's sequences then decode in turns."""
+    """The other tenant would have to wait for the step's end. The flood's sequences take turns."""
     engine = busy_engine()
     engine.step()
     engine.scheduler.use.charge({"light": 1}, 0.001, 0.0)

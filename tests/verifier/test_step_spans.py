@@ -14,7 +14,7 @@ REQUEST = TokenRequest([1, 2, 3], 5, SamplingParams(temperature=0.0), ignore_eos
 
 
 def generate(engine: Engine, traced: list[bool]) -> None:
-    """Serve concurrent requests, one for each of `traced`: in a trace of its own, or in none."""
+    """Serve concurrent requests, one for each of `traced`: in a separate trace, or in none."""
     roots = []
     for wanted in traced:
         roots.append(telemetry.start_root("request", {}) if wanted else telemetry.NO_SPAN)

@@ -1,4 +1,4 @@
-"""Drafters that bring nothing get few messages, however many they are, and keep nobody out.
+"""Useless drafters get few messages, however many they are, and keep no other drafter out.
 
 All tests run in virtual time.
 """
@@ -65,7 +65,7 @@ def test_silent_drafters_get_few_messages_and_no_wait() -> None:
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_good_drafter_gets_its_chance_among_strangers(answers: bool) -> None:
-    """It joins last. The strangers are silent, or skip for ever."""
+    """The good drafter joins last. The strangers are silent, or skip for ever."""
     clock = VirtualClock()
     engine = make(clock)
     strangers = crowd(engine, 20)
@@ -106,7 +106,7 @@ def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_
 
 
 def test_a_drafter_that_falls_silent_is_replaced_until_it_answers_again() -> None:
-    """Two of one family serve two sequences. One hangs, and the other gets both."""
+    """Two drafters of one family serve two sequences. One drafter hangs; the other gets both."""
     clock = VirtualClock()
     engine = make(clock)
     drafters = [ScriptedDrafter(engine, name, "family") for name in "ab"]
@@ -127,7 +127,7 @@ def test_a_drafter_that_falls_silent_is_replaced_until_it_answers_again() -> Non
 
 
 def test_a_drafter_on_trial_neither_displaces_a_proven_drafter_nor_is_waited_for() -> None:
-    """It promises more than the proven drafter, is quicker, and never answers again."""
+    """The drafter on trial promises more, is quicker, and never answers again."""
     clock = VirtualClock()
     engine = make(clock)
     good = ScriptedDrafter(engine, "good", "good")

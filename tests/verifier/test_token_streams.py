@@ -248,7 +248,7 @@ async def test_a_verifier_that_ends_the_stream_sends_all_earlier_tokens() -> Non
 
 
 async def test_large_parts_are_divided_among_messages() -> None:
-    """The prompt log probabilities of many sequences can exceed gRPC's limit of a message."""
+    """The prompt log probabilities of many sequences can exceed gRPC's limit for a message."""
     long = list(range(1_000_000, 1_000_000 + 200_000))
     verifier = Verifier(lambda prompt: [0.2, long])
     async with calling(verifier) as call:

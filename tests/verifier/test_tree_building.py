@@ -1,4 +1,4 @@
-"""Trees of draft tokens: chosen out of all drafters' tries, from the likeliest token down."""
+"""Trees of draft tokens, chosen from all drafters' tries, the likeliest tokens first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Costs = list[tuple[int, float]]
 
 
 class Rig:
-    """An engine with sequences that decode, and drafters of which each has a rate."""
+    """An engine with decoding sequences, and drafters with an acceptance rate each."""
 
     def __init__(self, *rates: float, sequences: int = 1, **options: object) -> None:
         trust = bool(options.pop("trust", False))
@@ -50,7 +50,7 @@ class Rig:
                 assignment.rate = AcceptanceRate(rate, 8)
 
     def propose(self, tree: DraftTree, drafter: int = 0, sequence: int = 0) -> None:
-        """Send a tree behind the committed tokens."""
+        """Send a tree after the committed tokens."""
         target = self.sequences[sequence]
         base = len(target.tokens)
         proposal = Proposal(target.id, base, tree.token_ids, tree.parents)
@@ -60,7 +60,7 @@ class Rig:
     def grow(
         self, depth: int = 8, costs: Costs = ALL, room: int = 1000, **plan: object
     ) -> list[DraftTree]:
-        """The drafts that pay at these costs; a sequence's chain where trees are no use."""
+        """The drafts that pay at these costs; only a chain for sequences that cannot use trees."""
         depths = {sequence.id: depth for sequence in self.sequences}
         plan = {"draft_tokens": depths, "token_costs": costs, **plan}
         found = grow_trees(lambda: self.sequences, Plan(**plan), lambda: room)
@@ -107,7 +107,7 @@ def connected(known: Mapping[Path, float]) -> Iterator[tuple[Path, ...]]:
 
 
 def cost(count: int, costs: Costs) -> float:
-    """The tokens that a forward of `count` draft tokens costs."""
+    """The cost of a forward with `count` draft tokens, in tokens."""
     total = 0.0
     for i in range(count):
         total += next((cost for end, cost in costs if i < end), costs[-1][1])
@@ -187,7 +187,7 @@ def test_sequences_compete_for_the_cheap_places_of_a_forward() -> None:
         [len(tree.token_ids) for tree in rig.grow(costs=[(count, 0.01), (1000, 2.0)])]
         for count in (2, 4, 5, 8)
     ]
-    # 0.9 and 0.81 of the first; 0.4, 0.3 and 0.16 of the second; then 0.12 and 0.05, 0.045.
+    # The first has 0.9 and 0.81; the second 0.4, 0.3 and 0.16; then come 0.12, 0.05 and 0.045.
     assert sizes == [[2, 0], [2, 2], [2, 3], [4, 4]]
 
 
@@ -222,7 +222,7 @@ def test_claims_that_the_commits_contradict_lose_their_weight() -> None:
         rates.observe(0, 1, 0.4, i % 10 == 0)
     assert rates.estimate(0, 1, 0.4) == pytest.approx(0.1, abs=0.03)
     assert rates.estimate(0, 1, 0.2) == pytest.approx(0.05, abs=0.015)
-    # Another rank and another depth have measurements of their own; the deepest share one.
+    # Other ranks and depths have separate measurements; the deepest share one.
     assert rates.estimate(0, 2, 0.4) == rates.estimate(1, 1, 0.4) == 0.4
     rates.observe(9, 1, 0.4, True)
     assert rates.estimate(3, 1, 0.4) > 0.4
@@ -256,7 +256,7 @@ def test_sampled_chains_count_in_the_room_that_trees_share() -> None:
 def test_with_always_draft_no_drafters_tokens_displace_anothers(
     draft_tokens: int | None, most: int
 ) -> None:
-    """Unless the request says how many tokens to verify."""
+    """With `draft_tokens`, the request limits the tree's tokens."""
     rig = Rig(0.5, 0.95)
     [sequence] = rig.sequences
     speculation = replace(sequence.request.speculation, draft_tokens=draft_tokens)

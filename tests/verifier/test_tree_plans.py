@@ -105,7 +105,7 @@ def test_a_drafter_without_right_guesses_beside_is_asked_for_chains() -> None:
 
 
 def test_drafting_time_is_that_of_the_new_tokens_one_behind_the_other() -> None:
-    """A proposal repeats its chain, and branches are drafted side by side."""
+    """A proposal repeats its chain, and branches are drafted in parallel."""
     engine = planned()
     [sequence] = engine.sequences.values()
     good = assignment(engine, "good")

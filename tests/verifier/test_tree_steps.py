@@ -127,7 +127,7 @@ def test_no_forward_computes_a_position_behind_prompt_and_answer(trees: bool) ->
             ahead, parents = [*ahead, *map(other, ahead)], parents * 2
         drafter.send(Proposal(sequence.id, len(sequence.tokens), ahead, parents))
         engine.step()
-    # The answer's last token is computed by no forward.
+    # No forward reads the answer's last token.
     assert max(last) == 2 + 20 - 2
     assert sequence.stats.accepted_token_count > 10
 
@@ -181,7 +181,7 @@ def test_a_grammar_cuts_a_tree_and_masks_each_row_as_its_path(seed: int) -> None
         assert alone.ended or masked.mask[row] == mask[0]
         rows[tuple(path)] = row
     assert list(rows.values()) == list(range(len(masked.draft.token_ids) + 1))
-    # Nothing else was cut, and the order is as before.
+    # The mask cut nothing else, and kept the order.
     left = [path for path in paths(tree) if fits([4, *path])]
     assert list(rows) == [tuple(path) for path in left]
 
@@ -226,12 +226,12 @@ class Fixed(GrammarMasks):
 
 
 def other(*tokens: int) -> int:
-    """A token that is none of these."""
+    """A token other than these."""
     return next(token for token in range(VOCAB) if token not in tokens)
 
 
 def run_fixed(tree: DraftTree, truth: list[int], **request: object) -> list[TokenChunk]:
-    """The chunks of a request behind [1, 2] whose first step verifies the tree."""
+    """The chunks of a request with prompt [1, 2] whose first step verifies the tree."""
     engine, _ = make_engine(eos_bias=-99)
     client = Client()
     asked = TokenRequest([1, 2], len(truth), GREEDY, **request)
@@ -248,7 +248,7 @@ RECOVERED, BONUS = TokenSource.RECOVERED, TokenSource.BONUS
 
 def test_the_own_token_behind_a_leaf_is_a_bonus_and_else_recovered() -> None:
     wrong = other(TRUTH[0])
-    # Row 1 is a wrong main guess with a guess; rows 3 and 4 are right.
+    # Row 1 is a wrong guess on the main path, row 2 follows it; rows 3 and 4 are right.
     tree = DraftTree([wrong, 0, TRUTH[0], TRUTH[1]], [], [0, 1, 0, 3])
     first, *rest = run_fixed(tree, TRUTH)
     assert first.token_ids == TRUTH[:3]
@@ -278,7 +278,7 @@ def test_a_drafters_rate_counts_main_guesses_and_its_metrics_all_tokens() -> Non
     assert (drafter.handle.verified_count, drafter.handle.accepted_count) == (4, 2)
     rates = sequence.assignments["scripted"].rate.by_position
     assert rates[0] > 0.8 > rates[1]
-    # The next step exports what this one counted.
+    # The next step exports this step's counts.
     engine.drain_inbox()
     text = exposition(engine)
     for name, labels, count in (

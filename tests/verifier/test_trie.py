@@ -15,7 +15,7 @@ PROMPT = [1, 2, 3]
 
 
 class Text:
-    """A trie and the text that is committed at the same time."""
+    """A trie and the committed text beside it."""
 
     def __init__(self, window: Window = Window(token_count=12, depth=6)) -> None:  # noqa: B008  # frozen
         self.tokens = list(PROMPT)
@@ -127,9 +127,9 @@ Guess = tuple[int, ...]
 
 
 def naive(seen: dict[Guess, int], committed: list[int]) -> tuple[set[Guess], list[int]]:
-    """A simple model of the trie: all texts that were ever guessed, with their order of arrival.
+    """A simple model of the trie: all texts that were ever guessed, in order of arrival.
 
-    Returns the texts that go on behind the commit, and the main path.
+    Returns the texts that continue after the commit, and the main path.
     """
     start = len(committed)
     below = {guess for guess in seen if len(guess) > start and list(guess[:start]) == committed}
@@ -181,7 +181,7 @@ class World:
         assert (walk.result in (LookupResult.CHAIN, LookupResult.BRANCH)) == bool(below)
 
     def join(self) -> None:
-        """Another drafter takes over; the guesses of the one before it are gone."""
+        """Another drafter takes over; the previous drafter's guesses are gone."""
         self.trie = Trie(len(self.committed), self.trie.window)
         self.seen = {}
         self.in_flight = []

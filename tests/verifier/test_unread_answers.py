@@ -1,6 +1,6 @@
 """A sequence that nobody reads takes no steps, places, pages or drafters' slots.
 
-Its text stays the same.
+The sequence's text does not change.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def opened(hub: DraftHub, name: str, prompt_length: int = 5, max_tokens: int = 4
 
 
 def step(hub: DraftHub, name: str, computed: int, tokens: int, text: list[int]) -> list[int]:
-    """One step of a request that computes `tokens` besides its draft, and draws from `text`."""
+    """A step of a request. It computes `tokens` besides the draft, and draws from `text`."""
     hub.plan_step([(name, computed)] if computed else [])
     draft = hub.choose(name, 4) if tokens == 1 else []
     hub.begin({name: tokens + len(draft)}, {name: draft} if draft else {})
@@ -139,7 +139,7 @@ def begun(hub: TestHub) -> TestHub:
 def compute(
     hub: TestHub, tokens: int, *committed: int, draft: list[int] | None = None, pages: float = 0.0
 ) -> None:
-    """A step that the hub is not asked to draft for."""
+    """A step for which vLLM does not ask the hub for drafts."""
     hub.plan_step([])
     hub.begin({"a": tokens}, {"a": draft} if draft else {})
     hub.computed()
@@ -147,7 +147,7 @@ def compute(
 
 
 def windows(hub: TestHub) -> set[int]:
-    """The depths of the windows that the drafter was told of while a request ran."""
+    """The depths of the windows that the drafter got while a request ran."""
     hub.add_drafter()
     opened(hub, "a")
     step(hub, "a", 0, 5, hub.right)
@@ -209,7 +209,7 @@ def test_a_padded_row_is_no_draft(hub: TestHub) -> None:
 def test_the_ids_of_a_padded_row_count_in_no_measure(
     begun: TestHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither as draft tokens nor as tokens of a prompt."""
+    """The ids count neither as draft tokens nor as tokens of a prompt."""
     seen: list[tuple[int, int, int]] = []
 
     def observe(decoding: int, tokens: int, seconds: float, prompt_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Our noise in vLLM's samplers draws what our own engine commits, driven without vLLM."""
+"""With our noise, vLLM's samplers draw what our engine commits; tested without vLLM."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Row:
             stats=SpeculationStats(),
         )
         self.parameters: Any = vllm_parameters(sequence)
-        # As a message to a worker process would change it.
+        # A message to a worker process would change it like this.
         self.parameters.extra_args = json.loads(json.dumps(self.parameters.extra_args))
         self.is_drawn = drawing_of(self.parameters) is not None
         drafts = [max(token, 0) for token in drafted]
@@ -69,7 +69,7 @@ class Row:
 
 
 def rows_of(step: int) -> list[Row]:
-    """A row of each kind, among them one with no draft and one that is padded."""
+    """A request of each kind, among them one without a draft and one with a padded row."""
     drafts: list[list[int]] = [[5, 6], [], [9], [-1, -1], [2, 2, 2]]
     pairs = zip(SAMPLINGS.items(), drafts[step % 5 :] + drafts[: step % 5], strict=True)
     rows = [Row(name, each, 10 * step + i, d) for i, ((name, each), d) in enumerate(pairs)]
@@ -77,7 +77,7 @@ def rows_of(step: int) -> list[Row]:
 
 
 def committed(row: Row, logits: torch.Tensor) -> list[int]:
-    """What our own engine would draw in each row of a request."""
+    """The tokens that our engine would draw in each row of a request."""
     found = []
     for count in range(len(row.drafted) + 1):
         context = Context(
@@ -98,7 +98,7 @@ def logits_for(rows: Sequence[Row], step: int) -> torch.Tensor:
 
 
 def check(rows: Sequence[Row], before: torch.Tensor, after: torch.Tensor) -> None:
-    """Each drawn row's likeliest token is the committed one; all other rows are as they were."""
+    """In each drawn row, the committed token is the likeliest; all other rows are unchanged."""
     first = 0
     for row in rows:
         part = slice(first, first + len(row.drafted) + 1)
@@ -110,7 +110,7 @@ def check(rows: Sequence[Row], before: torch.Tensor, after: torch.Tensor) -> Non
 
 
 class V1Runner:
-    """What the first runner has, with its samplers as they process logits."""
+    """The fields of the first runner that we use, and its samplers' processing of logits."""
 
     def __init__(self, rows: Sequence[Row], step: int) -> None:
         def same(logits: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_the_second_runners_processor_gets_the_committed_tokens(step: int) -> No
     for i, row in enumerate(rows):
         ids[2 * i, : len(row.text)] = torch.tensor(row.text)
         prefill[2 * i] = len(PROMPT)
-    # Of one row a part of the prompt is still to come.
+    # One row's prompt is not complete yet.
     prefill[2] = 30
     rows[1].is_drawn = False
     states: Any = SimpleNamespace(

@@ -125,7 +125,7 @@ def test_a_draft_with_an_id_beyond_the_vocabulary_costs_that_draft_alone(
 
 
 def test_drafts_get_only_pages_that_nobody_else_needs(hub: TestHub) -> None:
-    """Five tokens of a prompt take two blocks of four, and the first draft would take a third."""
+    """A prompt of five tokens takes two blocks of four; the first draft would need a third."""
     hub.add_drafter()
     for blocks, drafted in ((2, 2), (3, 4)):
         scheduler = scheduler_of(hub, blocks=blocks)
@@ -174,7 +174,7 @@ def test_a_prompt_in_chunks_and_tokens_in_flight_get_no_draft(hub: TestHub) -> N
 
 
 def test_another_servers_request_cannot_name_one_of_our_sequences(hub: TestHub) -> None:
-    """Else it would write into another request's text. Its tenant is its cache's salt."""
+    """It would write into another request's text. A request's tenant is its cache salt."""
     for is_own in (True, False):
         own = TestHub()
         scheduler = scheduler_of(own, is_own=is_own)
@@ -197,7 +197,7 @@ SPAN = SimpleNamespace(traceparent="", set=lambda **_: None, end=lambda: None)
 
 
 class Llm:
-    """vLLM's engine in small: our scheduler, and a target that writes a known text."""
+    """A small version of vLLM's engine: our scheduler, and a target that writes a known text."""
 
     def __init__(self, scheduler: Any, hub: TestHub) -> None:
         self.scheduler, self.hub = scheduler, hub
@@ -225,7 +225,7 @@ class Llm:
     def step(self) -> list[Any]:
         before = {each: r.num_output_tokens for each, r in self.scheduler.requests.items()}
         requests = dict(self.scheduler.requests)
-        # A request's text goes on after what its prompt has of it.
+        # A request's text continues after the part that its prompt has.
         done = {each: len(r.prompt_token_ids) - 5 for each, r in requests.items()}
         output = self.scheduler.schedule()
         sampled = {}

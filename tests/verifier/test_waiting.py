@@ -51,7 +51,7 @@ def slow_forward(model: TableModel, clock: VirtualClock, seconds: float) -> None
 def after_one_step(
     clock: VirtualClock, max_tokens: int, forward_s: float, **hello: object
 ) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
-    """A greedy request after one step of `forward_s`, which committed a draft token and its own."""
+    """A greedy request after one step of `forward_s`, which committed a draft token and another."""
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine, **hello)
     sequence = engine.submit(TokenRequest([1], max_tokens, GREEDY), Client())
@@ -78,7 +78,7 @@ def test_goodput_is_the_faster_of_waiting_and_going_on() -> None:
     assert rate(0.09) == rate(0.1) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.1))
     # A drafter on the target's cores hides nothing.
     assert rate(0.09, busy_s=0.09) == pytest.approx(3 / 0.21)
-    # A short rest after a plain step is waited for; a longer one takes another plain step.
+    # The engine waits for a short rest of a draft after a plain step; else it steps again.
     assert rate(0.13) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.13))
     assert rate(0.17) == pytest.approx((0.8 * 3 + 2) / (0.8 * 0.12 + 0.2))
     assert rate(60.0) > 1 / 0.1, "plain decoding is the least"
@@ -99,7 +99,7 @@ def test_a_draft_with_all_tokens_that_it_may_have_is_not_waited_for(clock: Virtu
     engine, model, drafter, sequence = after_one_step(clock, 20, 0.05)
     drafter.handle.round_trip.observe(0.01)
     [assignment] = sequence.assignments.values()
-    # It was asked for one token on the target's cores, where it does not run ahead.
+    # The drafter was asked for one token; on the target's cores it does not run ahead.
     assignment.window = Window(1, 1)
     assert make_plan(engine, 3).draft_tokens[sequence.id] > 1
     assert worth_waiting_for(engine)[0]
@@ -120,7 +120,7 @@ def test_a_draft_takes_the_time_of_the_tokens_that_it_should_have(clock: Virtual
     for _ in range(400):
         assignment.observe_length(asked, 1, 1)
     assert assignment.due_s(assignment.told_at) == pytest.approx(0.011, rel=0.1)
-    # Several steps would pass until a long draft is there, and a short draft is waited for.
+    # A long draft would take several steps, so the engine asks for a short draft and waits for it.
     assert make_plan(engine).asks[assignment] < wanted
 
 
@@ -178,7 +178,7 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch(clock: VirtualClock)
 def test_with_always_draft_a_missing_first_draft_costs_a_second_a_step(
     clock: VirtualClock,
 ) -> None:
-    """It does not change the drafter's measured round trip."""
+    """The missing draft does not change the drafter's measured round trip."""
     engine, model = make_engine(eos_bias=-99, always_draft=True, clock=clock)
     drafter = ScriptedDrafter(engine)
     client = TimedClient(clock)
@@ -195,7 +195,7 @@ def test_with_always_draft_a_missing_first_draft_costs_a_second_a_step(
 def test_with_always_draft_a_step_has_the_drafts_of_all_its_drafters(
     clock: VirtualClock, quick_rate: float
 ) -> None:
-    """The quick one offers one token, which comes long before the other one's four."""
+    """The quick drafter offers one token, which comes long before the slow drafter's four."""
     config = EngineConfig(DraftTokensPolicy("fixed", 4), draft_trees=True)
     engine, model = make_engine(eos_bias=-99, config=config, always_draft=True, clock=clock)
     slow_forward(model, clock, 0.01)

@@ -1,4 +1,4 @@
-"""Requests whose texts two engines write, as plain data that goes from process to process."""
+"""Requests whose texts two engines write, as plain data to send between processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
     ignore_eos: bool = True
 
     def request(self, seed: int) -> TokenRequest:
-        """The request, with the seed that its sampling has."""
+        """The request, with its sampling's seed."""
         settings = dict(self.sampling)
         for name in ("logit_bias", "banned_token_ids"):
             if name in settings:

@@ -1,4 +1,4 @@
-"""Stacks whose verifier computes with vLLM. `make vllm` installs it, in an environment of its own.
+"""Stacks whose verifier computes with vLLM. `make vllm` installs vLLM in a separate environment.
 
 A verifier with vLLM starts for most of a minute, so all tests share one.
 """
@@ -13,7 +13,7 @@ from tests.stack import TARGET, Stack, running
 
 collect_ignore_glob = [] if find_spec("vllm") is not None else ["test_*.py"]
 
-# vLLM's build for CPUs takes its memory for the cache from here (GiB).
+# vLLM's build for CPUs reads the size of its cache from here (GiB).
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -43,7 +43,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def native() -> Iterator[Stack]:
-    """The native engine in float32, on torch's path as on the C kernels' equal."""
+    """The native engine in float32, where torch's path and the C kernels write equal texts."""
     stack = Stack("--page-count", "256")
     with running(stack):
         yield stack

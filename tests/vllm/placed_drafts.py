@@ -50,7 +50,7 @@ class OutriderScheduler(Scheduler):  # type: ignore[misc]
 def draft(request: Any, room: int) -> list[int]:
     """The draft of a request's next step, of at most `room` tokens.
 
-    "right" ones are long; "ragged" ones are of any length, and every fifth token is wrong.
+    "right" drafts are long; "ragged" drafts have any length, and every fifth token is wrong.
     """
     scheduler = OutriderScheduler
     chance = random.Random(request.num_tokens)

@@ -1,4 +1,4 @@
-"""What vLLM's workers draw of a batch is what our own engine commits of it."""
+"""vLLM's workers draw from a batch the tokens that our engine commits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 1500  # more than the tokens that top-p looks at first
 
 
 def random_draft(rng: np.random.Generator) -> Draft:
-    """A draft with settings and a text of its own."""
+    """A draft with its settings and its text."""
     sampling = SamplingParams(
         temperature=float(rng.choice([0.0, 0.7, 1.3])),
         top_k=int(rng.choice([0, 30])),

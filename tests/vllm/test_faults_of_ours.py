@@ -17,7 +17,7 @@ from verifier_svc.vllm.engine import VllmEngine
 from verifier_svc.vllm.hub import DraftHub
 from verifier_svc.vllm.loader import VllmLoader
 
-# vLLM warns of what it is not given.
+# vLLM warns about parts that it does not get.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TOKENS = 40
 
@@ -45,7 +45,7 @@ def engine() -> VllmEngine:
     return asyncio.run(build())
 
 
-# In this order: the hub has failed for good behind each, so the fixture's flags are set back.
+# After each case the hub has failed for good, so the fixture's flags are set back.
 @pytest.mark.parametrize("method", ["plan_step", "choose", "begin", "commit"])
 def test_texts_go_on_behind_a_fault(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, method: str

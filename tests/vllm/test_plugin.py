@@ -1,4 +1,4 @@
-"""vLLM's own server with our scheduler: our drafters dial into its engine core."""
+"""vLLM's server with our scheduler: our drafters dial into its engine core."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ class VllmServer:
         return ids
 
     async def accepted(self) -> float:
-        """Draft tokens accepted so far, by vLLM's own count."""
+        """Draft tokens accepted so far, by vLLM's count."""
         async with httpx.AsyncClient(timeout=60) as client:
             page = (await client.get(f"{self.url}/metrics")).text
         name = "vllm:spec_decode_num_accepted_tokens_total"

@@ -1,6 +1,6 @@
-"""A seed gives the same text on our own engine and on both runners of vLLM, whatever the drafter.
+"""A seed gives the same text on our engine and on both runners of vLLM, whatever the drafter.
 
-In float32, where both engines' logits are so near that no draw differs.
+The engines compute in float32: their logits are so close that no draw differs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SOURCE = Path(torch.nn.functional.__file__).read_text()
 def cases() -> list[Case]:
     """Requests with all settings."""
     ids = Tokenizer.from_file(f"{MODEL}/tokenizer.json").encode(SOURCE[:100_000]).ids
-    # The cache has the first of 33 tokens but one, so vLLM pads that request's row.
+    # The cache has 32 of the 33 tokens, so vLLM pads that request's row.
     prompts = [ids[:33]]
     prompts += [ids[start : start + 40 + start % 7] for start in range(100, 20_000, 997)]
     found = [Case(prompt, dict(each)) for prompt, each in zip(prompts, SETTINGS, strict=False)]
@@ -70,7 +70,7 @@ def cases() -> list[Case]:
     # Ends early, but not before 9 tokens.
     ended = {"temperature": 0.6, "min_tokens": 9}
     found.append(Case(prompts[11], ended, stop_token_ids=sorted(set(ids[:400]))[:60]))
-    # What was committed before counts as output.
+    # Tokens committed before count as output.
     continued = {**adjusted, "min_tokens": 12}
     committed = ids[900:907]
     stops = sorted(set(likely).difference(committed))
@@ -85,7 +85,7 @@ def deliver(deliveries: list[Delivery]) -> None:
 
 @pytest.fixture(scope="module")
 def texts(cases: Sequence[Case]) -> list[list[int]]:
-    """The texts that our own engine writes."""
+    """The texts that our engine writes."""
     runner = ModelRunner.load(MODEL, dtype="float32", device="cpu", page_count=256, threads=1)
     found: list[list[int]] = []
     engine = Engine(

@@ -1,4 +1,4 @@
-"""vLLM reads the head that was trained for SmolLM2, and accepts as much of its drafts as we do."""
+"""vLLM reads the head for SmolLM2, and accepts as many tokens of its drafts as our engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rounds_of_vllm(file: str, prompts: list[list[int]]) -> tuple[list[list[int]]
 
 
 async def test_both_engines_accept_the_same_drafts_of_the_trained_head() -> None:
-    """The head's own rounding may differ, so a few drafts may. The texts may not."""
+    """The head's rounding may differ, so a few drafts may differ. The texts may not."""
     reference = Reference(smollm2())
     prompts = [prompt for index, prompt in enumerate(reference.prompts) if is_chat(index)]
     options = SpeculationOptions(always_draft=True, draft_tokens=DRAFTS)
@@ -46,7 +46,7 @@ async def test_both_engines_accept_the_same_drafts_of_the_trained_head() -> None
         TokenRequest(prompt, TOKENS, SamplingParams(temperature=0.0), speculation=options)
         for prompt in prompts
     ]
-    # In the verifier's process, so that no draft is late on a busy machine.
+    # The head is in the verifier's process, so no draft is late on a busy machine.
     flags = ("--max-sequences", "8", "--in-process", f"head={HEAD}")
     with running(Stack(*flags, target=reference.file, module=MODULE)) as stack:
         async with Client(stack.address) as client:

@@ -1,4 +1,4 @@
-"""In float32, vLLM writes the same texts of SmolLM2 as transformers and as our own engine."""
+"""In float32, vLLM with SmolLM2 writes the texts of transformers and of our engine."""
 
 from __future__ import annotations
 

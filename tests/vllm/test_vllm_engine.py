@@ -1,4 +1,4 @@
-"""Texts of vLLM's engine are those of the target alone, whatever drafters do."""
+"""vLLM's engine writes the target's texts, whatever drafters do."""
 
 import asyncio
 import functools
@@ -69,7 +69,7 @@ def _whole(reference: Reference, index: int) -> list[int]:
 
 
 def check(reference: Reference, index: int, tokens: list[int]) -> None:
-    """As `Reference.check`, for this module's length: a shorter text ends or is a beginning."""
+    """Like `Reference.check`, for this module's length: a shorter text ended or is a prefix."""
     prompt = reference.prompts[index]
     whole = _whole(reference, index)[: len(tokens)]
     assert tokens == whole, f"prompt {index}, {len(prompt)} tokens"
@@ -94,11 +94,11 @@ async def test_greedy_texts_are_those_of_transformers(
 
 
 Answer = Callable[[int, int], drafts_pb2.Proposal | None]
-"""What a drafter says of a sequence and its length; None is silence."""
+"""A drafter's message about a sequence and its length; None is silence."""
 
 
 def wrong(sequence_id: int, length: int) -> drafts_pb2.Proposal:
-    """Ids by chance."""
+    """Random ids."""
     ids = [random.randrange(4096) for _ in range(8)]
     return drafts_pb2.Proposal(sequence_id=sequence_id, base_length=length, token_ids=ids)
 
@@ -244,8 +244,8 @@ async def test_a_seed_gives_the_native_engines_text_of_a_grammar(
         async with Client(each.address) as client:
             found.append(await texts(client, requests))
     for theirs, ours in zip(*found, strict=True):
-        # vLLM ends a grammar's text with the tokenizer's own end token alone. The bundled target
-        # has another one too, and where our own engine draws that, vLLM may go on.
+        # vLLM ends a grammar's text only with the tokenizer's end token. The bundled target has
+        # another end token too; where our engine draws that, vLLM may go on.
         assert theirs[: len(ours) - 1] == ours[:-1]
         assert len(theirs) == len(ours) or ours[-1] == OTHER_END
     assert len({tuple(text) for text in found[0]}) > 1
@@ -324,7 +324,7 @@ async def test_a_cancelled_request_frees_its_place(stack: Stack, reference: Refe
 async def test_a_caller_that_stops_reading_gets_the_same_text_later(
     stack: Stack, reference: Reference
 ) -> None:
-    """vLLM gives up its sequence meanwhile, and takes it up again."""
+    """While the answer is unread, vLLM gives the sequence up; later it takes it up again."""
     request = asked(reference.prompts[0], CONFIGURATIONS["ngram"], max_tokens=400, ignore_eos=True)
     text: list[int] = []
     async with Client(stack.address) as client:
@@ -401,7 +401,7 @@ def preemptions(port: int) -> float:
 
 @pytest.mark.slow
 async def test_drafts_preempt_nobody(reference: Reference) -> None:
-    """With pages for a few requests alone, vLLM preempts as often as without drafters."""
+    """With pages for only a few requests, vLLM preempts as often as without drafters."""
     counts = {}
     for name in ("no drafter", "wrong"):
         port = free_port()

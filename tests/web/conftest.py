@@ -12,7 +12,7 @@ from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_p
 
 from tests.web.site_rig import EXAMPLE, Site, npm
 
-# Messages of the browser that tests cause: for a refused request, and for a killed gateway.
+# Messages of the browser that tests cause: by a refused request, and by a killed gateway.
 _PROVOKED = (
     "400 (Bad Request)",
     # A gateway may be killed at any point of an answer.

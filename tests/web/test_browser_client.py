@@ -19,9 +19,9 @@ from tests.web.site_rig import Site, npm
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
-# Greedy decoding continues this without an end.
+# Greedy decoding continues this prompt without an end.
 REPEATING = "x = [1, 2, 3]\n" * 6
-# An observer is called once for all changes within a turn of the page's event loop.
+# The browser calls an observer once for all changes in a turn of the page's event loop.
 _COUNT_UPDATES = """() => {
   window.updates = 0;
   const observer = new MutationObserver(() => { updates += 1; });

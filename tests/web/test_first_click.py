@@ -1,4 +1,4 @@
-"""The first click on the page that `make serve` shows: a real answer, and what drafters gain."""
+"""The first click on the page of `make serve`: a real answer, and the drafters' gain."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def is_above_the_fold(shown: Locator) -> bool:
 async def first_click(browser: Browser, url: str) -> tuple[float, float]:
     """Open the page and click once.
 
-    Returns how many times as fast the drafted text was, and drafters' share of its tokens.
+    Returns the drafted text's speed-up, and the drafters' share of its tokens.
     """
     page = await browser.new_page(viewport={"width": 1440, "height": HEIGHT})
     await page.goto(url)

@@ -83,11 +83,11 @@ async def test_the_texts_of_both_ways_are_compared_side_by_side(page: Page) -> N
 
 
 async def test_a_text_that_differs_is_said_to_differ_and_where(page: Page) -> None:
-    """Here a proxy changes the plain text's third token."""
+    """A proxy changes the plain text's third token."""
 
     async def change(route: Route) -> None:
         asked = route.request.post_data_json
-        # Before both ways, the page asks for one token that it does not show.
+        # Before each of the two texts, the page asks for one token that it does not show.
         if asked["speculation"].get("enabled", True) or asked["max_tokens"] == 1:
             await route.continue_()
             return

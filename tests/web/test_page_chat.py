@@ -1,4 +1,4 @@
-"""The page's chat: an answer's thought, its content and its calls of tools apart."""
+"""The page's chat shows an answer's thought, content and tool calls separately."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The lines for grpcurl, `buf curl` and curl in docs/api.md work with a real gateway and verifier.
 
-grpcurl is in no package registry, so `buf curl` makes the calls of its lines, with reflection.
+No package registry has grpcurl, so `buf curl` makes the calls of grpcurl's lines, with reflection.
 """
 
 from __future__ import annotations

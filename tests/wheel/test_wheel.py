@@ -1,4 +1,4 @@
-"""A wheel, in which the engine's step is compiled, behaves as the sources do."""
+"""A wheel, with the engine's step compiled, behaves like the sources."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# They run most of the compiled lines, with wrong types too.
+# These tests run most of the compiled lines, with wrong types too.
 TESTS = [
     *("verifier/test_engine.py", "verifier/test_trie.py", "verifier/test_tree_steps.py"),
     *("verifier/test_hostile_drafts.py", "verifier/test_known_attacks.py"),
@@ -46,7 +46,7 @@ def install(tree: Path, folder: Path, **environment: str) -> Path:
 
 def run(command: list[str], installed: Path) -> str:
     """Run a command on the installed files, and return its output."""
-    # Not in the tree, whose packages would be imported instead.
+    # Not in the tree: Python would import the tree's packages instead.
     environment = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run(
         command, cwd=installed, env=environment, capture_output=True, text=True, check=False
