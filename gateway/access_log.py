@@ -18,7 +18,7 @@ log = logging.getLogger("gateway.access")
 
 SCOPE_KEY = "outrider.access"
 """Key of an ASGI scope whose value is the request's Access."""
-# How the ids of generated answers begin, by path. All others begin with "req".
+# How the ids of generated answers begin, by path. All other ids begin with "req".
 _PREFIXES = {
     "/v1/completions": "cmpl",
     "/v1/chat/completions": "chatcmpl",
@@ -61,7 +61,7 @@ class Access:
     error: str = ""
     """The reason of the error with which the answer ended, in lower case; "" without one."""
     refusal: OutriderError | None = None
-    """The error with which the connection itself answered, whatever the application does."""
+    """The error that the connection itself sent, whatever the application does."""
     traceparent: str = ""
     began: float = field(default_factory=time.perf_counter)
 
@@ -81,7 +81,7 @@ def client_of(scope: Mapping[str, Any]) -> str:
 
 
 def begin(access: Access) -> None:
-    """Have the current task serve a request."""
+    """Make this the request that the current task serves."""
     _current.set(access)
     telemetry.log_request_id(access.request_id)
 

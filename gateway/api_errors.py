@@ -27,7 +27,7 @@ from outrider.process.settings.usage import suggestion
 log = logging.getLogger(__name__)
 
 _MESSAGES = "/v1/messages"
-# Anthropic's types. Each other status has invalid_request_error.
+# Anthropic's types. All other statuses have invalid_request_error.
 _MESSAGES_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -39,7 +39,7 @@ _MESSAGES_TYPES = {
     504: "timeout_error",
 }
 _PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions")
-# Types of content of OpenAI's and Anthropic's APIs and of vLLM's that are no text.
+# Types of content other than text in OpenAI's, Anthropic's and vLLM's APIs.
 _MEDIA = frozenset(
     {
         "audio_url",
@@ -78,7 +78,7 @@ def messages_error(error: OutriderError, request_id: str) -> dict[str, object]:
     kind = _MESSAGES_TYPES.get(error.reason.kind.http, "invalid_request_error")
     shown: dict[str, object] = {"type": kind, "message": error.message}
     if error.reason is Reason.UNSUPPORTED_PARAMETER and error.field == "thread":
-        # Anthropic's tool runners then send the request again, and all others, without a thread.
+        # Anthropic's tool runners then send this and all later requests without a thread.
         shown["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": shown, "request_id": request_id}
 
@@ -116,7 +116,7 @@ def error_response(error: OutriderError, scope: Scope) -> Response:
 def unexpected() -> OutriderError:
     """The error that a caller gets for a bug of ours.
 
-    The exception's own text may hold a user's data, so it goes to the log alone.
+    The exception's text may hold a user's data, so it goes only to the log.
     """
     return OutriderError(Reason.INTERNAL, "the gateway failed; its log has the reason")
 
@@ -176,7 +176,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _instead(path: str) -> str:
-    """A hint for callers who left /v1 out, and of other endpoints, such as /v1/embeddings."""
+    """A hint for callers who left /v1 out, or who call other endpoints, such as /v1/embeddings."""
     if path.startswith("/v1/v1/"):
         return "; the client adds /v1 itself, so its base URL ends before it"
     if f"/v1{path}" in (*_PATHS, "/v1/models"):
@@ -194,7 +194,7 @@ def validation_error(
 ) -> OutriderError:
     """The first of pydantic's complaints, with the field's path and the value sent there.
 
-    An unknown parameter is compared with those that are known.
+    An unknown parameter is compared with the known parameters.
     """
     if not details:
         return OutriderError(Reason.MALFORMED_REQUEST, "the request is malformed")

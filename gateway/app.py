@@ -70,7 +70,7 @@ def create_app(
 class LogResponses:
     """ASGI middleware that gives each request an id, and counts and logs its response.
 
-    It also answers for a bug of ours, since only then its answer has the id, too.
+    It also answers for a bug of ours: only here can that answer have the id too.
     """
 
     def __init__(self, app: ASGIApp, log: AccessLog) -> None:

@@ -1,4 +1,4 @@
-"""What `--check-config` checks of a gateway beside its settings' types."""
+"""What `--check-config` checks for a gateway besides the types of settings."""
 
 from __future__ import annotations
 

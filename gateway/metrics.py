@@ -22,7 +22,7 @@ from prometheus_client import (
 from outrider.errors import Reason
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
 
-# As the other processes: nothing needs a time series with the creation time of each counter.
+# As in the other processes, nothing needs a time series with each counter's creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
 
 _LABELS = ["model_name"]
@@ -69,7 +69,7 @@ class Activity:
     tree_tokens: int = 0
     """Tokens that these steps committed."""
     side_draft_tokens: int = 0
-    """Draft tokens verified beside the main paths."""
+    """Verified draft tokens beside the main paths."""
     later_tokens: int = 0
     """Tokens after the first chunk of their sequence."""
     later_token_seconds: float = 0.0
@@ -92,7 +92,7 @@ class Activity:
             self.chain_tokens += len(chunk.token_ids)
 
     def waited(self, token_count: int, seconds: float) -> None:
-        """Record that a sequence got `token_count` tokens `seconds` after its tokens before."""
+        """Record that a sequence got `token_count` tokens `seconds` after its previous tokens."""
         self.later_tokens += token_count
         self.later_token_seconds += seconds
 
@@ -372,8 +372,8 @@ class SequenceClock:
             self._metrics.cancelled.labels(self._model).inc()
         self._metrics.running.labels(self._model).dec()
         self._metrics.generation_tokens.labels(self._model).inc(self._token_count)
-        # A cancelled sequence may have draft tokens without accepted counts. Counting only the
-        # former would lower the acceptance rate.
+        # A cancelled sequence may have draft tokens without accepted counts. To count only draft
+        # tokens would lower the acceptance rate.
         if self._accepted_counts:
             self._metrics.drafted(self._model, self._draft_token_count, self._accepted_counts)
         else:

@@ -41,7 +41,7 @@ from outrider.v1 import generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# How long clients have to read the end of their answers.
+# How long a stopping gateway lets clients read the end of their answers.
 _LAST_READ_S = 2.0
 # How long uvicorn waits for a request's task. Each task ends long before.
 _CANCEL_S = 20
@@ -120,7 +120,7 @@ class Gateway:
         self.grpc_address = ""
 
     def _watch(self) -> None:
-        """Have each scrape find out how the gateway is."""
+        """Update the gateway's state at each scrape of the metrics."""
         metrics, router = self.metrics, self.router
         metrics.differing.set_function(lambda: len(router.differing))
         metrics.degraded.set_function(lambda: service_status(router)[0] == "degraded")
@@ -181,7 +181,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The kernel would else take megabytes of an answer that the client does not read.
+        # Otherwise the kernel would take megabytes of an answer that the client does not read.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         listener.bind((host, port))
         listener.listen(2048)

@@ -11,15 +11,15 @@ from outrider.errors import OutriderError, Reason
 UNSUPPORTED = "unsupported_parameter"
 """The type of pydantic's error for an unsupported parameter."""
 ANY: tuple[object, ...] = (object(),)
-# By parameter of OpenAI's, vLLM's or SGLang's requests: the values that change nothing, beside
-# null; ANY for all values.
+# By parameter of OpenAI's, vLLM's or SGLang's requests: the values besides null that change
+# nothing; ANY for all values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    # Prefixes are shared within a tenant alone, and never change an answer.
+    # Prefixes are shared only within a tenant, and never change an answer.
     "cache_salt": ANY,
     "chat_template": (),
     "documents": ([],),
@@ -77,7 +77,7 @@ _HINTS = {
     "documents": "; give them in a message",
     "truncate_prompt_tokens": "; a prompt that is too long is refused",
 }
-# Own and older spellings of a grammar, and the parameter that takes the value instead.
+# SGLang's and older spellings of a grammar, and the parameter that takes the value instead.
 _REPLACED = {
     "choice": "structured_outputs.choice",
     "ebnf": "structured_outputs.grammar",
@@ -95,8 +95,8 @@ _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 def drop_neutral(values: Any, fields: Container[str]) -> Any:
     """Remove unsupported parameters whose values change nothing.
 
-    `fields` are the body's own. Raises OutriderError(UNSUPPORTED_PARAMETER) that names a parameter
-    with any other value.
+    `fields` are the body's known fields. Raises OutriderError(UNSUPPORTED_PARAMETER) that names an
+    unsupported parameter with any other value.
     """
     if not isinstance(values, dict):
         return values

@@ -133,7 +133,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            # No route is a WebSocket's, and nothing checks one.
+            # No route takes a WebSocket, and nothing checks WebSockets.
             await WebSocketClose()(scope, receive, send)
             return
         try:

@@ -77,7 +77,7 @@ class KeyEntry(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_minutes(cls, given: Any) -> Any:
-        """Name an older file's limit of a minute, which nobody would hold any more."""
+        """Refuse an older file's limit per minute by name, since nothing enforces it any more."""
         for name in _OF_A_MINUTE:
             if isinstance(given, dict) and name in given:
                 raise ValueError(
@@ -156,13 +156,13 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 @contextmanager
 def changing_keys(path: Path) -> Iterator[Path]:
-    """The file that all links lead to. No other process is in such a block for it meanwhile.
+    """Lock a file for the block, and yield the path that all links lead to.
 
-    Otherwise one command could read, wait, and write back a key that another has revoked meanwhile.
+    Without the lock, one command could read, wait, and write back a key that another has revoked.
     Raises OSError.
     """
     path = Path(os.path.realpath(path))
-    # The file itself is replaced, and a file beside it would have an owner and a mode of its own.
+    # Not the file itself, which gets replaced, nor a file beside it, with another owner and mode.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -172,9 +172,9 @@ def changing_keys(path: Path) -> Iterator[Path]:
 
 
 def write_keys(path: Path, entries: Sequence[KeyEntry]) -> None:
-    """Replace a file at once, so that a gateway never reads half of it.
+    """Replace a file atomically, so that a gateway never reads half of it.
 
-    A new file is its owner's alone; an older file keeps its mode, owner and group, so that a
+    Only its owner can read a new file. An older file keeps its mode, owner and group, so that a
     gateway can still read it after root has changed it. Raises OSError.
     """
     old = path.stat() if path.exists() else None
@@ -206,5 +206,5 @@ def new_key() -> str:
 
 
 def key_digest(key: str) -> str:
-    """The SHA-256 that the file holds of a key, as hexadecimal digits."""
+    """The SHA-256 of a key, as the file holds it: hexadecimal digits."""
     return hashlib.sha256(key.encode()).hexdigest()

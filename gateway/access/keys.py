@@ -35,7 +35,7 @@ class KeyRing:
     def find(self, key: str) -> KeyEntry | None:
         """The entry of a key; None for an unknown key.
 
-        The look-up's time depends on a hash of the key, which tells nothing of the key itself.
+        The look-up's time depends on a hash of the key, and so reveals nothing about the key.
         """
         digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
         entry = self._by_digest.get(digest)

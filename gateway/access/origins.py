@@ -69,7 +69,7 @@ def allowed_hosts(settings: GatewaySettings) -> list[str]:
     """The patterns, in lower case, that name this gateway.
 
     The pattern "" allows every name without a dot, such as a container's name in its network.
-    It is added unless the gateway listens on the loopback interface alone.
+    It is added unless the gateway listens only on the loopback interface.
     """
     patterns = [*_LOOPBACK, settings.http_host.lower(), socket.gethostname().lower()]
     patterns += [name.lower() for name in settings.allowed_hosts]

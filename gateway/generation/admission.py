@@ -1,7 +1,7 @@
-"""Refuse what the verifiers have no room or no time for, before any work is done for it.
+"""Refuse requests for which the verifiers have no room or no time, before any work on them.
 
 The verifiers report their load with each poll. Between two polls, a gateway knows its own
-sequences. The last word is a verifier's, which refuses what is too much from several gateways.
+sequences. A verifier has the last word: it refuses what is too much from several gateways together.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class ClientTimeout:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether a caller has chosen it. Otherwise `--patience-seconds` says how long it waits."""
+        """Whether a caller chose the timeout. Otherwise it waits for `--patience-seconds`."""
         return not {self.total_s, self.first_s} <= {None, _UNCHOSEN_S}
 
     def ends_at(self, now: float) -> float:
-        """When the caller waits no longer; infinity if it says nothing."""
+        """When the caller stops waiting; infinity if it names no timeout."""
         return math.inf if self.total_s is None else now + self.total_s
 
     def suffices(self, wait_s: float, answer_s: float) -> bool:
-        """Whether it waits `wait_s` for its turn, and then `answer_s` for the answer."""
+        """Whether the caller waits `wait_s` for its turn, and then `answer_s` for the answer."""
         if self.first_s is not None and wait_s > self.first_s:
             return False
         return self.total_s is None or wait_s + answer_s <= self.total_s
@@ -91,7 +91,7 @@ class Admission:
 
 
 class AdmissionSlots:
-    """The slots that one request holds, one a sequence. Its `with` block releases the rest."""
+    """The slots that one request holds, one per sequence. The end of a `with` block frees them."""
 
     def __init__(self, counts: Counter[str], tenant: str, count: int, ends_at: float) -> None:
         self.ends_at = ends_at
@@ -108,15 +108,15 @@ class AdmissionSlots:
             del self._counts[self._tenant]
 
     def release(self) -> None:
-        """Count a sequence no longer that has ended, or that its client does not read."""
+        """Stop counting a sequence that has ended, or that its client does not read."""
         self._add(-min(1, self._left))
 
     def acquire_again(self) -> None:
-        """Count a sequence again that was released. It has begun, so it is not refused."""
+        """Count a released sequence again. It has begun, so it is not refused."""
         self._add(1)
 
     def close(self) -> None:
-        """Count none of the request's sequences any longer."""
+        """Stop counting all of the request's sequences."""
         self._add(-self._left)
 
     def __enter__(self) -> AdmissionSlots:
@@ -174,15 +174,15 @@ def check(
     # Nobody waits, however many choices the request wants. Its deadline ends it if it is late.
     if under_way == 0:
         return
-    # A full queue drops a request of the tenant that uses most for one that uses less, so the
-    # verifier must see it. For a tenant without requests here, another gateway may have the
-    # largest tenant.
+    # A full queue drops a request of the tenant that uses most for a tenant that uses less, so
+    # the verifier must see this request. If this tenant has no requests here, another gateway may
+    # have the largest tenant.
     is_largest = own + count >= max(counts.values(), default=0) and (own > 0 or foreign_count == 0)
     if under_way + count > load.most and is_largest:
         waiting = max(0, under_way - load.places)
         late_s = load.wait_s(under_way + count, load.places)
         raise _refusal(f"{waiting} requests are waiting already", late_s)
-    # Nobody knows whose the foreign sequences are, so they count as one tenant's.
+    # The tenants of foreign sequences are unknown, so all count as one tenant's.
     rivals = [each for name, each in counts.items() if name != tenant]
     late_s = load.wait_s(own + count, fair_share(load.places, [*rivals, foreign_count]))
     answer_s = load.sequence_s or 0.0

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # A request that makes every verifier crash must not end them all, even if it writes tokens in
 # between. A request that every verifier refuses must not be sent again and again.
 _MOST_LOST = 4
-# To write a verifier's request takes the event loop 30 ns a token of its prompt and prediction.
+# Writing a verifier's request takes the event loop 30 ns per token of prompt and prediction.
 _REQUEST_TOKENS_AT_ONCE = 400_000
 # The call that carries a gateway's sequences, for their spans.
 _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"
@@ -41,8 +41,8 @@ _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"
 _EARLY_S = 0.1
 
 # How long a client may leave an answer unread once the buffers are full. Meanwhile the answer has
-# no part in the verifier's steps, and no slot; then it ends with slow_reader. A client that still
-# reads now and then loses nothing, and a client that is gone frees its buffers soon.
+# no part in the verifier's steps, and no slot. After this time it ends with slow_reader. A client
+# that still reads now and then loses nothing, and a client that is gone frees its buffers soon.
 _UNREAD_S = 60.0
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
@@ -76,7 +76,7 @@ class Generation:
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
         """The prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE).
 
-        If ids end within a character, it comes with the answer.
+        If the ids end within a character, that character comes with the answer.
         """
         if isinstance(prompt, str):
             return prompt
@@ -97,9 +97,9 @@ class Generation:
         The request is built for the model of one replica and runs there. If the replica fails or
         leaves, each sequence goes on at another one; before its first chunk it is built again for
         that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
-        name of the operation, `prefixes` are those of the first prompt. `admitted` no longer
-        counts a sequence that has ended. At its deadline, the sequences that still run end with
-        DEADLINE_EXCEEDED.
+        name of the operation, `prefixes` are the prefixes of the first prompt. A sequence that
+        has ended is released from `admitted`. At the deadline of `admitted`, the sequences that
+        still run end with DEADLINE_EXCEEDED.
         Raises OutriderError from `Router.pick`, from `build` and from the verifier.
         """
         sequences: list[_Sequence] = []
@@ -156,18 +156,18 @@ class _Sequence:
         self._admitted = admitted
         self._prefixes = prefixes
         self._left = False
-        # Whether it has no slot, because the verifier does nothing for it.
+        # Whether the sequence has no slot, because the verifier does nothing for it.
         self._is_unread = False
         self._builder: DeltaBuilder | None = None
-        # Every replica draws with it if the request has no seed.
+        # If the request has no seed, every replica draws with this one.
         self._noise_seed = secrets.randbits(64)
         self._committed: list[int] = []
-        # Tokens of the prompt whose log probabilities have arrived, and how many of these the
+        # Tokens of the prompt whose log probabilities have arrived, and how many of them the
         # present replica will repeat.
         self._scored = 0
         self._scored_again = 0
         self._lost_count = 0
-        # Since the last token: refusals, but for full queues, and until when to wait.
+        # Since the last token: the number of refusals (not by full queues), and until when to wait.
         self._refused_count = 0
         self._deadline: float | None = None
         self._go_to(pick)
@@ -184,7 +184,7 @@ class _Sequence:
         pick.replica.sequences.add(self)
 
     def leave(self) -> None:
-        """Count no longer as running."""
+        """Stop counting as running."""
         self._pick.replica.sequences.discard(self)
         if not self._left:
             self._left = True
@@ -243,7 +243,7 @@ class _Sequence:
     async def _chunks_of(
         self, replica: Replica, stream: VerifierStream
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one replica, in a span of their own. Raises OutriderError."""
+        """Yield the chunks of one replica, in a separate span. Raises OutriderError."""
         info = self._pick.info
         span = telemetry.start(
             "generate_tokens",
@@ -273,8 +273,8 @@ class _Sequence:
     def _set_unread(self, is_unread: bool) -> None:
         """Give the slot back while the verifier has nothing to do.
 
-        So it is while the client does not read, and once the verifier has ended its answer. A
-        client that reads none of it cannot keep the slot.
+        That is while the client does not read, and once the verifier has ended its answer. A client
+        that reads nothing cannot keep the slot.
         """
         if is_unread == self._is_unread:
             return

@@ -1,4 +1,4 @@
-"""Hold each API key to its number of sequences at once."""
+"""Hold each API key to its limit of sequences at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of a request for text through the gateway, the same over HTTP and gRPC."""
+"""How a request for text passes through the gateway, the same over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from outrider.process.observability.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
 from outrider.protocol.unsupported import check_supported
 
-# More than the mark of a thought takes, with the blanks after it.
+# More characters than the mark of a thought and the blanks after it.
 _END_CHARACTERS = 128
 
 
@@ -76,7 +76,7 @@ class TextCall(ABC):
 
     @abstractmethod
     def release_slots(self) -> None:
-        """Give back the slots that the request has held since it came, if it holds any."""
+        """Give back the slots that the request may hold since its arrival."""
 
     @abstractmethod
     def responding(self, span: Span) -> AbstractContextManager[None]:
@@ -180,7 +180,7 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
     prediction = await prompts.encode_start(call.prediction, most) if call.prediction else []
     encoded = []
     for given in call.prompts():
-        # To tokenise a short prompt takes the event loop 2 ms or more. A request may have 1024.
+        # Tokenising a short prompt takes the event loop 2 ms or more. A request may have 1024.
         await asyncio.sleep(0)
         content, name = given.content, given.field_name
         echo = None

@@ -1,4 +1,4 @@
-"""A semaphore, fair to tenants, for the work that a request costs before it is sent to a verifier.
+"""A semaphore, fair to tenants, for the work on a request before it is sent to a verifier.
 
 To parse, check and tokenise a request takes milliseconds of the event loop. In a burst, requests
 that are refused must not wait for that work on accepted requests, and a tenant's requests must not
@@ -30,7 +30,7 @@ _GIVE_S = 0.1
 
 
 class TenantSemaphore:
-    """Lets `at_once` requests do their work at once, of each tenant `of_a_tenant` at most.
+    """Lets `at_once` requests do their work at once, at most `of_a_tenant` of each tenant.
 
     Tenants come in turn (round-robin), once no more requests come in.
     """

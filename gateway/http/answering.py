@@ -1,4 +1,4 @@
-"""Answer a request for text in an API's own shape, as one JSON object or as a stream of events."""
+"""Answer a request for text in an API's shape, as one JSON object or as a stream of events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def answer_text(generation: Generation, call: HttpCall[Any]) -> Response:
             content = await written(writer.whole(choices))
             return Response(content, media_type="application/json")
         # Await the first delta before the status line goes out, so that a refused request gets the
-        # status of its error; but not for so long that a proxy gives up.
+        # status of its error; but stop waiting before a proxy gives up.
         first = asyncio.ensure_future(anext(answer.events))
         stack.push_async_callback(cancelled, first)
         await until_begun(call.request, first, ping_seconds(call.request.scope))
@@ -47,7 +47,7 @@ async def answer_text(generation: Generation, call: HttpCall[Any]) -> Response:
 
 
 async def count_prompt(generation: Generation, chat: ChatBody, tenant: str) -> int:
-    """How many tokens a chat's prompt has. Raises OutriderError that names a chat's field."""
+    """The number of tokens in a chat's prompt. Raises OutriderError that names a chat's field."""
     _, info = generation.router.lookup(chat.model)
     most = most_tokens(info)
     messages = [message.for_template() for message in chat.messages]

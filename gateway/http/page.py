@@ -31,7 +31,7 @@ MOST_FEEDS = 16
 """The most streams of events of a tenant; each is an open page."""
 # A refused caller is told to try again after this time.
 _RETRY_S = 2.0
-# The page may load scripts, styles and data from this gateway alone. uPlot needs inline styles.
+# The page may load scripts, styles and data only from this gateway. uPlot needs inline styles.
 _POLICY = [
     "default-src 'self'",
     "style-src 'self' 'unsafe-inline'",
@@ -61,7 +61,7 @@ def install(app: FastAPI, router: Router, metrics: GatewayMetrics, gate: Gate) -
 
     @routes.get("/", include_in_schema=False)
     async def page() -> Response:
-        """The page, with headers that let it load from this gateway alone."""
+        """The page, with headers that let it load only from this gateway."""
         return FileResponse(_WEB / "index.html", headers=_HEADERS)
 
     feeds = _Feeds(router, metrics)
@@ -83,7 +83,7 @@ def install(app: FastAPI, router: Router, metrics: GatewayMetrics, gate: Gate) -
 
 
 class _Feeds:
-    """The open streams of events. Those with the same rights share each encoded state."""
+    """The open streams of events. Streams with the same rights share each encoded state."""
 
     def __init__(self, router: Router, metrics: GatewayMetrics) -> None:
         self._router = router
@@ -115,7 +115,7 @@ class _Feeds:
             self._made.clear()
 
     async def events(self, identify: Callable[[], Identity]) -> AsyncGenerator[bytes, None]:
-        """Yield the state, at first as it is now and later as another stream may have seen it."""
+        """Yield states: the first is new, later ones may be shared with another stream."""
         most_age_s = 0.0
         while True:
             try:

@@ -23,7 +23,7 @@ from outrider.process.observability.telemetry import Span
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-# A comment, which clients skip, and the event that Anthropic's API has for it.
+# Pings: a comment, which clients skip, and Anthropic's event.
 _PING = b": ping\n\n"
 _MESSAGES_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 # `json.dumps` with separators would make an encoder for each event.
@@ -46,7 +46,7 @@ async def until_gone(request: Request, work: Awaitable[_Result]) -> _Result:
 
 
 async def until_begun(request: Request, first: asyncio.Future[_Result], most_s: float) -> None:
-    """Wait for `first`, at most `most_s`. Raises its error, or CLIENT_GONE as above."""
+    """Wait at most `most_s` for `first`. Raises its error, or CLIENT_GONE if the client left."""
     gone = asyncio.ensure_future(_hung_up(request))
     both: set[asyncio.Future[Any]] = {first, gone}
     try:
@@ -61,7 +61,7 @@ async def until_begun(request: Request, first: asyncio.Future[_Result], most_s: 
 
 
 async def cancelled(work: asyncio.Future[Any]) -> None:
-    """Cancel the work and wait for its end. Its error is of no interest any more."""
+    """Cancel the work, wait for its end, and ignore its error."""
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
 
@@ -102,9 +102,9 @@ class AnswerWriter(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Streams events. Their end, or a client that hangs up, closes the answer they come from.
+    """Streams events. It closes their answer when they end, or when the client hangs up.
 
-    While there are none, it sends pings, so that no proxy takes the connection for dead.
+    While there are no events, it sends pings, so that no proxy takes the connection for dead.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], answer: AsyncExitStack) -> None:

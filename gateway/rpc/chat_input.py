@@ -1,4 +1,4 @@
-"""A conversation in the protos' messages, checked as one over HTTP is."""
+"""A conversation in the protos' messages, checked like a conversation over HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Checked = TypeVar("_Checked", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """A conversation for the chat template, and what it says about its answer."""
+    """A conversation for the chat template, and its demands on the answer."""
 
     conversation: Conversation
     options: AnswerOptions

@@ -33,7 +33,7 @@ ERROR_HEADERS = ("Grpc-Status", "Grpc-Message", "Grpc-Status-Details-Bin")
 """The headers in which gRPC-Web reports a call that failed before its first response."""
 _SHOWN_CHARACTERS = 300
 MAX_JSON_VALUES = 65_536
-"""The most values of a request in JSON. To build a message from them takes longer than to parse."""
+"""The most values of a request in JSON. Building the message takes longer than parsing the JSON."""
 _CONTENT_TYPES = (
     "application/connect+json",
     "application/connect+proto",
@@ -56,7 +56,7 @@ _BY_CODE = {
 }
 """The reasons of the library's own errors. All other errors are faults of the request's frames."""
 _UNKNOWN_NAME = re.compile(r'has no field named "([^"]*)" at "GenerateTextRequest\.?([^"]*)"')
-"""What protobuf's JSON parser says of a name that a message does not have, and where."""
+"""What protobuf's JSON parser says about an unknown field: its name and place."""
 
 
 def route(servicer: GenerationServicer) -> Route:
@@ -145,13 +145,13 @@ def _connect_error(error: OutriderError) -> ConnectError:
 
 
 class _Details(MetadataInterceptor[None]):
-    """Gives the library's own errors a reason, as every error of the service has one."""
+    """Gives the library's errors a reason, like all errors of the service."""
 
     async def on_start(self, ctx: _Context) -> None:
         """Nothing to do."""
 
     async def on_end(self, token: None, ctx: _Context, error: Exception | None, /) -> None:
-        """Raise the error that takes the place of an error without details."""
+        """Raise an error with details in place of an error without details."""
         if isinstance(error, ConnectError) and not error.details:
             raise _connect_error(_explained(error)) from error
 

@@ -40,8 +40,8 @@ from outrider.protocol.wire.settings import proto_enum
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024
-"""Largest request, in bytes. It is half of the largest JSON body, since a byte of a message takes
-more time to parse and check than a byte of JSON."""
+"""The largest request, in bytes. It is half of the largest JSON body, since a byte of a message
+takes longer to parse and check than a byte of JSON."""
 SERVICE = "outrider.v1.GenerationService"
 
 

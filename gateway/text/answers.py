@@ -1,4 +1,4 @@
-"""What an answer may hold beside content: its grammar, and how to read it."""
+"""What an answer may hold besides content: its grammar, and how to read it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class AnswerOptions:
     is_parallel: bool = True
     """Whether the answer may hold several calls."""
     splits_thought: bool = True
-    """Whether the thought is apart from the content."""
+    """Whether the thought is separate from the content."""
     shows_thought: bool = True
-    """Whether a thought that is apart is a part of the answer."""
+    """Whether the answer includes a separate thought."""
     thinks: bool = True
     """False if the chat asks for no thought."""
     binds_thought: bool = False
@@ -36,11 +36,11 @@ class AnswerOptions:
     """The text of the last message, if the answer goes on with it."""
     tools_field: str = "tools"
     choice_field: str = "tool_choice"
-    """What the caller calls the tools and the choice, for errors."""
+    """The caller's names of the tools and of the choice, for errors."""
 
 
 def asks_for_thought(variables: Mapping[str, Any]) -> bool:
-    """Whether the variables of a chat template do not forbid a thought."""
+    """Whether the variables of a chat template allow a thought."""
     # Templates call the same switch by either name.
     return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
@@ -129,7 +129,7 @@ def _behind_thought(
 def _state(
     thought: Thought | None, prompt: Prompt, options: AnswerOptions, *, is_bound: bool
 ) -> ThoughtState:
-    """Where the answer begins; `is_bound` says that a grammar binds all of it but a thought."""
+    """Where the answer begins. If `is_bound`, a grammar binds all of it except for a thought."""
     if thought is None or (is_bound and options.binds_thought):
         return "over"
     state = thought.state(prompt.end, options.continued)

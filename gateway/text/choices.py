@@ -26,7 +26,7 @@ async def merge(
 ) -> AsyncGenerator[Event, None]:
     """Yield the deltas of all streams as they arrive, with the index of their stream.
 
-    At most `at_once` of them begin in one round of the event loop.
+    At most `at_once` streams begin in one round of the event loop.
 
     The first exception of a stream is raised and cancels the others. Closing the iterator
     closes all streams.
@@ -108,8 +108,8 @@ class UsageTotals:
         """The `speculation` field of an answer. Empty without speculation.
 
         It names the acceptance rules used, and says whether all are lossless. If most steps of a
-        choice verified no draft, it says why; of several choices, for the choice with the most such
-        steps.
+        choice verified no draft, it says why. If this holds for several choices, it speaks of the
+        choice with the most steps without a draft.
         """
         stats = [finish.stats for finish in self.finishes if finish is not None]
         described: dict[str, Any] = {}

@@ -34,7 +34,7 @@ class FinishInfo:
     cached_token_count: int
     stats: SpeculationStats
     resumed_count: int = 0
-    """How often the sequence went on at another verifier."""
+    """How many times the sequence went on at another verifier."""
     grammar_incomplete: bool = False
     """Whether `max_tokens` ended the text before the token that ends its grammar."""
     call_count: int = 0
@@ -67,8 +67,8 @@ class AttributedToken:
 
     `drafter_id` is empty if the step verified no draft. `part` is the field of the answer's message
     that the token belongs to, such as tool_calls[0], with the marks around it; None within blanks
-    and beginnings of marks, which belong to the part of the next token that has one, else of the
-    last. It is empty where an answer can have only content.
+    and beginnings of marks: they belong to the part of the next token that has a part, or else of
+    the last token. It is empty if an answer can have only content.
     """
 
     text: str
@@ -86,7 +86,7 @@ class TextDelta:
     `shown` and `logprobs` list the tokens' log probabilities, and `attributed` their sources, if
     the request asks for them. A token that ends the text is in `shown` only with an echo.
     `prompt` and `prompt_logprobs` list the prompt's next tokens if the request asks for them;
-    the last ones come with the first generated token. `prompt` begins with the prompt's first
+    the last of them come with the first generated token. `prompt` begins with the prompt's first
     token, which has no log probability and is not in `prompt_logprobs`.
     """
 
@@ -104,7 +104,7 @@ class TextDelta:
 
     @property
     def all_parts(self) -> Sequence[Part]:
-        """The parts, of which content alone is one."""
+        """The parts; if the delta has only content, that is the only part."""
         return self.parts or ([Content(self.text)] if self.text else [])
 
 
@@ -119,7 +119,7 @@ class DeltaBuilder:
             self._end_ids |= frozenset(info.eos_token_ids)
         reading = request.reading
         prompt = tokens.prompt
-        # The text of a grammar has the spaces that the grammar says, whatever precedes it.
+        # The text of a grammar has the grammar's spaces, whatever precedes it.
         within = tokens.grammar is not None
         self._text = TextStream(
             table,
@@ -141,9 +141,9 @@ class DeltaBuilder:
         self._prompt_shown = 0
         self._prompt_offsets = TokenOffsets(table, text=self._echo)
         self._offsets = TokenOffsets(table, at=len(self._echo), prompt=prompt, within=within)
-        # If a stop string ends the sequence, the verifier's own statistics never arrive.
+        # If a stop string ends the sequence, the verifier's statistics never arrive.
         self._stats = SpeculationStats(max_draft_tokens=_max_draft_tokens(request, info))
-        # The part of earlier verifiers.
+        # The statistics from earlier verifiers.
         self._earlier_stats = SpeculationStats()
         self._resumed_count = 0
         self._cached_token_count = 0
@@ -246,7 +246,7 @@ class DeltaBuilder:
         ]
 
     def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> LogprobToken:
-        """The token with what is known of its log probability, None for nothing."""
+        """The token with its log probability as far as it is known; None if it is not."""
         text, raw = offsets.text_and_bytes(token)
         if known is None:
             return LogprobToken(token, text, raw, None, offset=offsets.push(token))

@@ -20,8 +20,8 @@ from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
 # Longer texts are tokenised on a thread. At 0.4 µs a character, these take the event loop 2 ms.
 _INLINE_CHARACTERS = 5_000
-# How many texts are tokenised on threads at the same time, beside one long text. A million tokens
-# take about 200 MB meanwhile.
+# How many texts are tokenised on threads at the same time, besides one long text. A million tokens
+# take about 200 MB while they are tokenised.
 _CONCURRENT_TEXTS = 2
 # A text with more characters per token of the context is probably too long. Its tokens are
 # counted in slices first, to stop early and to save memory.
@@ -62,8 +62,8 @@ class Prompts:
         names = self.tokenizer.get_vocab(with_added_tokens=True)
         self._longest_token = max(map(len, names), default=1)
         self._turns = asyncio.Semaphore(_CONCURRENT_TEXTS)
-        # Long texts take turns of their own: they neither wait for short texts nor delay them, and
-        # one at a time leaves a processor to the event loop.
+        # Long texts have separate turns, so they neither wait for short texts nor delay them. Only
+        # one runs at a time, which leaves a processor to the event loop.
         self._long_turns = asyncio.Semaphore(1)
 
     async def encode(
@@ -159,8 +159,8 @@ class Prompts:
     def render_blocking(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The conversation as one text.
 
-        The options are those of `_variables`. Raises OutriderError if there is no template, with
-        the template's own message if it refuses the conversation, and if it exceeds a limit.
+        The options are those of `_variables`. Raises OutriderError if there is no template, if the
+        template refuses the conversation (with its message), and if it exceeds a limit.
         """
         template = self._known_template("messages")
         text = template.render_blocking(self._variables(messages, **options), "messages")
@@ -262,10 +262,10 @@ def _tokenizer_info(
 
 
 def _templates(model: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """The model's chat templates by name: from files of their own, else from tokenizer_config.json.
+    """The model's chat templates by name: from separate files, else from tokenizer_config.json.
 
-    As in `transformers`, only "default" and "tool_use" are ever taken. Raises
-    OutriderError(INVALID_VALUE) for something else in their place.
+    As in `transformers`, only "default" and "tool_use" are ever used. Raises
+    OutriderError(INVALID_VALUE) for anything that is not a template.
     """
     given = config.get("chat_template")
     if not isinstance(given, list):

@@ -38,8 +38,8 @@ class Conversation:
 class PromptInput:
     """A prompt as the caller gives it: a text, token ids or a conversation.
 
-    `field_name` is what the caller calls it. The answer repeats its text if it `echoes`. The
-    tokenizer adds its special tokens to a text if it `adds_special_tokens`.
+    `field_name` is the caller's name for it. If it `echoes`, the answer repeats its text. If it
+    `adds_special_tokens`, the tokenizer adds its special tokens to a text.
     """
 
     content: str | list[int] | Conversation
@@ -50,7 +50,7 @@ class PromptInput:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenised prompt. `field_name` is what the caller calls it, for errors.
+    """A tokenised prompt. `field_name` is the caller's name for it, in errors.
 
     `echo` is its text if the answer repeats it; `prediction` has the tokens the caller expects.
     `end` is the end of a conversation's text, and `call_count` counts the calls in it.
@@ -68,10 +68,10 @@ class Prompt:
 class TextRequest:
     """One sequence, checked against one model: the verifier's request, and the gateway's part.
 
-    `asked_tokens` is the caller's own limit of tokens; None if the caller sets no limit. The answer
+    `asked_tokens` is the caller's limit of tokens; None if the caller sets no limit. The answer
     lists the prompt's tokens with their log probabilities if `shows_prompt`, and each token's
     source if `attributed`. `grammar_field` is the caller's name of the grammar, for errors.
-    `reading` says what the answer may hold beside content; None for nothing.
+    `reading` says what the answer may hold besides content; None for nothing.
     """
 
     tokens: TokenRequest
@@ -86,9 +86,9 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimit:
-    """The limit of tokens to generate: what the caller asks for, in which field, and the default.
+    """The limit of tokens to generate: the caller's value, its field, and the default.
 
-    A default of None takes all that the context leaves. Only a caller that wants its prompt
+    A default of None takes all that the context leaves free. Only a caller that wants its prompt
     scored or echoed may ask for 0 tokens.
     """
 
@@ -100,7 +100,7 @@ class AnswerLimit:
     def resolve(self, prompt: Prompt, min_tokens: int, info: ModelInfo) -> int:
         """The most tokens to generate after this prompt.
 
-        Raises OutriderError, which names the caller's own fields: INVALID_VALUE for ids that the
+        Raises OutriderError, which names the caller's fields: INVALID_VALUE for ids that the
         model does not have, for too few tokens and for `min_tokens` above the result,
         CONTEXT_LENGTH_EXCEEDED for a prompt and answer that do not fit the context.
         """
@@ -130,7 +130,7 @@ class AnswerLimit:
 
 @dataclass(frozen=True, slots=True)
 class TextInputs:
-    """What a request's sequences are built from, beside its settings: `n` for each prompt.
+    """The parts of a request's sequences besides its settings: `n` sequences for each prompt.
 
     `answers` says how the model writes calls and thoughts.
     """
@@ -143,7 +143,7 @@ class TextInputs:
 
 
 def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:
-    """Raise OutriderError(INVALID_VALUE) unless there is a token and all are in the vocabulary."""
+    """Raise OutriderError(INVALID_VALUE) without tokens, or if one is not in the vocabulary."""
     if not token_ids:
         raise invalid(name, "must hold at least 1 token")
     for token_id in (min(token_ids), max(token_ids)):
@@ -152,7 +152,7 @@ def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:
 
 
 def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings. Raises OutriderError(INVALID_VALUE) for too many or too long ones."""
+    """The stop strings. Raises OutriderError(INVALID_VALUE) if they are too many or too long."""
     if len(stop) > MAX_STOP_STRINGS:
         raise invalid("stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(stop)}")
     for index, text in enumerate(stop):

@@ -20,17 +20,17 @@ HANDLER = f"{__name__}:renderer"
 
 
 def renderer(sources: dict[str, str]) -> Callable[[bytes], bytes]:
-    """A handler that renders one of some templates with variables: [name, variables] in JSON.
+    """A handler that renders a template by name with variables: [name, variables] in JSON.
 
-    It answers with JSON: {"text": …}, or {"error": …} with the template's own message. Variables
-    of null only compile the template.
+    It answers with JSON: {"text": …}, or {"error": …} with the template's message. If the variables
+    are null, it only compiles the template.
     """
     compiled: dict[str, jinja2.Template] = {}
 
     def handle(request: bytes) -> bytes:
         name, variables = json.loads(request)
         try:
-            # Here and not before: jinja2 computes constants when it compiles.
+            # Compiled here and not earlier: jinja2 computes constants when it compiles.
             if name not in compiled:
                 compiled[name] = _environment().from_string(sources[name])
             text = "" if variables is None else compiled[name].render(variables)

@@ -20,12 +20,12 @@ from outrider.process.workers.tenant_threads import TenantThreads
 DEFAULT = "default"
 """The name of a model's template, if it has only one."""
 TOOL_USE = "tool_use"
-"""The name of the template that is taken for requests with tools, as in `transformers`."""
+"""The name of the template for requests with tools, as in `transformers`."""
 # The bundled template takes 0.1 ms, and 2 ms for 64 messages.
 _SECONDS = 2.0
 _MEMORY_BYTES = 256 * 2**20
 # A tenant has one of the workers. Tenants whose conversations make the template hang share half of
-# them.
+# the workers.
 _WORKER_COUNT = 4
 _SPARE_WORKERS = 2
 
@@ -34,8 +34,8 @@ _SPARE_WORKERS = 2
 class CallForm:
     """How a template expects the calls of earlier answers.
 
-    The arguments are an object or its JSON text. The content beside calls, if there is none, is an
-    empty text or null: the first templates of DeepSeek show calls only beside null.
+    The arguments are an object or its JSON text. Missing content beside calls is an empty text
+    or null: the first templates of DeepSeek show calls only beside null.
     """
 
     has_text_arguments: bool = False
@@ -65,7 +65,7 @@ class CallForm:
         return json.loads(arguments)
 
 
-# The first form in which a template shows a call is taken.
+# The gateway uses the first form in which a template shows a call.
 _FORMS = (
     CallForm(),
     CallForm(has_text_arguments=True),
@@ -127,7 +127,7 @@ class ChatTemplate:
     def render_blocking(self, variables: Mapping[str, Any], field: str) -> str:
         """The text for these variables, which JSON can hold.
 
-        Raises OutriderError(INVALID_VALUE) that names `field`: with the template's own message if
+        Raises OutriderError(INVALID_VALUE) that names `field`: with the template's message if
         it refuses the variables, and with the limit if it takes too long or too much memory.
         NOT_READY if two workers were killed.
         """
@@ -161,7 +161,7 @@ class ChatTemplate:
             try:
                 answer = self._call(name, {**variables, "messages": messages}, "tokenizer")
             except OutriderError:
-                # It may hang with calls alone, and then each request with calls is refused.
+                # A template may hang only on calls. Then each request with calls is refused.
                 break
             shown = str(answer.get("text", ""))
             if _NEEDLE in shown and f"'{_NEEDLE}':" not in shown:

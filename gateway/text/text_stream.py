@@ -14,7 +14,8 @@ _UNSURE_CHARACTERS = 3
 # them as replacement characters until the last character of the run is complete.
 _LONGEST_WAIT = 128
 _BORDER_SEARCH = 8
-# A prompt's last tokens with text that are the context of an answer, and where they are searched.
+# How many of a prompt's last tokens with text are the context of an answer, and among how many
+# tokens they are searched.
 _PROMPT_CONTEXT = 8
 _PROMPT_SEARCH = 1024
 
@@ -35,11 +36,11 @@ class Detokenizer:
         prompt: Sequence[int] = (),
         within: bool = False,
     ) -> None:
-        """Begin after the ids of a prompt, whose text is not returned again.
+        """Begin after the ids of a prompt. The prompt's text is not returned again.
 
-        If the prompt ends within a character, the first text has all of it. `hidden` are the tokens
-        without text; by default all special tokens. `within` keeps a first space that the decoder
-        would strip, though the prompt has no text.
+        If the prompt ends within a character, the first text has the whole character. `hidden` are
+        the tokens without text; by default all special tokens. `within` keeps a first space that
+        the decoder would strip, though the prompt has no text.
         """
         self._table = table
         self._hidden = table.hidden_ids() if hidden is None else hidden
@@ -84,7 +85,7 @@ class Detokenizer:
         return self._table.decode(token_ids, skip_special_tokens=False)
 
     def _release(self, text: str) -> str:
-        """Return the rest of the tail's text. Its newest tokens stay as context."""
+        """Return the rest of the tail's text. The tail's newest tokens stay as context."""
         new = text[self._sent :]
         if new:
             self._within = self._within or self._context > 0
@@ -163,10 +164,10 @@ class StopScanner:
         self._starts = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
         self._longest_start = max((len(stop) - 1 for stop in stops), default=0)
         self._held = ""
-        # How many of the held characters are too early for a stop string to end in.
+        # How many of the held characters are too early: no stop string may end in them.
         self._early = 0
         self.found = ""
-        """The stop string that was found; "" before. Then nothing follows."""
+        """The stop string that was found, after which nothing follows; "" before."""
 
     def push(self, text: str, *, early: bool = False) -> str:
         """Add text, and return the text that no stop string can begin in.
@@ -219,7 +220,7 @@ class TextStream:
         prompt: Sequence[int] = (),
         within: bool = False,
     ) -> None:
-        """`reading` says what the answer may hold beside content; None for nothing.
+        """`reading` says what the answer may hold besides content; None for nothing.
 
         The answer comes after the ids of `prompt`; `Detokenizer` explains `within`.
         """
@@ -230,7 +231,7 @@ class TextStream:
         self._scanner = StopScanner(stops)
         self._by_token = bool(stops)
         self.token_count = 0
-        """The number of tokens pushed, up to the one that completed a stop string."""
+        """The number of tokens pushed, up to the token that completed a stop string."""
 
     @property
     def stop(self) -> str:
@@ -279,7 +280,7 @@ class TextStream:
         return [Content(text)] if text else []
 
     def _scan(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts before the first stop string. It ends in content, and no call precedes it."""
+        """The parts before the first stop string, which ends in content and before any call."""
         early = self.token_count <= self._min_tokens
         scanned: list[Part] = []
         for part in parts:

@@ -1,4 +1,4 @@
-"""The texts and bytes of a tokenizer's tokens, alone and within a text."""
+"""The texts and bytes of a tokenizer's tokens, by themselves and within a text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-"""Decoders show this in place of bytes that are no character."""
-# A tokenizer names a byte that is no text either with a token of its own (the byte fallback of
+"""Decoders show this in place of bytes that are not a character."""
+# A tokenizer names a byte that is no text either with a special name (the byte fallback of
 # sentencepiece), or with a letter (byte-level tokenizers). The letters are GPT-2's: a printable
 # byte is its own letter, and the other bytes are the letters from 256 on.
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -25,7 +25,7 @@ _BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTED}
 _BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTED)}
 # The tokens among which an unfinished character, and one before it, must begin.
 _CHARACTER_TOKENS = 8
-# How many tokens are tried where none is a single letter.
+# How many tokens are tried if no token is a single letter.
 _SEARCHED = 4096
 
 
@@ -43,13 +43,13 @@ class TokenTable:
         )
         # By the texts of an answer's format, of which a gateway has a few.
         self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
-        # A list of log probabilities names thousands of tokens, mostly the same ones.
+        # A list of log probabilities names thousands of tokens, mostly the same tokens each time.
         self._known: dict[int, tuple[str, bytes]] = {}
         self._before = self._plain_word()
         self._before_length = len(self.decode(self._before))
 
     def _plain_word(self) -> list[int]:
-        """A token of letters or digits, which no token after it changes; none if there is none."""
+        """A token of letters or digits, unchanged by later tokens; empty if there is none."""
         letters = map(self._tokenizer.token_to_id, string.ascii_letters + string.digits)
         for index in (*letters, *range(min(_SEARCHED, self._tokenizer.get_vocab_size()))):
             if index is None or index in self._special:
@@ -61,7 +61,7 @@ class TokenTable:
         return []
 
     def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
-        """The special tokens, which have no text, but for those within a text of `shown`."""
+        """The special tokens, which have no text, except for those in a text of `shown`."""
         known = self._hidden.get(tuple(shown))
         if known is None:
             names = {index: self.token_text(index) for index in self._special}
@@ -76,14 +76,14 @@ class TokenTable:
         return token_id in self._special
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone; a special token's name; U+FFFD for part of a character."""
+        """The text of a single token; a special token's name; U+FFFD for part of a character."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
     def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
         """The text of a token within a text, and its bytes, which may be part of a character.
 
-        The bytes of a text's tokens join to the text's bytes, but for a first token; see
+        Joined, the bytes of a text's tokens are the text's bytes, except for a first token; see
         `first_text_and_bytes`.
         """
         known = self._known.get(token_id)
@@ -94,12 +94,12 @@ class TokenTable:
         return known
 
     def first_text_and_bytes(self, before: Sequence[int], token_id: int) -> tuple[str, bytes]:
-        """As `text_and_bytes`, at the start of a text: the tokens `before` have no text there."""
+        """Like `text_and_bytes`, at the start of a text: the tokens `before` have no text there."""
         text = self.decode([*before, token_id], skip_special_tokens=False)
         return text, self._bytes(token_id, text)
 
     def _bytes(self, token_id: int, text: str) -> bytes:
-        """The bytes that a token's name spells if its text is not whole, else those of its text."""
+        """The bytes of a token's text or, if that is not whole, the bytes that its name spells."""
         if REPLACEMENT not in text:
             return text.encode()
         name: str = self._tokenizer.id_to_token(token_id) or ""
@@ -112,7 +112,7 @@ class TokenTable:
         return text.encode()
 
     def whole_characters(self, token_ids: Sequence[int]) -> int:
-        """How many of the first tokens there are without those of an unfinished last character."""
+        """The number of tokens before the tokens of an unfinished last character."""
         last = [self.text_and_bytes(token_id)[1] for token_id in token_ids[-_CHARACTER_TOKENS:]]
         count = len(token_ids)
         # A token may end one character and begin the next.

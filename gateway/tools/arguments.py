@@ -34,7 +34,7 @@ class ArgumentReader(ABC):
 
 
 class _JsonReader(ArgumentReader):
-    """A JSON object as it is. A mark within one of its strings ends nothing."""
+    """A JSON object, unchanged. A mark within one of its strings ends nothing."""
 
     _MARK = re.compile(r'[\\"{}\[\]]')
 
@@ -62,14 +62,14 @@ class _JsonReader(ArgumentReader):
         return text, ""
 
 
-# What JSON's words and numbers are that a model writes as Python does.
+# Python's words and numbers that a model may write, and JSON's for them.
 _PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
 _WHOLE = re.compile(r"-?[0-9]+(?=\.0+$)")
 _JSON_MARK = r'\\.|"'
 
 
 class _TagReader(ArgumentReader):
-    """Parameters in tags. The tool's schema says which of them are texts.
+    """Parameters in tags. The tool's schema says which parameters are texts.
 
     `end` is the text after the arguments. Where the arguments were `held` to the schema, a closing
     tag within a JSON string ends nothing.
@@ -129,7 +129,7 @@ class _Value:
     """The value of one parameter, which grows up to its closing tag."""
 
     def __init__(self, key: str, types: frozenset[str], tags: Tags, *, held: bool) -> None:
-        """`types` are those that the value may have. Without `string` it is JSON."""
+        """`types` are the types that the value may have. Without `string` it is JSON."""
         self.key = key
         self._types, self._tags, self._held = types, tags, held
         self._parts: list[str] = []
@@ -143,16 +143,16 @@ class _Value:
             self._is_json = True
 
     def take(self, text: str) -> str | None:
-        """Add text. Returns what follows the closing tag; None while that is not there."""
+        """Add text. Returns the text after the closing tag; None before the tag has come."""
         text = self._tail + text
         if self._is_json is None:
-            # Beside texts, JSON has no blanks before it but a line break of the layout.
+            # If the value may be a text, JSON has nothing before it but a line break of the layout.
             start = text.removeprefix("\n") if self._tags.trims else text
             if not start:
                 self._tail = text
                 return None
             self._is_json = start[0] in "[{" and bool(self._types & {"array", "object"})
-        # What may begin the tag, or an escape, is looked at again.
+        # Text that may begin the tag, or an escape, is looked at again.
         certain = len(text) - len(self._tags.end) + 1
         at = 0
         while (mark := self._next(text, at)) is not None:
@@ -171,7 +171,7 @@ class _Value:
         return None
 
     def _next(self, text: str, at: int) -> tuple[int, int] | None:
-        """Where the next mark begins and ends: of JSON's strings, or the closing tag."""
+        """Where the next mark begins and ends: a mark of JSON's strings, or the closing tag."""
         if self._is_json:
             found = self._mark.search(text, at)
             return None if found is None else found.span()
@@ -184,7 +184,7 @@ class _Value:
         if self._tags.trims:
             text = text.removeprefix("\n").removesuffix("\n")
         solid = text.strip()
-        # Beside texts, JSON has no blanks around it.
+        # If the value may be a text, JSON has no blanks around it.
         if self._types != {"string"} and ("string" not in self._types or solid == text):
             kind = _json_kind(solid, finite="string" in self._types)
             if kind is not None and self._takes(kind):
@@ -195,12 +195,12 @@ class _Value:
 
     def _takes(self, kind: str) -> bool:
         if kind == "string":
-            # A quoted text is itself where texts may be written, and else the text in it.
+            # A quoted text keeps its quotes if the value may be a plain text, and else loses them.
             return "string" not in self._types
         return kind in self._types or (kind == "integer" and "number" in self._types)
 
     def _repaired(self, text: str) -> str:
-        """JSON for a value that Python writes otherwise; "" for other texts."""
+        """JSON for a value in Python's notation; "" for other texts."""
         shown, kind = _PYTHON.get(text, ("", ""))
         if shown and kind in self._types:
             return shown
@@ -211,18 +211,18 @@ class _Value:
 def _json_kind(text: str, *, finite: bool) -> str | None:
     """The type of the JSON value that the text writes; None if it writes none.
 
-    With `finite`, 1e999 is none, which most languages read as infinite.
+    With `finite`, 1e999 is no value, since most languages read it as infinite.
     """
 
     def refuse(constant: str) -> Any:
-        # Python reads infinite numbers, which JSON has not.
+        # Python reads infinite numbers, which JSON lacks.
         raise ValueError(constant)
 
     def fraction(number: str) -> float:
         return refuse(number) if finite and math.isinf(float(number)) else 0.5
 
     try:
-        # The numbers themselves do not matter, and may have more digits than Python reads.
+        # The numbers' values do not matter, and may have more digits than Python reads.
         value = json.loads(text, parse_int=lambda _: 0, parse_float=fraction, parse_constant=refuse)
     except (ValueError, RecursionError):
         return None
@@ -265,7 +265,7 @@ class _GemmaReader(ArgumentReader):
         return "".join(pieces), text[kept:]
 
     def _piece(self, mark: str) -> str:
-        """The JSON of what came before a mark, and of the mark."""
+        """The JSON of the text before a mark, and of the mark."""
         before = "".join(self._parts)
         self._parts = []
         if mark == self._QUOTE:

@@ -32,7 +32,7 @@ class ToolChoice:
 
     mode: Mode
     names: frozenset[str] | None = None
-    """The names of the tools that it may call; None for all."""
+    """The names of the tools that the model may call; None for all."""
     is_single: bool = False
     """Whether the answer is one call."""
 

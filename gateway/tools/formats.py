@@ -1,4 +1,4 @@
-"""How models write tool calls: one row a format."""
+"""How models write tool calls: a row for each format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ToolFormat:
 
     name: str
     calls: tuple[CallMarks, ...]
-    """A model may write any of these. They begin alike."""
+    """A model may write any of these variants, which all begin alike."""
     style: Style = "json"
     sections: tuple[tuple[str, str], ...] = ()
     """Pairs of texts that may enclose all calls together; empty if the format has none."""
@@ -50,7 +50,7 @@ class ToolFormat:
     call_id: Literal["call", "nine", "function"] = "call"
     """The form of a call's id, which some templates check: call_…, nine characters, f:0."""
     begins_as_text: bool = False
-    """Whether other texts begin as a call does, so that only a tool's name tells a call."""
+    """Whether other texts begin like a call, so that only a tool's name shows that it is a call."""
     marks: tuple[str, ...] = ()
     """More texts of the format that may be special tokens."""
 
@@ -250,7 +250,7 @@ JSON_FORMAT = ToolFormat("json", (CallMarks('{"name": "{name}", "arguments": ', 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes what an answer may hold beside content; None for what it cannot write."""
+    """How a model writes calls and thoughts; None for what it cannot write."""
 
     calls: ToolFormat | None = None
     thought: Thought | None = None
@@ -262,7 +262,7 @@ class AnswerFormat:
 
 
 def answer_format(template: str, name: str = "") -> AnswerFormat:
-    """The format that a chat template shows, or the named one for calls.
+    """The format that a chat template shows, with the named format for calls.
 
     The name "none" stands for no calls. Raises OutriderError(INVALID_VALUE) for an unknown name.
     """

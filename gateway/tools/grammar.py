@@ -1,7 +1,7 @@
 """The grammar of an answer that may call tools, as a structural tag.
 
-It forces the texts around a call. It holds the arguments to the tool's schema if the call is forced
-or the tool is strict, and else to an object.
+It forces the texts around a call. If the call is forced or the tool is strict, it holds the
+arguments to the tool's schema, and otherwise to an object.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from outrider.errors import invalid
 from outrider.grammar.kinds import Grammar, GrammarKind
 
 Json = dict[str, Any]
-# Beside these, the properties that a schema names are not all that it means.
+# With one of these keywords, a schema means more than the properties that it names.
 _OPEN = {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "$ref"}
 _ANY_OBJECT: Json = {"type": "object"}
-# To these, references within the whole schema lead.
+# References within the whole schema lead to these.
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -35,8 +35,8 @@ def calls_grammar(
 ) -> Grammar:
     """The grammar of an answer by this format.
 
-    An answer without calls is free text, or a text of `answer`. Raises OutriderError(INVALID_VALUE)
-    that names `field` if `answer` is no JSON.
+    An answer without calls is free text, or a text of the grammar `answer`. Raises
+    OutriderError(INVALID_VALUE) that names `field` if `answer` is no JSON.
     """
     json_kinds = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
     if answer is not None and not use.is_forced and answer.kind not in json_kinds:
@@ -70,10 +70,10 @@ class _Calls:
         self._form, self._use = form, use
 
     def alone(self) -> Json:
-        """Calls alone, at least one."""
+        """Only calls, at least one."""
         if not self._form.sections:
             return self._listed()
-        # Sections differ in layout alone, so a forced call has the first.
+        # Sections differ only in layout, so a forced call has the first.
         return self._section(*self._form.sections[0])
 
     def within_text(self) -> Json:
@@ -97,7 +97,7 @@ class _Calls:
         return self._tags()
 
     def after_first(self, text: Json | None) -> list[Json]:
-        """What may follow the first of `tags`: `text`, or calls alone where there is no text."""
+        """What may follow the first of `tags`: `text`, or only calls if there is no text."""
         if not self._use.is_parallel:
             return []
         if text is not None:
@@ -108,7 +108,7 @@ class _Calls:
         return [{"type": "star", "content": more}]
 
     def as_json(self) -> list[Json]:
-        """A schema for one call of each tool, where a call is a JSON object."""
+        """A schema for one call of each tool; a call is a JSON object."""
         return [
             _call_schema(self._form.begin(marks, tool.name), _held(tool, self._use))
             for tool in self._use.tools
@@ -137,7 +137,7 @@ class _Calls:
         if rest:
             parts: list[Json] = []
             for text in rest:
-                # In a pattern, \d would be the digits of all scripts, as in Python.
+                # In a pattern, \d would match the digits of all scripts, as in Python.
                 parts += [{"type": "regex", "pattern": "[0-9]+"}, _const(text)]
             content = _sequence([*parts, content])
         return {"type": "tag", "begin": begin, "content": content, "end": marks.end}
@@ -147,7 +147,7 @@ def _after_thought(
     thought: Thought, state: ThoughtState, body: Json, calls: _Calls, *, is_text: bool
 ) -> Json:
     """A thought before the body. A call that begins within the thought ends it."""
-    # A message of content has its own beginning, and one with a call another.
+    # A message of content and a message with a call begin differently.
     is_layout = thought.after and not thought.is_message
     after = [_const(thought.after)] if is_layout and not is_text else []
     ended = {"type": "tag", "begin": thought.end, "content": _sequence([*after, body]), "end": ""}
@@ -175,12 +175,12 @@ def _held(tool: Tool, use: ToolUse) -> Json:
         return _ANY_OBJECT
     # The reader of calls expects an object, whatever the schema says.
     held = {**tool.parameters, "type": "object"}
-    # To close a part of an intersection would leave nothing of the other parts.
+    # A closed part of an intersection would exclude the properties of the other parts.
     return held if '"allOf"' in json.dumps(held) else _closed(held)
 
 
 def _closed(schema: Any) -> Any:
-    """The schema without the properties that its objects do not name, unless it asks for others.
+    """The schema, closed to properties that its objects do not name, unless it asks for others.
 
     A model would otherwise invent arguments, which no function takes.
     """
@@ -202,7 +202,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _call_schema(begin: str, parameters: Json) -> Json:
-    """The schema of a call that begins so, up to the parameters."""
+    """The schema of a call with this beginning, up to the parameters."""
     *fixed, last = json.loads(f"{begin}0}}").items()
     inner = {key: value for key, value in parameters.items() if key not in _DEFINITIONS}
     properties = {key: {"const": value} for key, value in fixed} | {last[0]: inner}

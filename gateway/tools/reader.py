@@ -1,7 +1,7 @@
 """Split a model's answer into content, thought and calls while it grows.
 
-The answer's grammar forces the texts around a call, so the reader walks those texts. It looks for
-none of them within a call's arguments or within a thought, and stop strings see content only.
+The answer's grammar forces the texts around a call, so the reader walks those texts. It does not
+look for them within a call's arguments or a thought, and stop strings see only content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.tools.formats import CallMarks, ToolFormat
 from gateway.tools.thoughts import Thought
 
 _LETTERS = string.ascii_letters + string.digits
-# A text that begins as a call does, and goes on otherwise for so long, is content.
+# A text that begins like a call, and differs from a call for this many characters, is content.
 _LONGEST_BEGIN = 1024
 
 
@@ -59,26 +59,26 @@ Part = Content | Reasoning | CallBegin | CallArguments
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an answer may hold beside content."""
+    """What an answer may hold besides content."""
 
     form: ToolFormat | None = None
-    """The format of its calls; None if it holds none."""
+    """The format of the answer's calls; None if it holds no calls."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The schema of each tool's arguments, by name."""
     thought: Thought | None = None
-    """The marks of its thought; None if it holds none."""
+    """The marks of the answer's thought; None if it holds no thought."""
     begins_in_thought: bool = False
     """Whether the prompt has begun the thought."""
     shows_thought: bool = True
     """Whether the thought is a part of the answer. It is left out otherwise."""
     is_either: bool = False
-    """Whether the answer is calls alone or content alone."""
+    """Whether the answer is either only calls or only content."""
     is_forced: bool = False
     """Whether the answer holds nothing but calls, and perhaps a thought before them."""
     is_bound: bool = False
-    """Whether all text after the thought is content, as a grammar has it."""
+    """Whether all text after the thought is content, because a grammar binds it."""
     held: frozenset[str] = frozenset()
-    """The tools whose arguments the grammar holds to their schemas; all of them if it is forced."""
+    """The tools whose arguments the grammar holds to their schemas; all if a call is forced."""
     first_call: int = 0
     """How many calls the conversation has before this answer."""
 
@@ -96,8 +96,8 @@ class AnswerReader:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._buffer = ""
-        # Blanks that belong to the content only if more content follows, and line breaks of a
-        # thought likewise. There may be thousands of pieces.
+        # Blanks that belong to the content only if more content follows; the same for line breaks
+        # of a thought. There may be thousands of pieces.
         self._blanks: list[str] = []
         # Whether line breaks that follow belong to the layout, as after a thought.
         self._trims = reading.begins_in_thought
@@ -132,19 +132,19 @@ class AnswerReader:
     def place(self, text: str) -> str | None:
         """Add text, and return the field of the answer's message that it belongs to.
 
-        A call is tool_calls[0] and so on, with the marks around it. None for blanks and what may
-        be the beginning of a mark: that belongs to the place of the text after it.
+        A call is tool_calls[0] and so on, with the marks around it. None for blanks and possible
+        beginnings of a mark: they belong to the field of the text after them.
         """
         before = self._place
         parts = self.push(text)
         if before not in (None, "content"):
-            # What ends a thought or a call belongs to it.
+            # The mark that ends a thought or a call belongs to it.
             return before
         return self._place or ("content" if parts else None)
 
     @property
     def _place(self) -> str | None:
-        """The place of the next text; None while that is open."""
+        """The place of the next text; None while it is undecided."""
         if self._step == self._thought:
             return "reasoning_content"
         if self._step == self._plain:
@@ -178,7 +178,7 @@ class AnswerReader:
         elif self._step == self._call and self._may_be_content:
             self._no_call(parts)
             return joined([*parts, *self.finish()])
-        # What remains else was cut off within the texts around a call, and says nothing.
+        # Any other rest was cut off within the texts around a call, and means nothing.
         self._buffer = ""
         return joined(parts)
 
@@ -217,7 +217,7 @@ class AnswerReader:
         return True
 
     def _end_thought(self) -> None:
-        # Line breaks at its end are layout.
+        # Line breaks at the thought's end are layout.
         self._blanks = []
         self._trims = True
         self._ends_thought = False
@@ -225,7 +225,7 @@ class AnswerReader:
         self._message_may_begin = self._thought_may_begin = self._reading.thought.is_message
 
     def _add_reasoning(self, text: str, parts: list[Part]) -> None:
-        """Add to the thought, but hold the line breaks at its end."""
+        """Add to the thought, but hold back the line breaks at its end."""
         if self._trims:
             text = text.lstrip("\n")
         if not text:
@@ -278,7 +278,7 @@ class AnswerReader:
         return True
 
     def _plain(self, parts: list[Part]) -> bool:
-        """Take content in which nothing is looked for, so that its blanks are its own."""
+        """Take content without any search in it; its blanks belong to it."""
         text = "".join([*self._blanks, self._buffer])
         self._blanks, self._buffer = [], ""
         if self._trims:
@@ -299,7 +299,7 @@ class AnswerReader:
         return openers
 
     def _add_content(self, text: str, parts: list[Part]) -> None:
-        """Add content, but hold the blanks at its end: before a call they are layout."""
+        """Add content, but hold back the blanks at its end: before a call they are layout."""
         if self._trims:
             text = text.lstrip("\n")
         if not text:
@@ -346,7 +346,7 @@ class AnswerReader:
             if begin is None:
                 continue
             if self._may_be_other and begin["name"] not in self._reading.schemas:
-                # Another text may begin as a call does, and go on with another name.
+                # Another text may begin like a call, and go on with another name.
                 return self._no_call(parts)
             self._begin_call(begin, marks, parts)
             return True
@@ -358,7 +358,7 @@ class AnswerReader:
 
     @property
     def _may_be_other(self) -> bool:
-        """Whether a text that begins as a call does may be none."""
+        """Whether a text that begins like a call may be no call."""
         form = self._form
         return self._reading.is_either or self._ends_thought or form.begins_as_text
 
@@ -389,7 +389,7 @@ class AnswerReader:
         parts.append(CallBegin(index, _call_id(self._form, name, number), name))
 
     def _no_call(self, parts: list[Part]) -> bool:
-        """Take what looked like the beginning of a call as content, or as a thought."""
+        """Take a text that looked like the beginning of a call as content, or as a thought."""
         trigger = self._form.trigger
         text, self._buffer = self._buffer[: len(trigger)], self._buffer[len(trigger) :]
         self._section_end = ""
@@ -439,14 +439,14 @@ class AnswerReader:
 def _pattern(marks: CallMarks) -> re.Pattern[str]:
     """A pattern of the text that begins a call, with the group `name`."""
     before, _, after = marks.begin.partition("{name}")
-    # A name that nothing follows is complete once another character is there.
+    # A name that nothing follows is complete once another character has come.
     boundary = r"(?=[^\w.-])" if not after else ""
     numbered = r"\d+".join(re.escape(text) for text in after.split("{number}"))
     return re.compile(rf"{re.escape(before)}(?P<name>[\w.-]+){boundary}{numbered}", re.ASCII)
 
 
 def _held_from(text: str, marks: Sequence[str]) -> int:
-    """Where the end of the text begins that may begin a mark; the text's length for none."""
+    """Where the text's end, if it may begin a mark, starts; else the text's length."""
     longest = max((len(mark) for mark in marks), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):

@@ -1,4 +1,4 @@
-"""How models write thoughts: one row a format."""
+"""How models write thoughts: a row for each format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 ThoughtState = Literal["open", "possible", "over"]
-"""Whether the answer begins within a thought, may begin with one, or has none."""
+"""Whether the answer begins within a thought, may begin with a thought, or has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class Thought:
     is_message: bool = False
     """Whether thought, content and calls are messages of one answer, as in harmony.
 
-    The end of a thought then begins the next message, as the prompt's end does, and `after` begins
-    a message of content, with a thought before it or without. Several thoughts may follow.
+    The end of a thought then begins the next message, like the prompt's end. `after` begins a
+    message of content, with or without a thought before it. Several thoughts may follow.
     """
 
     @property
@@ -31,11 +31,11 @@ class Thought:
     def state(self, prompt: str, continued: str = "") -> ThoughtState:
         """Where an answer to this prompt begins.
 
-        `continued` is the text of a message that the answer goes on with; empty for none.
+        `continued` is the text of a message that the answer continues; empty for none.
         """
         text = prompt.rstrip()
         if text.endswith(self.end) and not self.is_message:
-            # Such as the empty thought of a model that is not to think.
+            # An example is the empty thought of a model that shall not think.
             return "over"
         if text.endswith(self.begin.rstrip()):
             return "open"
@@ -62,6 +62,6 @@ THOUGHTS = {
 
 
 def shown_thought(template: str, known: Thought | None) -> Thought | None:
-    """The format that a chat template shows, best the `known` one; None for none."""
+    """The format that a chat template shows, preferably the `known` format; None for none."""
     marks = THOUGHTS.values() if known is None else (known, *THOUGHTS.values())
     return next((mark for mark in marks if mark.shown in template), None)

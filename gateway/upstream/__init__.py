@@ -1,1 +1,1 @@
-"""Verifiers: which one serves a request, and the streams of tokens from it."""
+"""Verifiers: the choice of a verifier for a request, and the streams of tokens from it."""

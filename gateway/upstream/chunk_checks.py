@@ -1,4 +1,4 @@
-"""Check what a verifier sends: a broken verifier costs its own requests alone, with a clear error.
+"""Check what a verifier sends: a broken verifier harms only its own requests, with a clear error.
 
 Knows nothing of requests, replicas and texts.
 """
@@ -72,7 +72,7 @@ def _false_logprob(known: TokenLogprob, info: ModelInfo) -> str:
         return _no_token(info)
     if len(listed) != len(known.top_logprobs):
         return "alternatives without a log probability each"
-    # JSON has neither value. Minus infinity is the log probability of an impossible token.
+    # JSON lacks NaN and infinity. Minus infinity is the log probability of an impossible token.
     if not all(value < math.inf for value in (known.logprob, *known.top_logprobs)):
         return "a log probability that is NaN or infinite"
     return ""

@@ -1,6 +1,6 @@
 """The load of a model's verifiers under vLLM's names, for endpoint pickers and autoscalers.
 
-Pickers and autoscalers read them from the server with OpenAI's API: the gateway.
+Pickers and autoscalers read these gauges from the server with OpenAI's API: the gateway.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _GAUGES: dict[str, tuple[str, Callable[[Sequence[Load]], float]]] = {
         lambda loads: sum(load.waiting for load in loads),
     ),
     "kv_cache_usage_perc": ("Share of the KV pages in use, 0 to 1.", _usage),
-    # vLLM's earlier name of the same, which some routers still read.
+    # vLLM's earlier name of this gauge, which some routers still read.
     "gpu_cache_usage_perc": ("Share of the KV pages in use, 0 to 1.", _usage),
 }
 
 
 class LoadGauges(Collector):
-    """Made anew for each scrape from the last polls of the verifiers that take requests."""
+    """The gauges, made anew for each scrape from the last polls of verifiers that take requests."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

@@ -1,6 +1,6 @@
 """Which replica was last sent which beginnings of prompts: its prefix cache probably has them.
 
-It knows replicas by their addresses alone, and knows no requests.
+It knows replicas only by their addresses, and knows no requests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 BLOCK_TOKENS = 64
-# Together 8 million tokens, in some 30 MB.
+# All prefixes together have 8 million tokens, and take some 30 MB.
 _MOST_PREFIXES = 2**17
 
 
@@ -43,7 +43,7 @@ class PrefixRecord:
 
     def note(self, prefixes: Sequence[bytes], address: str) -> None:
         """Note that a prompt with these prefixes goes to a replica."""
-        # The longest one first, so that it is forgotten before the prefixes that it contains.
+        # The longest prefix first, so that it is forgotten before the prefixes that it contains.
         for prefix in reversed(prefixes):
             self._address_of[prefix] = address
             self._address_of.move_to_end(prefix)

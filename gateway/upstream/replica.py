@@ -47,20 +47,20 @@ class Replica:
         """The sequences that run on this replica, or have waited for another replica since it was
         lost."""
         self.unread_count = 0
-        """How many of them have no place there: they are paused or have ended, and their clients
-        have not read the rest yet."""
+        """How many of these sequences have no place there: they are paused or have ended, and their
+        clients have not read the rest yet."""
         self.foreign_count = 0
         """Sequences of other gateways and callers there, at the last poll."""
         self.round_trip_s: float | None = None
-        """How long the last poll took."""
+        """How long the last poll took (seconds)."""
         self.answered_at = time.monotonic()
-        """When it last answered a poll (monotonic seconds)."""
+        """When the verifier last answered a poll (monotonic seconds)."""
         self.poll_now = asyncio.Event()
         """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
         self.full = False
-        """Whether its queue has refused a sequence since the last poll."""
+        """Whether the verifier's queue has refused a sequence since the last poll."""
         self.leaving = False
-        """Whether its name no longer has its address."""
+        """Whether the verifier's DNS name no longer has its address."""
         self._earlier: dict[asyncio.Task[None], VerifierStream] = {}
         self._dial()
 
@@ -112,10 +112,10 @@ class Replica:
     async def refresh(self, fingerprint: str) -> None:
         """Ask the verifier for its model and stage, and update `info` and `problem`.
 
-        `fingerprint` is the gateway's tokenizer's, which must equal the verifier's.
+        `fingerprint` is that of the gateway's tokenizer, and must equal the verifier's.
         """
         if self._files is not None and self._files.refresh():
-            # A channel keeps the certificate that it was made with.
+            # A channel keeps its first certificate.
             self.redial()
         asked = time.perf_counter()
         request = verifier_pb2.GetModelRequest()
@@ -140,7 +140,7 @@ class Replica:
         self.problem = _problem(self.address, info, fingerprint)
 
     def _take_refusal(self, error: OutriderError) -> None:
-        """Take no requests. NOT_READY is the verifier's own word that its engine hangs."""
+        """Take no requests. NOT_READY means that the verifier itself says that its engine hangs."""
         if error.reason is Reason.NOT_READY:
             message = f"verifier {self.address} is not ready: {error.message}"
             self.problem = replace(error, message=message)
@@ -152,7 +152,7 @@ class Replica:
         self.problem = self._unanswered(error)
 
     def _unanswered(self, error: OutriderError) -> OutriderError:
-        """The problem that a call or a connection failed with `error`."""
+        """The problem of a replica after a call or a connection failed with `error`."""
         reason = explain(error.message, self._tls, is_known=self.info is not None)
         message = f"verifier {self.address} does not answer: {reason}"
         return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
@@ -160,8 +160,8 @@ class Replica:
     def mark_suspect(self, stream: VerifierStream, error: OutriderError) -> None:
         """Note that `error` ended a sequence of `stream`.
 
-        A verifier with a full queue goes on to take new requests. After any other error a verifier
-        gets no requests until it has been polled, which is done at once. An earlier connection may
+        A verifier with a full queue still takes new requests. After any other error a verifier gets
+        no requests until it has been polled, which happens at once. An earlier connection may
         end while the verifier is well.
         """
         if error.reason is Reason.OVERLOADED:

@@ -1,7 +1,7 @@
 """Poll the verifier's replicas, and pick a ready one for each request.
 
-It is the one that was sent the longest beginning of the prompt before, unless that one has clearly
-more to do than the others; else the least busy one.
+It picks the replica that was sent the longest beginning of the prompt before, unless that replica
+has clearly more to do than the others; else the least busy replica.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Pick(NamedTuple):
         return self.is_same(begun) and length <= self.info.context_length
 
     def is_same(self, begun: ModelInfo) -> bool:
-        """Whether the replica writes the same texts as `begun`."""
+        """Whether the replica writes the texts that `begun` writes."""
         return _identity(self.info) == _identity(begun)
 
 
@@ -105,8 +105,8 @@ class Router:
         self._polls: dict[Replica, asyncio.Task[None]] = {}
         self._following: asyncio.Task[None] | None = None
         self._reported_ready: bool | None = None
-        # Set, and replaced, at each change of readiness. Who took the event before it read the
-        # replicas cannot miss a change.
+        # Set, and replaced, at each change of readiness. A task that takes the event before it
+        # reads the replicas cannot miss a change.
         self._changed = asyncio.Event()
         self._cut_off = False
         self._logged_differing: list[str] = []
@@ -128,7 +128,7 @@ class Router:
         """Add the replicas of new addresses, and let those without an address go.
 
         A replica that goes gets no new requests, and is forgotten once its sequences have ended.
-        They may stay: a verifier that is about to stop says so itself, and then they move.
+        The sequences may stay: a verifier that is about to stop says so, and then they move.
         """
         known = {replica.address: replica for replica in self.replicas}
         for address in addresses:
@@ -177,7 +177,7 @@ class Router:
             if replica.problem is None:
                 log_after = 0.0
                 self._wake()
-            # While the gateway drains, verifiers that stop with it are no news.
+            # While the gateway drains, it need not report verifiers that stop with it.
             silent = self.draining or time.monotonic() <= log_after
             if str(replica.problem) != logged and not silent:
                 level, message = logging.INFO, f"verifier {replica.address} is ready"
@@ -223,7 +223,7 @@ class Router:
         self._logged_differing = problems
 
     def _wake(self) -> None:
-        """Have sequences that wait for a replica look again."""
+        """Make sequences that wait for a replica look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -266,7 +266,7 @@ class Router:
         return name, max(infos, key=lambda info: info.context_length)
 
     def pick(self, model: str | None, prefixes: Sequence[bytes] = ()) -> Pick:
-        """The ready replica for a request whose prompt has these `prefixes`, which goes there now.
+        """The ready replica for a request whose prompt has these `prefixes`; it is noted as sent.
 
         None or "" stands for any model. Raises OutriderError: NOT_READY, DRAINING or
         VERIFIER_UNAVAILABLE if no replica is ready, MODEL_NOT_FOUND if no replica serves the model.
@@ -279,7 +279,7 @@ class Router:
     def _holder(self, picks: Sequence[Pick], prefixes: Sequence[bytes]) -> Pick | None:
         """The replica that was sent the longest of the prefixes, and has its share of load at most.
 
-        None if no replica was sent any of them, or each that was has more than its share.
+        None if no replica was sent any of them, or if all that were have more than their share.
         """
         loads = {pick.replica.address: (pick, *pick.busyness()) for pick in picks}
         most = _MOST_LOAD * sum(load for _, _, load in loads.values()) / len(loads) + _SPARE_LOAD

@@ -1,6 +1,6 @@
 """Carry all sequences of a gateway at one verifier on one gRPC stream.
 
-The tokens that a step of the verifier commits for them arrive in one message.
+The tokens that a step of the verifier commits for these sequences arrive in one message.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     # Only the type stubs have this class.
     from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceAsyncStub
 
-# A larger message would end the stream for all sequences.
+# The most bytes of a message. A larger message would end the stream for all sequences.
 _MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
-# A verifier that goes on with a paused sequence cannot fill the gateway's memory.
+# This bounds the gateway's memory if a verifier goes on with a paused sequence.
 _MOST_CHUNKS = 8192
 _Chunks = ReadAhead[TokenChunk | OutriderError | None]
 """The chunks of one sequence. An error or None ends them; None means that the verifier hung up."""
 _OnLost = Callable[[OutriderError], OutriderError]
-# uvloop's timers overflow at the largest of floats.
+# uvloop's timers overflow at the largest floats.
 _LONGEST_S = 1e9
 _HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 
@@ -65,9 +65,9 @@ class VerifierStream:
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the chunks of one sequence, up to the last or until the verifier hangs up.
 
-        While MOST_UNREAD chunks or more wait to be read, the sequence is paused at the verifier;
-        `on_pause` is told so, see `ReadAhead`.
-        Closing the iterator cancels it. Raises OutriderError: the verifier's own,
+        While MOST_UNREAD chunks or more wait to be read, the sequence is paused at the verifier.
+        `on_pause` is called with each change, see `ReadAhead`.
+        Closing the iterator cancels the sequence. Raises OutriderError: the verifier's error,
         VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if it is paused
         and nothing is read for `unread_s`, and DEADLINE_EXCEEDED at the monotonic time `ends_at`.
         """
@@ -181,7 +181,7 @@ class _StreamCall:
         self._send(said)
 
     def _send(self, request: token_streams_pb2.SequenceRequest) -> None:
-        """Send a request soon, in one message with those that wait."""
+        """Send a request soon, in one message with the requests that wait."""
         self._unsent.append(request)
         self._has_unsent.set()
 
@@ -218,7 +218,7 @@ class _StreamCall:
         """End all sequences and the call."""
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        # A task that is cancelled before it begins does not hang up itself.
+        # A task that is cancelled before it begins does not hang up.
         self._hang_up(_HUNG_UP)
 
     async def _requests(self) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
@@ -254,7 +254,7 @@ class _StreamCall:
                 # The gateway read too slowly, not the clients. Their sequences go on in a new call.
                 error = replace(error, reason=Reason.VERIFIER_UNAVAILABLE)
         except OutriderError as violation:
-            # The caller of the gateway is not at fault.
+            # The gateway's caller is not at fault.
             message = f"the verifier's stream is broken: {violation.message}"
             error = OutriderError(Reason.INTERNAL, message)
         except Exception:  # noqa: BLE001  # `unexpected` logs any other failure, and gives INTERNAL

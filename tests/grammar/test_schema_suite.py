@@ -2,7 +2,7 @@
 
 tests/install-tools.sh takes the suite from jsonschema's source package. The tests play a fixed
 sample. `python -m tests.grammar.test_schema_suite` plays everything and prints a table. With two
-numbers, it plays one part of several: `… 8 3` plays part 3 of the parts 0 to 7.
+numbers, it plays one of several parts, counted from 0: `… 8 3` plays part 3 of 8.
 """
 
 from __future__ import annotations

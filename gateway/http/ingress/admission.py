@@ -51,12 +51,12 @@ class AdmittedRequest:
         self._has_slot = True
 
     def release_slots(self) -> None:
-        """Count no longer as one sequence: the sequences that the body asks for count instead."""
+        """Stop counting as one sequence: the sequences that the body asks for count instead."""
         for admitted in self._admitted:
             admitted.close()
 
     def end(self) -> None:
-        """Release what it still holds: as one sequence, and its slot of `preparing`."""
+        """Release its place as one sequence, and its slot of `preparing`, if it still holds them."""
         self.release_slots()
         if self._has_slot:
             self._has_slot = False
@@ -88,7 +88,7 @@ class AdmissionMiddleware:
         self._app = app
         self._admission = admission
         self._preparing = preparing
-        # Requests by tenant that were let in whether or not they are late.
+        # By tenant: requests that were let in without a check whether they are late.
         self._unchecked: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +108,7 @@ class AdmissionMiddleware:
             scope[_SCOPE_KEY] = request
 
             async def answer(message: Message) -> None:
-                # A client that does not read its answer holds up nobody.
+                # A client that does not read its answer delays no other.
                 request.end()
                 await send(message)
 
@@ -121,7 +121,7 @@ class AdmissionMiddleware:
             return []
         timeout = ClientTimeout(first_s=client_seconds(Headers(scope=scope)))
         if scope["path"] not in _GENERATING:
-            # It waits for no verifier.
+            # Such a request needs no verifier.
             return [self._admission.admit(model, tenant, 1, _ENDLESS)]
         if timeout.is_chosen or self._unchecked[tenant] >= _READ_AT_ONCE:
             return [self._admission.admit(model, tenant, 1, timeout)]
@@ -136,7 +136,7 @@ def client_seconds(headers: Mapping[str, str]) -> float | None:
 
 
 def _seconds(text: str) -> float | None:
-    """A header's positive number; None for anything else, since it is the client's own note."""
+    """A header's positive number; None for anything else, since clients may write anything."""
     try:
         seconds = float(text)
     except ValueError:
@@ -151,6 +151,6 @@ def admitted_request(request: HTTPConnection) -> AdmittedRequest:
 
 
 def admitted_request_in(scope: Scope) -> AdmittedRequest | None:
-    """The same by the scope of a request; None on other paths."""
+    """The admitted request in the scope of a request; None on other paths."""
     found: AdmittedRequest | None = scope.get(_SCOPE_KEY)
     return found

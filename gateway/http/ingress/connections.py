@@ -27,11 +27,11 @@ UNSENT_BYTES = 16 * 1024
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds on headers and on the time in which bytes must arrive."""
 
-    # So that a slow sender cannot hold a connection: an honest sender is done far earlier.
+    # So that a slow sender cannot hold a connection. An honest sender is done far earlier.
     header_seconds = 10.0
     body_seconds = 60.0
-    # So that a client cannot hold an answer for ever that it does not read. It is longer than
-    # answers are kept for a slow reader, whose last chunks and error may wait in the connection.
+    # So that a client cannot hold an unread answer for ever. Answers end earlier for a slow reader,
+    # but their last chunks and error may wait in the connection.
     unread_seconds = 120.0
     needs_certificate: bool
     log_access: AccessLog
@@ -180,7 +180,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 longest.transport.close()
 
     def _expect_reading(self) -> None:
-        """Have `pause_writing` called while any bytes wait to be read."""
+        """Make asyncio call `pause_writing` while any bytes wait to be read."""
         self.transport.set_write_buffer_limits(0)
 
     def _expect(self, seconds: float | None) -> None:
@@ -234,7 +234,7 @@ class BoundedProtocol(HttpToolsProtocol):
         scope = cast(dict[str, Any] | None, self.scope) or {}
         access: Access | None = scope.get(access_log.SCOPE_KEY)
         if access is None or not running:
-            # The headers are an earlier request's where the parser refused the first line.
+            # If the parser refused the first line, the headers are an earlier request's.
             fresh = {} if access is not None or not scope else dict(self.headers)
             headers = {
                 name.decode("latin-1"): each.decode("latin-1") for name, each in fresh.items()

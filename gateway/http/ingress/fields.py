@@ -26,7 +26,7 @@ MAX_KEYS = 128
 
 
 ignores_unknown: ContextVar[bool] = ContextVar("ignores_unknown", default=False)
-"""Whether a request's unknown fields are dropped, and not refused."""
+"""Whether a request's unknown fields are dropped instead of refused."""
 
 
 class Body(BaseModel):
@@ -103,7 +103,7 @@ def with_declared(
     """Add an optional parameter to a body for each number and flag of a dataclass.
 
     It has the name and the type of the dataclass's field, and the range of that name if there is
-    one. A class derived from the body may declare a parameter again in a form of its own.
+    a range. A class derived from the body may declare a parameter again in another form.
     """
     types = get_type_hints(settings)
 

@@ -11,8 +11,8 @@ from gateway.api_errors import error_response
 from outrider.errors import OutriderError, Reason
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Largest body, decompressed: the text of a context of a million tokens. A gateway of 1 GiB holds
-the bodies of all requests that arrive at once."""
+"""The largest body, decompressed: the text of a context of a million tokens. A gateway of 1 GiB
+holds the bodies of all requests that arrive at once."""
 
 _Headers = Iterable[tuple[bytes, bytes]]
 
@@ -25,7 +25,7 @@ _CHANGED = (b"content-encoding", b"content-length")
 class BodyLimit:
     """Refuses a body above MAX_BODY_BYTES with 413 before the body is held in memory.
 
-    A body in gzip or deflate is decompressed, and the limit holds for what it decompresses to.
+    A body in gzip or deflate is decompressed, and the limit holds for the decompressed body.
     Another Content-Encoding is refused with 415.
     """
 

@@ -20,7 +20,7 @@ from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
 NAMES = {"response_format": "output_config.format", "continue_final_message": "messages"}
-"""A chat's names of parameters, where they have another one here."""
+"""A chat's parameters that have another name here."""
 # Their translation takes a few milliseconds.
 _TURNS_AT_ONCE = 256
 _Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -73,7 +73,7 @@ class ToolUseBlock(_Block):
 
 
 def _as_blocks(value: object) -> object:
-    """A string as one block of text; any other value as it is."""
+    """A string as one block of text; any other value unchanged."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -145,7 +145,7 @@ class OutputConfig(Body):
 
 
 class CountTokensBody(Body):
-    """POST /v1/messages/count_tokens: what a prompt is made of."""
+    """POST /v1/messages/count_tokens: the parts of a prompt."""
 
     model: str | None = None
     messages: Listed[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -180,7 +180,7 @@ class CountTokensBody(Body):
         return ChatBody(
             model=self.model,
             messages=messages,
-            # As at Anthropic, the answer goes on with an answer that the conversation ends with.
+            # As at Anthropic, if the conversation ends with an answer, the new answer continues it.
             continue_final_message=messages[-1].role == "assistant",
             tools=[tool.of_chat for tool in self.tools or ()],
             tool_choice=choice.of_chat,
@@ -193,7 +193,7 @@ class CountTokensBody(Body):
         )
 
     async def _messages(self) -> list[Message]:
-        """The conversation as a chat's messages, with neighbours of one role as one turn."""
+        """The conversation as a chat's messages; neighbours of one role become one turn."""
         messages = [Message(role="system", content=_text(self.system, "\n"))] if self.system else []
         by_role = groupby(self.messages, lambda message: message.role)
         for index, (role, turns) in enumerate(by_role):
@@ -226,13 +226,13 @@ class MessagesBody(CountTokensBody):
     top_p: float | None = None
     top_k: int | None = None
     structured_outputs: StructuredOutputs | None = Field(default=None, description="As in chats.")
-    # It is refused by name, since a request that continues a thread has only the newest messages.
+    # Refused by name, since a request that continues a thread has only the newest messages.
     thread: Annotated[Any, AfterValidator(_refuse_thread)] = Field(
         default=None, description="Not supported: each request must have all messages."
     )
 
     async def answered(self) -> ChatBody:
-        """The same request as a chat's body; as `chat` does it."""
+        """The same request as a chat's body, like `chat`."""
         return await self.chat(
             stop=self.stop_sequences,
             stream=self.stream,
@@ -248,7 +248,7 @@ def _text(blocks: Sequence[object], separator: str) -> str:
 
 
 def _assistant(blocks: Sequence[Block]) -> Message:
-    """An answer of the history. Its texts are one, as they are in a chat's answer."""
+    """An answer of the history. Its texts are joined, as in a chat's answer."""
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     return Message(
         role="assistant",
@@ -259,7 +259,7 @@ def _assistant(blocks: Sequence[Block]) -> Message:
 
 
 def _asked(role: Literal["system", "user"], blocks: Sequence[Block]) -> Iterator[Message]:
-    """The messages of a user's turn: results of tools are messages of their own."""
+    """The messages of a user's turn: each result of a tool is a separate message."""
     if not blocks:
         yield Message(role=role, content="")
     for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):

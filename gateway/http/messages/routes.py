@@ -26,7 +26,7 @@ class MessagesCall(ChatCall):
     """POST /v1/messages."""
 
     def __init__(self, body: ChatBody, request: Request, max_tokens: int, *, metrics: bool) -> None:
-        """`body` is the translated one, and `max_tokens` the limit of the body that came."""
+        """`body` is the translated body, and `max_tokens` the limit in the received body."""
         super().__init__(body, request, metrics=metrics)
         self._max_tokens = max_tokens
         # As at Anthropic, a limit beyond the context is no error. The context ends the answer.
@@ -58,7 +58,7 @@ def routes(generation: Generation, *, metrics: bool) -> APIRouter:
         "/v1/messages/count_tokens", responses=json_responses(*_ERRORS, shape="MessagesError")
     )
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
-        """The number of a prompt's tokens, as `usage` of an answer to it has them."""
+        """The number of a prompt's tokens, as an answer's `usage` counts them."""
         tenant = identity_of(request).tenant
         with own_names(NAMES):
             count = await count_prompt(generation, await body.chat(), tenant)

@@ -1,4 +1,4 @@
-"""The tools of Anthropic's requests: functions, and the tools of Anthropic's that callers run."""
+"""The tools of Anthropic's requests: functions, and Anthropic's tools that callers run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _refuse_programs(value: list[str] | None) -> list[str] | None:
 
 
 class _Tool(Body):
-    """What all tools have."""
+    """The fields that all tools have."""
 
     strict: bool | None = None
     defer_loading: Annotated[bool | None, AfterValidator(_refuse_deferred)] = None
@@ -133,7 +133,7 @@ ClientType = Literal[
 ]
 _OLD_EDITOR = ("str_replace_editor", _EDIT_ABOUT, _editor("new_str", "undo_edit"))
 _EDITOR = ("str_replace_based_edit_tool", _EDIT_ABOUT, _editor("insert_text"))
-# The name, the description and the input of each, as Anthropic's models know them by themselves.
+# The name, description and input of each tool, which Anthropic's models know from training.
 CLIENT_TOOLS: dict[ClientType, tuple[str, str, dict[str, Any]]] = {
     "bash_20241022": ("bash", _BASH_ABOUT, _BASH),
     "bash_20250124": ("bash", _BASH_ABOUT, _BASH),
@@ -167,7 +167,7 @@ class ClientTool(_Tool):
 
 
 def _as_function(value: object) -> object:
-    """A tool that Anthropic defines as a function; any other value as it is."""
+    """A tool that Anthropic defines, as a function; any other value unchanged."""
     if isinstance(value, dict) and value.get("type") in get_args(ClientType):
         return ClientTool.model_validate(value).as_function
     return value
@@ -180,7 +180,7 @@ AnyTool = Annotated[
 
 
 class ToolChoiceBody(Body):
-    """Whether the model must call a tool: any, or the one with this name."""
+    """Whether the model must call a tool: any tool, or the tool with this name."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None

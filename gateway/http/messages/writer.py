@@ -19,7 +19,7 @@ from outrider.protocol.messages import FinishReason
 
 Json = dict[str, Any]
 _SIGNATURE = "unsigned"
-"""The signature of every thought. Clients send a thought back only with one."""
+"""The signature of every thought. Clients send a thought back only with a signature."""
 
 
 class MessagesWriter:
@@ -80,7 +80,7 @@ class MessagesWriter:
         }
 
     def _part(self, part: Part) -> list[Json]:
-        """The events of a part: it goes on with the open block, or begins the next."""
+        """The events of a part, which continues the open block or begins the next."""
         if isinstance(part, CallArguments):
             return [self._delta("input_json_delta", partial_json=part.text)]
         if isinstance(part, CallBegin):

@@ -55,7 +55,7 @@ class HttpCall(TextCall, Generic[_Body]):
 
     @abstractmethod
     def writer(self, answer: TextAnswer) -> AnswerWriter:
-        """The writer of the answer in the endpoint's shape."""
+        """The writer that writes the answer in the endpoint's shape."""
 
     def demand(self) -> Demand:
         """The body's n and its timeout. Raises OutriderError(INVALID_VALUE)."""

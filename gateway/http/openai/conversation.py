@@ -54,7 +54,7 @@ def joined(separator: str) -> Callable[[object], object]:
     """A validator that joins OpenAI's list of content parts into one text."""
 
     def join(value: object) -> object:
-        """The text of a list of parts; any other value as it is. Raises ValidationError."""
+        """The text of a list of parts; any other value unchanged. Raises ValidationError."""
         if not isinstance(value, list) or not value:
             return value
         parts = _PARTS.validate_python(value)
@@ -117,9 +117,9 @@ _OBJECT = re.compile(r'\s*\{\s*("|\}|$)')
 def read_arguments(text: str) -> Arguments | None:
     """The arguments of a call, whose end `max_tokens` may have cut off.
 
-    Then they are the values that are complete, as in Anthropic's clients. They are empty if no
-    prompt can hold what the model wrote, such as endless digits or brackets. None if the text does
-    not even begin an object.
+    If cut off, they are the complete values, as in Anthropic's clients. They are empty if no prompt
+    can hold what the model wrote, such as endless digits or brackets. None if the text does not
+    even begin an object.
     """
     text = text or "{}"
     if not _OBJECT.match(text):
@@ -156,7 +156,7 @@ class CalledFunction(Body):
     arguments: Annotated[Text, AfterValidator(whole_arguments)] = "{}"
 
     def for_template(self) -> dict[str, Any]:
-        """The call for chat templates; `CallForm` gives the arguments the form that they want."""
+        """The call for chat templates; `CallForm` gives the arguments their final form."""
         return {"name": self.name, "arguments": self.arguments}
 
 

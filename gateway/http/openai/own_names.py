@@ -1,4 +1,4 @@
-"""Errors of a chat in the names of the API whose request the chat stands for."""
+"""Errors of a chat, with the parameter names of the API that the request came by."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
 def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
     """The error with another API's name for each chat's parameter in `names`, the longest first.
 
-    A path below a parameter is kept for tools alone. Other parameters have another shape there.
+    A path below a parameter is kept only for tools. Other parameters have another shape there.
     """
     if error.field is None:
         return error

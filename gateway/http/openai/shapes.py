@@ -29,7 +29,7 @@ def _with_top(token: LogprobToken) -> Json:
 
 
 def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
-    """Log probabilities by text, the likeliest first, and as in OpenAI's answers the token itself.
+    """Log probabilities by text, the likeliest first, and the token itself as in OpenAI's answers.
 
     Several tokens may have the same text, such as parts of characters. The likeliest is kept.
     """
@@ -160,7 +160,7 @@ class ResponseShape(ABC):
 
     @abstractmethod
     def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
-        """Put vLLM's `prompt_logprobs` into a whole answer. `prompts` has one list a choice."""
+        """Put vLLM's `prompt_logprobs` into a whole answer. `prompts` has a list per choice."""
 
     @abstractmethod
     def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
@@ -183,7 +183,7 @@ class CompletionShape(ResponseShape):
             choice["prompt_logprobs"] = _prompt_logprobs(prompt)
 
     def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
-        """Lists with one entry a token, as OpenAI's completions have them."""
+        """Lists with an entry for each token, as in OpenAI's completions."""
         if not shown:
             return None
         return {
@@ -212,11 +212,11 @@ class ChatShape(ResponseShape):
     closing: ClassVar[Json] = {"delta": {}}
 
     def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
-        """Put the scores of the one prompt beside the choices, as vLLM does."""
+        """Put the scores of the only prompt beside the choices, as vLLM does."""
         answer["prompt_logprobs"] = _prompt_logprobs(prompts[0])
 
     def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
-        """A list of objects, one a token, as OpenAI's chats have it."""
+        """A list with an object for each token, as in OpenAI's chats."""
         return {"content": listed(_with_top, shown), "refusal": None} if shown else None
 
     def _whole_choice(self, given: WholeChoice) -> Json:

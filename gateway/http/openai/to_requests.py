@@ -67,7 +67,7 @@ def text_requests(
             tokens = replace(tokens, prompt_logprobs=0)
         request = replace(template, tokens=tokens, echo=prompt.echo)
         if isinstance(body, ChatBody):
-            # Once for all choices, since a grammar of many tools takes milliseconds to write.
+            # Built once for all choices, since a grammar of many tools takes milliseconds to write.
             request = with_calls_and_thought(request, _answer_options(body), prompt, inputs.answers)
         for choice in range(inputs.n):
             of_choice = replace(request.tokens, sampling=_with_seed(sampling, choice))
@@ -219,7 +219,7 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
 
 
 def _prompt_alternatives(body: GenerationBody) -> int | None:
-    """The same, unchecked.
+    """The number of alternatives with each token of the prompt, unchecked.
 
     With `echo`, a token of the prompt has as many alternatives as a generated token, unless
     `prompt_logprobs` is given.

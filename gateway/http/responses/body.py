@@ -31,14 +31,14 @@ from gateway.http.responses.tools import ToolChoiceField, Tools, ToolsField, cha
 from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES, MAX_NAME_LENGTH
 
-# The numbers that an answer repeats.
+# The numerical parameters that an answer repeats.
 _DEFAULTS: dict[str, float] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "temperature": 1.0,
     "top_p": 1.0,
 }
-# A chat's names of parameters, the longest first, and what the Responses API calls them.
+# A chat's names of parameters, the longest first, and their names in the Responses API.
 _NAMES = {
     "response_format.json_schema": "text.format",
     "max_completion_tokens": "max_output_tokens",
@@ -136,7 +136,7 @@ class PromptBody(Body):
 
     @property
     def names(self) -> dict[str, str]:
-        """A chat's names of parameters, the longest first, and what they are here."""
+        """A chat's names of parameters, the longest first, and their names here."""
         tools = {}
         for number, tool in enumerate(self.tools.flat):
             tools[f"tools[{number}].function"] = tools[f"tools[{number}]"] = tool.path

@@ -76,7 +76,7 @@ _PARTS: dict[str, type[TextPart | RefusalPart]] = {
 
 
 def _joined(name: str, kinds: Mapping[str, type[Any]], form: Any) -> Any:
-    """The type of the field of this name: a text, or a list of parts that are joined to one."""
+    """The type of the field of this name: a text, or a list of parts that are joined to a text."""
 
     def join(value: object) -> object:
         """The text of a list of parts. Raises OutriderError that names the part."""
@@ -132,7 +132,7 @@ class FunctionCallOutput(Body):
 
 
 class ReasoningItem(Body):
-    """The thought of an earlier answer. Of another server's, only `content` can be read here."""
+    """The thought of an earlier answer. Of another server's thought, only `content` is readable."""
 
     type: Literal["reasoning"]
     content: Annotated[
@@ -146,7 +146,7 @@ class ReasoningItem(Body):
 
 
 class ItemReference(Body):
-    """The item of this id, of an answer that is kept."""
+    """A reference to the item of this id, in a kept answer."""
 
     type: Literal["item_reference"] | None = None
     id: Text
@@ -164,7 +164,7 @@ _INPUT_ITEMS: dict[str, type[InputItem]] = {**_ITEMS, "item_reference": ItemRefe
 
 
 def input_items(value: object) -> list[InputItem]:
-    """The items of `input`, of which a text is one. Raises OutriderError that names the place."""
+    """The items of `input`; a text is one item. Raises OutriderError that names the place."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -175,7 +175,7 @@ def input_items(value: object) -> list[InputItem]:
 
 
 def kept_item(value: Json, path: str) -> Item:
-    """An item that was kept as JSON, for a request that names it at this path."""
+    """An item from its kept JSON, for a request that names it at this path."""
     return parsed(value, _ITEMS, path)
 
 

@@ -23,7 +23,7 @@ from outrider.errors import OutriderError, Reason, invalid
 MAX_LISTED_ITEMS = 100
 MAX_REPLAYED_BYTES = 1024 * 1024
 """The most bytes of a response whose events can be sent again. Three events each hold it whole."""
-# Their encoding takes a few milliseconds.
+# Encoding this many events takes a few milliseconds.
 _EVENTS_AT_ONCE = 64
 # By the type of an item, the start of its id.
 _PREFIXES = {
@@ -35,7 +35,7 @@ _PREFIXES = {
 
 
 def add_kept_routes(router: APIRouter, store: ResponseStore) -> None:
-    """Add the endpoints to the router. Each tenant sees its own answers alone."""
+    """Add the endpoints to the router. Each tenant sees only its own answers."""
     path = "/v1/responses/{response_id}"
 
     @router.get(path, responses=json_responses(400, 401, 404, also=STREAMED))
@@ -45,7 +45,7 @@ def add_kept_routes(router: APIRouter, store: ResponseStore) -> None:
         stream: Annotated[bool, Query(description="Send its events again.")] = False,
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
-        """A response that is still kept, whole or as the events in which it came."""
+        """A response that is still kept, whole or as its stream's events."""
         tenant = identity_of(request).tenant
         found = store.response(tenant, response_id)
         if found is None:

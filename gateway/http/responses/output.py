@@ -23,7 +23,7 @@ class _Kind:
 
     @property
     def text_name(self) -> str:
-        """What the event calls the whole text."""
+        """The event's field for the whole text."""
         return "text" if self.part else "arguments"
 
 
@@ -34,7 +34,7 @@ _KINDS = {"message": _MESSAGE, "reasoning": _THOUGHT, "function_call": _CALL}
 
 
 _NOTHING_YET: Json = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
-"""What only a complete response has."""
+"""The fields that only a complete response has."""
 
 
 class OutputItems:
@@ -102,7 +102,7 @@ class OutputItems:
     def end_all(self, status: Status) -> list[Json]:
         """The events that end the output.
 
-        A complete answer holds a message or a call, if only an empty message.
+        A complete answer holds at least a message, perhaps an empty one, or a call.
         """
         made = self.end(status)
         if status == "completed" and all(item["type"] == "reasoning" for item in self.items):

@@ -34,7 +34,7 @@ _ERRORS = (*_COUNT_ERRORS, 504)
 
 
 class _Conversation(NamedTuple):
-    """The items of a conversation, and the same as JSON."""
+    """The items of a conversation, and the items as JSON."""
 
     items: list[Item]
     kept: list[bytes]
@@ -49,7 +49,7 @@ def _conversation(body: PromptBody, store: ResponseStore, tenant: str) -> _Conve
     kept_bytes = 0
 
     def add(kept: bytes, path: str) -> None:
-        """Add a kept item. References make a short body a long conversation, so count."""
+        """Add a kept item, and count it: references can make a short body a long conversation."""
         nonlocal kept_bytes
         kept_bytes += len(kept)
         if kept_bytes > MAX_BODY_BYTES:
@@ -133,7 +133,7 @@ def routes(generation: Generation, *, metrics: bool) -> APIRouter:
 
     @router.post("/v1/responses/input_tokens", responses=json_responses(*_COUNT_ERRORS))
     async def input_tokens(body: InputTokensBody, request: Request) -> Response:
-        """The number of a prompt's tokens, as `usage` of an answer to it has them."""
+        """The number of a prompt's tokens, as an answer's `usage` counts them."""
         tenant = identity_of(request).tenant
         with own_names(body.names):
             await asyncio.sleep(0)

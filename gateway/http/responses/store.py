@@ -1,4 +1,4 @@
-"""Keep answers of the Responses API for a while, in memory, apart for each tenant.
+"""Keep answers of the Responses API for a while, in memory, separately for each tenant.
 
 An answer is kept with its whole conversation. A piece of JSON that several answers of a tenant
 share is held once, so a long conversation costs its own length, not the sum over its answers.
@@ -15,7 +15,7 @@ MAX_TENANT_BYTES = 16 * 1024 * 1024
 MAX_TENANT_ANSWERS = 1024
 MAX_BYTES = 64 * 1024 * 1024
 MAX_ANSWERS = 8192
-# What Python's objects take beside the JSON: for each piece, each use of one, and each answer.
+# Bytes of Python's objects besides the JSON: for each piece, each use of a piece, each answer.
 _PIECE_BYTES = 200
 _USE_BYTES = 16
 _ANSWER_BYTES = 2000
@@ -32,7 +32,7 @@ class _Kept(NamedTuple):
     """The items of the conversation before the answer."""
     output: Sequence[bytes]
     deltas: bytes
-    """The lengths of the deltas in which its output's texts grew, as JSON."""
+    """The lengths of the deltas in which the output's texts grew, as JSON."""
     item_ids: Sequence[str]
 
     @property
@@ -42,7 +42,7 @@ class _Kept(NamedTuple):
 
     @property
     def own_bytes(self) -> int:
-        """The memory that it takes beside its pieces."""
+        """The bytes that the answer takes besides its pieces."""
         return _ANSWER_BYTES + _USE_BYTES * (len(self.before) + len(self.output))
 
 
@@ -68,7 +68,7 @@ class _Tenant:
         self.byte_count += kept.own_bytes
 
     def remove(self, answer_id: str) -> None:
-        """Drop an answer, and the pieces that no other one uses."""
+        """Drop an answer, and the pieces that no other answer uses."""
         kept = self.answers.pop(answer_id)
         for item_id in kept.item_ids:
             del self.items[item_id]
@@ -81,10 +81,10 @@ class _Tenant:
 
 
 class ResponseStore:
-    """The kept answers of all tenants. Those that were not used for longest make room for others.
+    """The kept answers of all tenants. The least recently used answers make room for new ones.
 
-    One tenant cannot read another's answers, and has at most MAX_TENANT_BYTES and
-    MAX_TENANT_ANSWERS of them.
+    A tenant cannot read another's answers, and keeps at most MAX_TENANT_BYTES and
+    MAX_TENANT_ANSWERS.
     """
 
     def __init__(self) -> None:

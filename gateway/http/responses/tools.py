@@ -1,4 +1,4 @@
-"""The Responses API's `tools` and `tool_choice`, and what they are in a chat."""
+"""The Responses API's `tools` and `tool_choice`, and their translation to a chat."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Flat(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name under which the model knows it."""
+        """The name under which the model knows the function."""
         return flat_name(self.namespace, self.function.name)
 
     def for_chat(self) -> Json:
@@ -86,7 +86,7 @@ class Tools(NamedTuple):
     """The tools of a body."""
 
     listed: Sequence[FunctionTool | NamespaceTool] = ()
-    """As the body lists them, without those that are ignored."""
+    """The tools as the body lists them, without ignored tools."""
     flat: Sequence[Flat] = ()
 
     @property

@@ -77,7 +77,7 @@ class ResponseWriter:
         return self._written(made)
 
     def failure(self, error: OutriderError) -> bytes:
-        """An error event with our own code, and the response with the nearest of OpenAI's codes."""
+        """An error event with our code, and the response with the nearest of OpenAI's codes."""
         error = renamed(error, self._body.names)
         limited = error.reason.kind.http == 429
         code = "rate_limit_exceeded" if limited else "server_error"
@@ -127,7 +127,7 @@ class ResponseWriter:
 
 
 def _usage(chats: Json) -> Json:
-    """A chat's usage in the Responses API's names. Tokens of a thought are not counted apart."""
+    """A chat's usage in the Responses API's names. A thought's tokens have no separate count."""
     return {
         "input_tokens": chats["prompt_tokens"],
         "input_tokens_details": {**chats["prompt_tokens_details"], "cache_write_tokens": 0},
