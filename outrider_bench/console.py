@@ -23,14 +23,14 @@ _LINE_S = 10.0
 
 
 def console_for_output(width: int = 200) -> Console:
-    """A console on standard output; `width` is used where standard output is no terminal."""
+    """A console on standard output; `width` is used if standard output is no terminal."""
     return Console(width=None if sys.stdout.isatty() else width)
 
 
 def progress(console: Console | None = None) -> Progress:
     """A bar with the time left, on standard error unless a console is given.
 
-    Where that is no terminal, a line on standard error each 10 s says how far the work is.
+    If that is no terminal, a line on standard error every 10 s says how far the work is.
     """
     shown = console or Console(stderr=True)
     if not shown.is_terminal:

@@ -1,7 +1,7 @@
 """Grows a Llama checkpoint to a larger shape that computes the same function.
 
-Speed can then be measured at a real model's cost, with real text and real acceptance, without a
-download of weights.
+With it, speed can be measured at a real model's cost, with real text and real acceptance, without
+a download of weights.
 
 The first columns of the hidden state hold the small model's values, the rest hold zeros. Weights
 that write to the hidden state are padded with zeros; weights that read it are padded with noise,
@@ -44,7 +44,7 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocab_size: int = 0
-    """0 for the small model's. Added tokens have logit 0, so a greedy text never has them."""
+    """0 keeps the small model's. Added tokens have logit 0, so a greedy text never has them."""
 
 
 MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
@@ -109,7 +109,7 @@ def _group(config: Any) -> int:
 
 
 class _Rows:
-    """Rows of the large model's projections that hold the small model's attention heads."""
+    """The rows of the large model's projections that hold the small model's attention heads."""
 
     def __init__(self, head_size: int, kv_heads: int, old_group: int, group: int) -> None:
         lanes = torch.arange(head_size)
@@ -157,10 +157,10 @@ def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def grow_head(head: Path, small: Path, large: Path, out: Path) -> None:
-    """Make of an EAGLE-3 head for the target `small` one for the target `large`, grown from it.
+    """Make an EAGLE-3 head for the grown target `large` from a head for its original `small`.
 
-    The head reads the first columns of each state, which are the small target's, and has the small
-    target's embeddings in its file. It never guesses the tokens that the large target has in
+    The head reads the first columns of each state, which equal the small target's states. Its file
+    has the small target's embeddings. It never guesses the tokens that the large target has in
     addition. Raises KeyError for a head of another kind.
     """
     config = json.loads((head / "config.json").read_text())

@@ -1,6 +1,7 @@
 """`outrider lab bench --only host`: the engine's own time for a step; its model costs nothing.
 
-Also how much of it delays the next forward on a GPU, where the rest is done while the GPU computes.
+It also measures which part delays the next forward on a GPU; the rest is done while the GPU
+computes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def measure(console: Console) -> None:
 
 
 def _delays() -> Table:
-    """What delays the next forward on a GPU, by sequences, plain and with drafts."""
+    """Measure and print the time that delays the next forward on a GPU, plain and with drafts."""
     title = (
         "processor time of a step in a GPU's order, of which the next forward waits for the first,"
         " µs (median of 55 steps and quartiles)"
@@ -97,9 +98,9 @@ class LaunchedStep(NamedTuple):
     """The host's processor time of a step on a GPU, in seconds."""
 
     delay_s: float
-    """From the step's tokens to the next launch: drafts are taken, packed, committed, told."""
+    """From the step's tokens to the next launch: drafts taken and packed, tokens committed."""
     beside_s: float
-    """From the launch to the wait for the tokens. Verifying itself counts as the GPU's."""
+    """From the launch to the wait for the tokens. Verification itself counts as the GPU's."""
 
 
 class _NullModel:
@@ -115,7 +116,7 @@ class _NullModel:
         """When the last forward returned, in this thread's processor time (seconds)."""
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Return the same logits at once, one row for each that is wanted."""
+        """Return fixed logits at once, one row for each wanted row."""
         logits_RV = self._logits_RV[: sum(part.logit_count for part in slices)]
         self.launched_at = time.thread_time()
         return logits_RV
@@ -125,7 +126,7 @@ class _NullModel:
 
 
 class _TimedVerifier:
-    """Verifies as the engine does, and notes when that begins and ends, as `launched_at`."""
+    """Verifies like the engine's, and notes when it begins and ends, like `launched_at`."""
 
     thinking_ids: tuple[int, int] | None = None
 
@@ -149,7 +150,7 @@ class _TimedVerifier:
 
 
 def step_seconds(batch: int, *, drafts: bool) -> list[float]:
-    """Return the processor time of steps of `batch` decoding sequences, without the first ones.
+    """Return the processor time of steps of `batch` decoding sequences, without the first steps.
 
     In seconds. A step takes drafts and makes messages to clients and drafters, but sends none.
     """
@@ -162,7 +163,7 @@ def step_seconds(batch: int, *, drafts: bool) -> list[float]:
 
 
 def launched_steps(batch: int, *, drafts: bool) -> list[LaunchedStep]:
-    """Return the times of such steps in the order for a GPU."""
+    """Return the times of steps in the order for a GPU."""
     model, verifier = _NullModel(), _TimedVerifier()
     found = []
     for step in _steps(batch, drafts, model, verifier, launches=True):

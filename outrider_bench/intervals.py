@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 Shown = Literal["faster", "slower", ""]
 MOST_OF_ALLOWED = 1.02
-"""Above this share of what its tokens per forward allow, a speed is called disturbed."""
+"""A speed above this share of what its tokens per forward allow is called disturbed."""
 _RESAMPLES = 2000
 _QUANTILES = (0.025, 0.975)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by bootstrap over rounds; the same values give the same one.
+    """The 95 % interval of the median, by bootstrap over rounds; it depends only on the values.
 
     It never leaves the range of the values. Fewer than six values seldom narrow it, and the range
     of three misses the true median in one of four cases.
@@ -28,7 +28,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def paired_interval(pairs: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
     """The 95 % interval of the ratio of two rates, by bootstrap over pairs of measurements.
 
-    A pair has the amount and the time of the one, then of the other. A rate is the sum of the
+    A pair has the amount and the time of the first, then of the second. A rate is the sum of the
     amounts over the sum of the times.
     """
     values = np.asarray(pairs, float)
@@ -54,8 +54,8 @@ def shown_by(low: float, high: float) -> Shown:
 def of_allowed(ratio: float, tokens: float, plain_tokens: float = 1.0) -> float:
     """A speed over plain decoding's, as a share of what tokens per forward allow.
 
-    A forward with draft tokens takes at least as long as a plain one, so `ratio` is at most
-    `tokens` over `plain_tokens`, each of a sequence and forward. A larger ratio means that the
-    plain decoding beside it was held up.
+    A forward with draft tokens takes at least as long as a plain forward, so `ratio` is at most
+    `tokens` over `plain_tokens`, both per sequence and forward. A larger ratio means that plain
+    decoding was held up.
     """
     return ratio * plain_tokens / tokens

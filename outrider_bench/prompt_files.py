@@ -1,4 +1,4 @@
-"""Reads own prompts from a file, in the formats that the field's data sets have on disk.
+"""Reads a user's prompts from a file, in the formats that the field's data sets have on disk.
 
 The keys of the first row tell the format. Nothing is downloaded, and nothing is tokenised here.
 """
@@ -27,7 +27,7 @@ class Message(BaseModel):
 
 
 class Prompt(BaseModel):
-    """A prompt: a `text` as it is, or the `chat` that the target's template renders."""
+    """A prompt: an unchanged `text`, or a `chat` that the target's template renders."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -51,7 +51,7 @@ class _Row(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)
 
     category: str = ""
-    """Becomes the prompt's kind."""
+    """The category becomes the prompt's kind."""
 
     turns: list[str] = Field(default=[], min_length=1)
     """Spec-Bench and MT-Bench. Later turns need answers to the first, so they are not asked."""
@@ -79,14 +79,14 @@ class _Row(BaseModel):
         return self.messages or self.prompt or None
 
 
-# Kinds of the bundled prompts that are asked where none are named.
+# The kinds of bundled prompts that are asked if no kinds are named.
 _USUAL = ("code", "rewriting", "json", "chat")
 _FORMATS = ("turns", "question", "conversations", "messages", "prompt")
-"""The field that tells the format; the first of them that the first row has."""
+"""The fields that tell the format; the first that the first row has counts."""
 
 
 def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
-    """The prompts of these kinds, or without kinds of all that the file has.
+    """The prompts of these kinds or, without kinds, of all kinds in the file.
 
     Without a file, the bundled prompts. Raises ValueError that names the file's line, or the kind.
     """

@@ -65,4 +65,4 @@ def _calls(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 GRAMMARS = {"schema": {"json": _PERSON}, "tools": {"structural_tag": _calls(_FUNCTIONS)}}
-"""`structured_outputs` of the kinds that have a grammar. Their answers end with the grammar's."""
+"""`structured_outputs` of the kinds with a grammar. Their answers end with the grammar's text."""

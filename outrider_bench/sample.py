@@ -9,15 +9,15 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos."
-"""Beginning of the key of the draft tokens accepted at a position of their draft, from 0."""
+"""Beginning of the keys that count accepted draft tokens by position in their draft, from 0."""
 
 
 @dataclass(slots=True)
 class Sample:
     """The measurements of one task. Times are in seconds.
 
-    `ttft` and `tpot` have one entry a request if they are known. `counters` are the growth of the
-    verifier's metrics, see `counter_keys`. `requests`, if known, are the times of a request's
+    `ttft` and `tpot` have an entry per request if they are known. `counters` are the increases of
+    the verifier's metrics, see `counter_keys`. `requests`, if known, are the times of a request's
     first and last token and its number of tokens. The batch was full until `full_s`. `by_kind` has
     the counters of drafts, under the same keys, by the kind of the request's prompt.
     """

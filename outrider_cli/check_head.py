@@ -1,8 +1,8 @@
 """`outrider check-head`: says what a draft head is, and how often its first guesses are right.
 
-It loads the target, which the process of a head does not. So it can tell which of the target's
-layers the head was trained on, where the head's file may mean several. A verifier with a head in
-its process finds out by the same text.
+It loads the target, which the process of a head does not. So if the head's file may mean several
+layers of the target, it can tell on which the head was trained. A verifier with a head in its
+process finds out by the same text.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def check(
 def read_text(
     runner: ModelRunner, target: str, spec: HeadSpec
 ) -> tuple[list[int], dict[int, torch.Tensor], list[int]]:
-    """Have the target read a text: its tokens, the states and the answers for `choose_reading`.
+    """Make the target read a text; return tokens, states and answers for `choose_reading`.
 
-    Overwrites the first pages of the runner's cache, and leaves the states watched.
+    Overwrites the first pages of the runner's cache. The runner goes on watching the states.
     """
     tokenizer = load_tokenizer(target)
     most = min(_TOKENS, runner.context_length, runner.page_count * runner.page_size)

@@ -22,8 +22,8 @@ async def until_ready(
 ) -> None:
     """Wait until the gateway takes requests and `drafters` drafters are connected.
 
-    A gateway with keys does not show its drafters, so they are not waited for. Calls `show` with
-    each new state of the start. `ca` has the authority of the gateway's certificate.
+    A gateway with keys does not show its drafters, so the call does not wait for them. Calls `show`
+    with each new state of the start. `ca` has the authority of the gateway's certificate.
     """
     shown = ""
     verify = True if ca is None else ssl.create_default_context(cafile=str(ca))
@@ -46,7 +46,7 @@ async def _state(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
         return "", False
     status = body["status"]
     if status == "unavailable":
-        # The verifier does not listen yet. If it never will, its process ends and says why.
+        # The verifier does not listen yet. If it never does, its process ends and says why.
         return "", False
     if status == "loading":
         loading = (v for v in body["verifiers"] if not v["ready"])

@@ -44,10 +44,11 @@ _GRAMMAR = "grammar"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A target with its drafters, and what they are asked.
+    """A target with its drafters, and their questions.
 
-    `questions` are pairs of a kind and the fields of a body. `is_exactness` verifies every draft,
-    asks once, and makes the exit status say whether all texts are plain decoding's.
+    `questions` are pairs of a kind and the fields of a body. With `is_exactness`, every draft is
+    verified, each question is asked once, and the exit status says whether all texts are plain
+    decoding's.
     """
 
     title: str
@@ -105,7 +106,7 @@ def run() -> int:
 
 
 def parts(console: Console) -> Iterator[Part]:
-    """The demo's parts; prints why there is no second one if SmolLM2's package is missing."""
+    """The demo's parts; if SmolLM2's package is missing, prints why there is no second part."""
     yield Part(
         "1. Exactness: the bundled pair, 12 M parameters, float32, every draft is verified",
         str(_TARGET),
@@ -184,8 +185,8 @@ def _progress(console: Console) -> Progress:
 async def _measure(url: str, part: Part, rows: list[Row], progress: Progress) -> None:
     """Ask every question in every way, one request at a time.
 
-    The ways take turns, and their order turns too, so that other work on the machine slows no way
-    more than another.
+    The ways take turns, and their order rotates, so that other work on the machine slows all ways
+    alike.
     """
     orders = [rows] if part.is_exactness else [rows, rows[::-1]]
     asked = [

@@ -1,4 +1,4 @@
-"""What `outrider demo` prints of its answers: a table, and the answers of a published model."""
+"""The output of `outrider demo`: a table of its answers, and a published model's answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of the quickest answer, which other work slowed least."""
+        """Tokens per second of the quickest answer, which other work slowed down least."""
         return max(answer.token_count / answer.seconds for answer in self.answers)
 
     def total(self, key: str) -> int:
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def forward_count(self) -> int:
-        """Target forwards: each commits its accepted tokens and a token of the target's own."""
+        """Target forwards: each commits its accepted tokens and one more token of the target."""
         return self.token_count - self.total("num_accepted_draft_tokens")
 
     def identical_to(self, plain: Row) -> int:
@@ -70,8 +70,8 @@ def report(
 ) -> int:
     """Print a part's answers and table; return 1 if texts that must be equal differ, else 0.
 
-    In exactness, times say nothing, since drafts are verified even where they cost more than they
-    save. Without it, some texts may differ, and the answers are shown.
+    With `is_exactness`, times say nothing, since drafts are verified even where they cost more than
+    they save. Without it, some texts may differ, and the answers are shown.
     """
     if not is_exactness:
         for kind, question in questions:

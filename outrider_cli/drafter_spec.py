@@ -25,8 +25,8 @@ class DrafterSpec:
     """A drafter, as in `model=PATH,cores=0,2,4-7`.
 
     VALUE is the family's required setting. The keys are the drafter's own settings; their values
-    may have commas. The key `place` is none of these: it says whether the drafter has a process of
-    its own, and is None if that is left to `outrider serve`.
+    may have commas. The key `place` is not a setting: it says whether the drafter has its own
+    process. It is None if `outrider serve` decides that.
     """
 
     family: str
@@ -117,8 +117,8 @@ class DrafterSpec:
     def settings_in_process(self, given: Mapping[str, Any]) -> InProcessSettings:
         """The family's settings in the verifier's process.
 
-        `given` are the verifier's own, which the family takes over where it has them and the text
-        says nothing. Raises ValueError with one line per problem.
+        `given` are the verifier's settings. The family takes them over if it has such settings and
+        the text does not set them. Raises ValueError with one line per problem.
         """
         schema = self.in_process_schema
         known = {name: value for name, value in given.items() if name in schema.model_fields}
@@ -126,7 +126,7 @@ class DrafterSpec:
 
 
 class InProcessSettings(Settings):
-    """The settings of a drafter in the verifier's process besides its family's own."""
+    """The settings of a drafter in the verifier's process besides its family's settings."""
 
     id: str = ""
     """Its name in requests, metrics and logs; unless set, made of family, host and process id."""
@@ -140,7 +140,7 @@ class InProcessSettings(Settings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what is given: the environment has the settings of other drafters."""
+        """Use only the given values: the environment has the settings of other drafters."""
         return (init_settings,)
 
 
@@ -151,7 +151,7 @@ def _in_process_schema(family: str) -> type[InProcessSettings]:
 
 
 def settings_of(family: str) -> type[FamilySettings]:
-    """A family's own settings; raises OutriderError(INVALID_VALUE) for an unknown one."""
+    """A family's own settings; raises OutriderError(INVALID_VALUE) for an unknown family."""
     return OF_FAMILIES.get(family) or find_family(family).settings
 
 

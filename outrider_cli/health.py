@@ -1,4 +1,4 @@
-"""Asks a process for its health over gRPC; loads little, as containers ask every few seconds."""
+"""Asks a process for its health over gRPC. It loads little: containers ask every few seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.process.files import read_file
 from outrider.process.security.credentials import name_options
 from outrider.process.security.roles import Role
 
-# Less than the containers' health checks wait.
+# Less than the time-out of the containers' health checks.
 _TIMEOUT_S = 3.0
 
 
@@ -28,7 +28,7 @@ def problem(
 
     `address` is `host:port` or `unix:/path`; an empty `service` means the whole process. With `ca`
     the call uses TLS, with the caller's certificate if there is one. The process's certificate must
-    have the role `server`; if that is None, the name or address that is dialled.
+    have the role `server` or, if that is None, the dialled name or address.
     """
     try:
         channel = _channel(address, server, _content(cert), _content(key), _content(ca))

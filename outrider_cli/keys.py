@@ -44,7 +44,7 @@ def add(path: Path, fields: Mapping[str, Any], days: float | None) -> int:
 
 
 def show(path: Path) -> int:
-    """Print a table of the keys: all that the file has, but for the hashes."""
+    """Print a table of the keys with all their fields except the hashes."""
 
     def work() -> None:
         table = Table("id", "tenant", "role", "expires", "sequences at once", box=None)
@@ -84,7 +84,7 @@ def _after(days: float | None) -> datetime | None:
 
 
 def _free_id(tenant: str, taken: set[str]) -> str:
-    """The tenant's name with the first number that makes it a new id."""
+    """A new id: the tenant's name with the first number that is free."""
     number = 1
     while f"{tenant}-{number}" in taken:
         number += 1

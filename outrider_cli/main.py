@@ -1,6 +1,6 @@
 """The `outrider` command. Each command imports what it needs, so that `--help` answers at once.
 
-Only the names of the drafters' families are loaded with it.
+With this module, only the names of the drafters' families are loaded.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ app.add_command(_Later("verifier", "Hold the target, and accept right draft toke
 @_ARGUMENTS
 def drafter(arguments: tuple[str, ...]) -> None:
     """Run a drafter until SIGTERM or SIGINT."""
-    # The family, which is one of the arguments, decides which other settings there are.
+    # One of the arguments is the family, and it decides which other settings there are.
     from drafter_svc.__main__ import main
 
     main(list(arguments), "outrider drafter")

@@ -1,8 +1,8 @@
 """Drafters in the verifier's process.
 
-The verifier and the families know nothing of each other; this joins them. A drafter is the same as
-in a process of its own, but its messages do not pass through gRPC, and features are tensors on the
-target's device. On a GPU, two processes would get the device in turns.
+The verifier and the families know nothing of each other; this module joins them. A drafter is the
+same as in a separate process, but its messages do not pass through gRPC, and features are tensors
+on the target's device. On a GPU, two processes would get the device in turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from outrider.lm.runner import ModelRunner
 
-# More would meet at barriers on the cores that the target's threads compute on.
+# More threads would meet at barriers on the cores that the target's threads compute on.
 _PLACE = PlacementPlan("local", (), None, threads=1)
 # The verifier's settings that its drafters use too.
 _SHARED = ("target", "device", "dtype", "trust_remote_code")
@@ -49,9 +49,9 @@ async def load_drafters(
 ) -> list[OwnDrafter]:
     """Load drafters one after the other, before the target takes the rest of a GPU's memory.
 
-    What else a head's file may mean is tried when the target is loaded. The drafters' metrics are
+    Other readings of a head's file are tried when the target is loaded. The drafters' metrics are
     added to the verifier's. Raises OutriderError(INVALID_VALUE) for a drafter that does not fit the
-    target, or two drafters of one name.
+    target, or for two drafters with one name.
     """
     found: dict[str, OwnDrafter] = {}
     counts = []
@@ -92,8 +92,8 @@ class _Together(Collector):
 def _kept_thread_count() -> Iterator[None]:
     """Restore torch's number of threads.
 
-    A drafter's thread sets the number for itself, and for all threads that have not computed yet.
-    The engine's is one of them.
+    A drafter's thread sets the number for itself, and for all threads that have not computed yet,
+    such as the engine's.
     """
     import torch
 
@@ -133,7 +133,7 @@ async def _load(
 
 
 def _beside_others(share: float, device: torch.device) -> float:
-    """A drafter's share of a GPU's memory, beside what this process has taken of it before."""
+    """A drafter's share of a GPU's memory, in addition to what this process already holds."""
     import torch
 
     if device.type != "cuda":

@@ -103,7 +103,7 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
 
 
 def _shown(name: str, line: str) -> Text:
-    """A line of a process after its name: not as markup, which would change some lines."""
+    """A line of a process after its name, not read as markup: that would change some lines."""
     return Text.assemble((f"{name:>10}", "bold"), f" │ {line}")
 
 
@@ -114,7 +114,7 @@ def _stop(stop: asyncio.Future[int], status: int) -> None:
 
 def _stop_soon(stop: asyncio.Future[int]) -> None:
     """Stop with status 1. Called from another thread, as after `outrider serve | head`."""
-    # The loop may have ended meanwhile.
+    # The loop may have ended in the meantime.
     with contextlib.suppress(RuntimeError):
         stop.get_loop().call_soon_threadsafe(_stop, stop, 1)
 

@@ -70,8 +70,8 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
 def _dialled(host: str) -> str:
     """The address at which this host's processes dial a server that listens on `host`.
 
-    One that listens on all addresses listens on the loopback interface too, which a certificate can
-    name.
+    A server that listens on all addresses also listens on the loopback interface, which a
+    certificate can name.
     """
     return "127.0.0.1" if host == "0.0.0.0" else host
 
@@ -82,7 +82,7 @@ def _service_arguments(settings: ServeSettings) -> list[str]:
 
 
 def _named(settings: ServeSettings) -> dict[str, DrafterSpec]:
-    """The drafters by their ids; raises OutriderError(INVALID_VALUE) for two of one id."""
+    """The drafters by their ids; raises OutriderError(INVALID_VALUE) if two have one id."""
     found: dict[str, DrafterSpec] = {}
     counts: Counter[str] = Counter()
     for spec in map(DrafterSpec.parse, settings.drafter):
@@ -98,15 +98,15 @@ def _named(settings: ServeSettings) -> dict[str, DrafterSpec]:
 def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
     """Whether a drafter runs in the verifier's process.
 
-    Two processes get one GPU in turns, and states that a head reads would be copied. On a CPU, a
-    draft model has a core and an interpreter of its own.
+    Two processes would use one GPU in turns, and the states that a head reads would be copied. On
+    a CPU, a draft model in a separate process has its own core and interpreter.
     """
     if spec.place is not None:
         return spec.place == "in-process"
     if not spec.runs_model or settings.engine != "native":
         return False
     if spec.options.keys() - spec.in_process_schema.model_fields.keys():
-        # It is pinned to cores, or has other settings that only a process has.
+        # The drafter is pinned to cores, or has other settings that need a separate process.
         return False
     device = spec.options.get("device", "auto")
     if device != "auto" and gpu_of(device) != gpu_of(settings.device):
@@ -124,7 +124,7 @@ def gpu_of(device: str) -> int | None:
 
 @cache
 def _has_gpu() -> bool:
-    """Whether torch finds a GPU. It is loaded, which takes seconds, only where a driver is."""
+    """Whether torch finds a GPU. Torch takes seconds to load, so only if there is a driver."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -192,14 +192,14 @@ def _common_options(settings: ServeSettings, spec: DrafterSpec) -> dict[str, str
         options["target"] = settings.target
     if spec.runs_model:
         options["dtype"] = settings.dtype
-        # A model with cores of its own runs one thread on each.
+        # A model with its own cores runs one thread on each.
         if "cores" not in spec.options:
             options["threads"] = "1"
     return options
 
 
 def _check(spec: DrafterSpec, options: dict[str, str]) -> None:
-    """Raises OutriderError(INVALID_VALUE) for options that the drafter's process would refuse."""
+    """Raise OutriderError(INVALID_VALUE) for options that the drafter's process would refuse."""
     known = sorted(set(spec.schema.model_fields) - {"config", "family"})
     for name in spec.options:
         if name not in known:

@@ -1,9 +1,9 @@
 """Output of `outrider serve` and `outrider demo` while their processes start.
 
 A start is one status: a line with a spinner on a terminal, elsewhere one plain line per change.
-Warnings, errors and tracebacks of the processes appear at once, and what the gateway guessed of the
-model. Their other INFO records and their announcements do not: these only repeat the status, or say
-that one process waits for another.
+The processes' warnings, errors and tracebacks appear at once, and so do the gateway's guesses about
+the model. Other INFO records and announcements do not: they only repeat the status, or say that
+one process waits for another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_HELD = 100
 
 
 class StartLog:
-    """Passes lines of processes on to `write`; holds reports of progress back until `ready`."""
+    """Passes processes' lines on to `write`, but holds back reports of progress until `ready`."""
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         """`write` takes the name of a process and one line of its output."""
@@ -42,12 +42,12 @@ class StartLog:
             self._write(name, text)
 
     def ready(self) -> None:
-        """Drop what is held, and pass on everything from now on: all processes serve."""
+        """Drop the held lines, and pass on all later lines: all processes serve."""
         self._is_ready = True
         self._held.clear()
 
     def failed(self) -> None:
-        """Write what is held: the start has failed, and the last 100 lines may say why."""
+        """Write the held lines: the start has failed, and the last 100 lines may say why."""
         for name, text in self._held:
             self._write(name, text)
         self._held.clear()

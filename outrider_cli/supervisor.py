@@ -42,14 +42,14 @@ class Child:
 
 
 class StartFailed(Exception):
-    """A child ended with an error before the whole stack was up, and so would its next attempt."""
+    """A child ended with an error before the stack was up; another attempt would fail too."""
 
 
 class Supervisor:
     """Keeps children running from `start` to `stop`."""
 
     def __init__(self, show: Callable[[str, str], None]) -> None:
-        """Calls `show` with the child's name and each line that it prints."""
+        """Calls `show` with the child's name for each line that the child prints."""
         self.children: list[Child] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Holds the exception of the first task that failed; the caller must then `stop`."""
@@ -76,7 +76,7 @@ class Supervisor:
             self.failed.set_exception(error)
 
     async def settle(self, ready: Awaitable[None]) -> None:
-        """Wait until `ready`; after that a child is restarted however it ended.
+        """Wait until `ready`; after that, a child is restarted whatever ended it.
 
         Raises StartFailed if a child fails before.
         """
@@ -91,7 +91,7 @@ class Supervisor:
             waiting.cancel()
 
     async def stop(self) -> None:
-        """Send SIGTERM to all, the gateway and drafters first, then SIGKILL to what remains.
+        """Send SIGTERM to all, to gateway and drafters first, then SIGKILL to those that remain.
 
         SIGKILL follows after 12 s, or at once if this call is cancelled.
         """
@@ -150,7 +150,7 @@ class Supervisor:
             # The machine may be out of memory or of processes just now.
             return f"could not be run: {error}", True
         if self._stopping.is_set():
-            # `stop` could not signal it before.
+            # `stop` could not signal the child earlier.
             _signal(child, signal.SIGKILL)
         output = child.process.stdout
         while output is not None and (line := await _line(output)):
@@ -170,7 +170,7 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, **child.environment},
-        # A group of its own: Ctrl-C in a terminal reaches only the supervisor, which then stops all
+        # A separate group: Ctrl-C in a terminal reaches only the supervisor, which then stops all
         # children in order.
         start_new_session=True,
     )
@@ -180,7 +180,7 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
 def not_orphaned() -> list[str]:
     """Prefix of a command that Linux sends SIGTERM when the thread that started it has ended.
 
-    This covers a supervisor that is killed. The prefix is empty where `setpriv` cannot do it.
+    So children end even if the supervisor is killed. The prefix is empty if `setpriv` cannot do it.
     """
     command = ["setpriv", "--pdeathsig", "TERM"]
     try:
@@ -209,7 +209,7 @@ async def _line(output: asyncio.StreamReader) -> bytes:
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
-    """Signal the child, which ends its own processes. SIGKILL goes to those that are left, too."""
+    """Signal the child, which ends its processes. SIGKILL also goes to its remaining processes."""
     if child.process is None:
         return
     with contextlib.suppress(ProcessLookupError):

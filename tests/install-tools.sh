@@ -14,7 +14,7 @@ missing() {
     command -v google-chrome >/dev/null || found+=(chromium)
   echo "${found[@]}"
 }
-# The JSON-Schema-Test-Suite is in the source package of jsonschema alone. We take it from that of
+# The JSON-Schema-Test-Suite is only in the source package of jsonschema. We take it from that of
 # the version that pyproject.toml's packages brought.
 suite=build/json-schema-suite
 if [ ! -d "$suite" ] && [ -x .venv/bin/jsonschema ]; then

@@ -1,1 +1,1 @@
-"""A campaign of faults against a real stack under traffic, and the check of what it did."""
+"""A campaign of faults against a real stack under traffic, and the check of its history."""

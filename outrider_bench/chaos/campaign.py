@@ -48,9 +48,9 @@ def round_of(
     overlap: float,
     absent: frozenset[str] = frozenset(),
 ) -> list[Planned]:
-    """The faults of one round, one or two that touch different processes or links, none absent.
+    """The faults of one round: one or two, on different processes or links, none of them absent.
 
-    The first faults of `len(bag)` rounds are all those of the bag, in an order of their own.
+    In `len(bag)` rounds, the first faults are all faults of the bag, in a random order.
     """
     turn, place = divmod(number, len(bag))
     order = list(bag)
@@ -73,7 +73,7 @@ def _plan(name: str, draw: random.Random, absent: frozenset[str]) -> Planned:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """How long new rounds are begun, and the seed of their schedule; or one round `only`.
+    """For how long new rounds begin, and the seed of their schedule; or one round `only`.
 
     With `tls`, all processes use mutual TLS, and clients HTTPS.
     """

@@ -1,7 +1,7 @@
-"""Checks the history of a campaign. A pure function over its events.
+"""Checks the history of a campaign, as a pure function of its events.
 
-A request is lost if it has no end, two ends, or an end that no fault explains. It is altered if the
-answer that arrived differs from the undisturbed one. A process leaks if it still holds something
+A request is lost if it has no end, two ends, or an end that no fault explains. It is altered if its
+answer differs from the undisturbed answer. A process leaks if it still holds something
 when all is quiet.
 """
 
@@ -92,14 +92,14 @@ def _is_allowed(event: Event, faults: Sequence[Event]) -> bool:
 
 
 def _is_near(fault: Event, request: Event) -> bool:
-    """Whether a fault is not that of another gateway."""
+    """Whether a fault may concern the request: it is not a fault of another gateway."""
     return fault["target"] == request["gateway"] or fault["target"] not in GATEWAYS
 
 
 def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
     """Whether no verifier could be reached at some moment of the request.
 
-    If the request had begun, for as long as it waits for one.
+    If the request had begun: whether this lasted as long as a request waits for a verifier.
     """
     least_s = _RESUME_S if event["answer"]["choices"] else 0.0
     for moment in [event["began"], *(fault["began"] for fault in faults)]:
@@ -115,7 +115,7 @@ def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
 def _differences(
     answer: Mapping[str, Any], wanted: Mapping[str, Any], *, is_whole: bool
 ) -> Iterator[str]:
-    """Where an answer differs from the undisturbed one. Parts that were cut off may be shorter."""
+    """Where an answer differs from the undisturbed answer. Cut-off parts may be shorter."""
     if is_whole and answer["choices"].keys() != wanted["choices"].keys():
         yield "it has other choices"
     if is_whole and answer["usage"] != wanted["usage"]:

@@ -30,7 +30,7 @@ class Clients:
         self._trust = trust
         self._history = history
         self._numbers = itertools.count()
-        # Each request has a connection of its own, so that a dead one harms no other.
+        # Each request has its own connection, so that a dead connection harms no other request.
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(_SILENCE_S),
             limits=httpx.Limits(max_keepalive_connections=0),
@@ -53,7 +53,7 @@ class Clients:
         await asyncio.gather(*(ask() for _ in range(COUNT)))
 
     async def stream_until(self, over: asyncio.Event) -> None:
-        """Ask one request after another until `over`; a little later after one that failed."""
+        """Ask one request after another until `over`; after a failed request, wait a little."""
         while not over.is_set():
             if await self.ask() != "finished":
                 await asyncio.sleep(_PAUSE_S)

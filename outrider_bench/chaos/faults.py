@@ -1,6 +1,6 @@
-"""The faults of a campaign, by name: what each one does, for how long, and what it may cost.
+"""The faults of a campaign, by name: their effects, durations, and permitted outcomes.
 
-A fault is done and undone by one coroutine. The campaign then waits until the stack has recovered.
+One coroutine does and undoes a fault. The campaign then waits until the stack has recovered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider_bench.experiment.spec import Link
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a fault can act on."""
+    """The site and the clients that a fault can act on."""
 
     site: Site
     clients: Clients
@@ -68,7 +68,7 @@ async def _stutter(scene: Scene, target: str, seconds: float) -> None:
 
 
 async def _no_files(scene: Scene, target: str, seconds: float) -> None:
-    """Let the process open no more files and sockets; those that it has stay."""
+    """Let the process open no more files and sockets; its open ones stay."""
     await scene.site.limit(target, resource.RLIMIT_NOFILE, 3, seconds)
 
 
@@ -155,13 +155,13 @@ async def _say_half(scene: Scene, target: str, seconds: float) -> None:
     await scene.clients.half_requests(100, seconds)
 
 
-# Nobody can tell the clients of a gateway that died. A gateway that is stopping, or out of file
+# If a gateway dies, nobody can tell its clients. A gateway that is stopping, or out of file
 # descriptors, may refuse requests. All other faults must cost no request: another verifier goes on,
 # and drafters change no text.
 _ANY_END = frozenset({"failed", "refused", "cut"})
 _NAMED_END = frozenset({"failed", "refused"})
 _NOTICED_S = (13.0, 16.0)
-"""Long enough for the peers to notice: they ping for 12 s."""
+"""Long enough for the peers to notice: their pings take up to 12 s."""
 _DRAFTERS = tuple(DRAFTERS)
 _LARGE = {"maxmemory": "0", "maxmemory-policy": "noeviction"}
 _WAYS = (

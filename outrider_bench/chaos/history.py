@@ -12,9 +12,9 @@ Event = dict[str, Any]
 
 
 def whole(events: Sequence[Event]) -> list[Event]:
-    """The events without those of a last round that was interrupted.
+    """The events, without the events of an interrupted last round.
 
-    A round ends with an event "quiet", or with "trouble" where the campaign had to end.
+    A round ends with an event "quiet" or, if the campaign had to end, with "trouble".
     """
     last = max((event["round"] for event in events), default=-1)
     ends = {event["event"] for event in events if event["round"] == last}

@@ -133,7 +133,7 @@ async def _stream(way: str, channel: grpc.aio.Channel) -> None:
     )
     first = verifier_pb2.StreamDraftsRequest(hello=hello)
     if way == _GARBAGE:
-        # Without serializers it takes bytes.
+        # Without serializers, the call takes bytes.
         raw: Call = cast(Any, channel).stream_stream(_METHOD)()
         await raw.write(first.SerializeToString())
         await raw.read()

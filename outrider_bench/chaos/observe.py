@@ -23,7 +23,7 @@ _ZERO_WHEN_QUIET = (
 
 
 async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
-    """Whether something holds, once within some seconds."""
+    """Whether a condition becomes true within some seconds."""
     until = time.monotonic() + seconds
     while not await holds():
         if time.monotonic() > until:
@@ -33,7 +33,7 @@ async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
 
 
 async def in_use(http: httpx.AsyncClient, urls: Mapping[str, str]) -> dict[str, float]:
-    """The metrics that are not 0 though no request runs; `urls` has each process's."""
+    """The metrics that are not 0 though no request runs; `urls` has the URL of each process."""
     found = {}
     for name, url in urls.items():
         try:

@@ -1,4 +1,4 @@
-"""The requests of a campaign, and what a client gets of their streams. Knows no sockets."""
+"""The requests of a campaign, and what a client receives from their streams. Knows no sockets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ so its text is the same in any batch."""
 
 
 def kind_of(number: int) -> str:
-    """The kind of the request with this number, counted round and round."""
+    """The kind of the request with this number; the kinds repeat in turn."""
     return list(_KINDS)[number % len(_KINDS)]
 
 
@@ -58,7 +58,7 @@ def body(number: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Choice:
-    """What a client got of one choice."""
+    """What a client received of one choice."""
 
     text: str = ""
     reason: str | None = None
@@ -68,17 +68,17 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client got of one stream."""
+    """What a client received of one stream."""
 
     choices: dict[str, Choice] = field(default_factory=dict)
-    """By index."""
+    """The choices, by index."""
     usage: list[int] = field(default_factory=list)
-    """Prompt and completion tokens."""
+    """The numbers of prompt and completion tokens."""
     code: str = ""
-    """The code of the error that ended it."""
+    """The code of the error that ended the stream."""
     is_done: bool = False
     problems: list[str] = field(default_factory=list)
-    """Faults of the stream: anything after an end, or an end without one of its parts."""
+    """Faults of the stream: anything after an end, or an end with a part missing."""
 
     def add(self, line: str) -> None:
         """Add a line of the stream of events."""
@@ -103,7 +103,7 @@ class Answer:
             self.usage = [usage["prompt_tokens"], usage["completion_tokens"]]
 
     def fail(self, event: dict[str, Any]) -> None:
-        """Add an error, of the stream or in place of it."""
+        """Add an error that came in the stream or in place of it."""
         if self.code:
             self.problems.append("the stream has two errors")
         self.code = str(event["error"].get("code") or "")

@@ -40,7 +40,7 @@ from outrider_bench.experiment.processes import Processes, StackFailed
 from outrider_bench.experiment.spec import Target
 from outrider_bench.experiment.stack import start_link
 
-# So few pages that a crowd of clients waits for them, and loses them to others.
+# So few pages that in a crowd, requests wait for pages and lose pages to others.
 _TARGET = Target.model_validate({"threads": 1, "settings": {"page_count": 256}})
 _ASK_S = 5.0
 _VALID = timedelta(days=30)
@@ -76,7 +76,7 @@ class Site:
     """The running stack. With certificates, its processes use mutual TLS, and clients HTTPS."""
 
     def __init__(self, absent: frozenset[str], directory: Path, *, tls: bool) -> None:
-        """`absent` has the parts that are left out; files are written to `directory`."""
+        """`absent` has the parts that are left out; the stack writes files to `directory`."""
         certificates = Certificates(directory) if tls else None
         self.links: dict[str, LinkControl] = {}
         self.processes = Processes()
@@ -125,7 +125,7 @@ class Site:
             return ""
         self._redis_port = free_port()
         place = ("--bind", LOOPBACK, "--port", str(self._redis_port), "--protected-mode", "no")
-        # It keeps nothing on disk, but for a fault, in the campaign's folder.
+        # It keeps nothing on disk, except during a fault, in the campaign's folder.
         disk = ("--save", "", "--appendonly", "no", "--dir", str(self._directory))
         await self._start(Launch("redis", "", (*place, *disk), program="redis-server"))
         front = await self._link("redis", f"{LOOPBACK}:{self._redis_port}")
@@ -196,7 +196,7 @@ class Site:
             resource.prlimit(pid, what, before)
 
     async def start_again_if_ended(self, name: str) -> None:
-        """Start a process again that a fault may end."""
+        """Restart a process that the fault may have ended."""
         if not await self.processes.child(name).alive():
             await self.processes.end(name)
             await self.processes.again(name)
@@ -241,7 +241,7 @@ class Site:
         return found
 
     def _lacks(self, state: Mapping[str, Any]) -> list[str]:
-        """List what is missing at one verifier; `state` is the one that a gateway reports."""
+        """List what is missing at one verifier, in the `state` that a gateway reports."""
         where = state["address"]
         if not state["ready"]:
             return [f"{where} is not ready: {state['problem']}"]
@@ -264,7 +264,7 @@ class Site:
         return [*VERIFIERS, *GATEWAYS, *self._drafters, *redis]
 
     async def quiet(self) -> dict[str, Any]:
-        """Metrics that are not 0 once no request runs, and each process' size.
+        """Metrics that are not 0 once no request runs, and each process's size.
 
         Waits for at most 20 s until all these metrics are 0.
         """

@@ -1,4 +1,4 @@
 """The commands of `outrider lab`: their flags and help.
 
-None imports more than its flags need until it runs, so that `--help` answers at once.
+Before it runs, a command imports only what its flags need, so that `--help` answers at once.
 """

@@ -26,9 +26,9 @@ def refusing(program: str) -> Iterator[None]:
 
 
 def entry(name: str) -> Callable[[Callable[..., int]], Callable[[list[str]], int]]:
-    """Make `outrider lab NAME` of a function with click's arguments that returns a status.
+    """Make `outrider lab NAME` from a function with click's arguments that returns a status.
 
-    The result takes the list of arguments. Exits with status 2 for wrong ones, and as `refusing`.
+    The result takes the list of arguments. It exits with status 2 for wrong ones, as `refusing`.
     """
     program = f"outrider lab {name}"
 

@@ -42,11 +42,11 @@ class Step(BaseModel):
 
     forward_s: float = Field(gt=0)
     before_s: float = Field(ge=0)
-    """The host's work before the forward, and its layout, for which a GPU does not wait."""
+    """The host's work before the forward, including the layout, for which a GPU does not wait."""
     after_s: float = Field(ge=0)
     """The host's work after the forward."""
     wait_s: float = Field(ge=0)
-    """Until the step begins: planning, and waiting for drafts."""
+    """The time until the step begins: planning, and waiting for drafts."""
     between_s: float = Field(ge=0)
     """The part of a token's time that lies in no step."""
     sequences: float = Field(gt=0)
@@ -68,14 +68,14 @@ class Served(BaseModel):
     way: str
     batch: int = Field(ge=1)
     tokens_per_s: float = Field(gt=0)
-    """Of the calibration's own load, to compare predictions with."""
+    """The speed of the calibration load, to compare predictions with."""
     client_s: float = Field(ge=0)
-    """From a client to the verifier, and the same back: half of the first token's time outside the
-    verifier."""
+    """From a client to the verifier; the way back takes as long. It is half of the first token's
+    time outside the verifier."""
     round_trip_s: NotNegative = 0.0
-    """From a verdict to a draft without the drafting, by the verifier's measurement."""
+    """From a verdict to a draft, without the drafting; the verifier measures it."""
     draft_token_s: NotNegative = 0.0
-    """Time of drafting a token, by the verifier's measurement."""
+    """Time of drafting a token; the verifier measures it."""
     step: Step
 
 
@@ -112,7 +112,7 @@ async def _serve(experiment: Experiment, tell: Callable[[], None]) -> list[Serve
         drafting(experiment, running),
     ):
         endpoint = running.endpoint
-        # In the first round planner and drafters learn the costs; it does not count.
+        # In the first round, planner and drafters learn the costs. That round does not count.
         for number in range(_ROUNDS + 1):
             for batch, load in loads.items():
                 for name in ("plain", *experiment.use):
@@ -139,9 +139,9 @@ async def _played(
 
 
 async def _speed(family: str, address: str) -> tuple[float, float]:
-    """Round trip and seconds of a draft token that the verifier measured of a drafter's family.
+    """Round trip and seconds per draft token that the verifier measured for a drafter's family.
 
-    Both are 0 without such a drafter.
+    Both are 0 without a drafter of that family.
     """
     async with rpc.dial(address) as channel:
         info = await wait_until_ready(channel)

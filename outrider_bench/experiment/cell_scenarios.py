@@ -1,4 +1,4 @@
-"""Makes a scenario of the simulator of an experiment's cell, a way of decoding and a profile.
+"""Makes a simulator's scenario from an experiment's cell, a way of decoding and a profile.
 
 Starts nothing and measures nothing.
 """
@@ -88,7 +88,7 @@ def cost_of(drafter: Drafter, cores: list[int]) -> str:
         return drafter.cost
     if drafter.family != "model":
         return drafter.family
-    # In the verifier's process it computes on one.
+    # In the verifier's process, a drafter computes on one thread.
     threads = 1 if drafter.in_process else len(_cores(drafter.cores, cores))
     return way_of("model", drafter.threads or threads)
 
@@ -104,7 +104,7 @@ def scenario_of(
     recording: list[RecordedRequest],
     warm_up: int,
 ) -> Scenario:
-    """The scenario; `recording` has the clients' requests, of which the first `warm_up` warm up."""
+    """The scenario; `recording` has the clients' requests, and the first `warm_up` warm up."""
     target = experiment.target
     workload = experiment.workload
     drafters: list[tuple[str, Drafter]] = []
@@ -145,7 +145,7 @@ def _served(families: set[str]) -> str:
 
 
 def _served_as(family: str) -> str:
-    """The family with the same costs of serving. Synthetic guesses cost as n-grams do."""
+    """The family with the same costs of serving. Synthetic guesses cost the same as n-grams."""
     return "ngram" if family == SYNTHETIC else family
 
 
@@ -185,7 +185,7 @@ def _specs(
 
 
 def _elsewhere(experiment: Experiment, drafter: Drafter, profile: Profile) -> bool:
-    """Whether a drafter does not compute on other cores of the target's host."""
+    """Whether a drafter computes elsewhere than on other cores of the target's host."""
     return (
         drafter.host is not None
         or drafter.device != "cpu"
@@ -194,7 +194,7 @@ def _elsewhere(experiment: Experiment, drafter: Drafter, profile: Profile) -> bo
 
 
 def _on_target_cores(experiment: Experiment, drafter: Drafter, profile: Profile) -> bool:
-    """Whether a drafter has no core but those that the target's forwards fill."""
+    """Whether a drafter has only cores that the target's forwards fill."""
     own = set(_cores(experiment.target.cores, profile.cores))
     return profile.threads >= len(own) and set(_cores(drafter.cores, profile.cores)) <= own
 
@@ -224,12 +224,12 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
 
 
 def _gpu(drafter: Drafter) -> str:
-    """A name of the drafter's GPU; empty on a CPU. It is the target's: an experiment has one."""
+    """A name of the drafter's GPU; empty on a CPU. An experiment has only the target's GPU."""
     return "" if drafter.device == "cpu" else drafter.device
 
 
 def _target_device(experiment: Experiment, drafter: Drafter, profile: Profile) -> TargetDevice:
-    """Where the verifier computes, as it would tell its engine."""
+    """Where the verifier computes, as the verifier tells its engine."""
     own = frozenset(_cores(experiment.target.cores, profile.cores))
     if gpu := _gpu(drafter):
         return TargetDevice(gpu_uuids=frozenset([gpu]))
@@ -239,10 +239,10 @@ def _target_device(experiment: Experiment, drafter: Drafter, profile: Profile) -
 def _linked(
     experiment: Experiment, drafter: Drafter, link: Link | None, profile: Profile
 ) -> dict[str, Any]:
-    """The network between drafter and verifier, which a drafter in its process has none of.
+    """The network between drafter and verifier; a drafter in the verifier's process has none.
 
-    The calibration load went over TCP. A Unix socket, or a link's process, differs from it by less
-    than what can be measured.
+    The calibration load went over TCP. The difference to a Unix socket, or to a link's process,
+    is too small to measure.
     """
     if drafter.in_process:
         return {"in_process": True, "round_trip_ms": 0.0}

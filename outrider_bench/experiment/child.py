@@ -39,7 +39,7 @@ class Launch:
     program: str = ""
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     cores: str | None = None
-    """Cores that it is pinned to, such as 0-3; None pins nothing."""
+    """Cores that the process is pinned to, such as 0-3; None pins nothing."""
 
     def command(self) -> list[str]:
         """The words of the command line."""
@@ -49,7 +49,7 @@ class Launch:
 
 
 class Child:
-    """A child process, in a process group of its own. `ended` has its status."""
+    """A child process, in a separate process group. `ended` has its status."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -63,7 +63,7 @@ class Child:
         return self._process.pid
 
     async def alive(self) -> bool:
-        """Whether the child still runs; a paused one does."""
+        """Whether the child still runs; a paused child counts as running."""
         return self._process.returncode is None
 
     async def stop(self) -> None:
@@ -94,11 +94,11 @@ class Child:
                 os.killpg(self._process.pid, number)
 
     async def tail(self) -> list[str]:
-        """The last `TAIL_LINES` lines that it printed; one with its status follows its end."""
+        """The last `TAIL_LINES` lines that it printed; after its end, also its status."""
         return list(self._lines)
 
     async def cpu_s(self) -> float:
-        """User and system time in seconds since its start; the last one read, once it has ended."""
+        """User and system time in seconds since its start; after its end, the last figure read."""
         # Once the process has ended, the last figure counts.
         with suppress(FileNotFoundError, ProcessLookupError):
             self._cpu_s = process_cpu_s(self._process.pid)
@@ -127,7 +127,7 @@ async def start(launch: Launch) -> Child:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, **launch.environment},
-        # In a group of its own, Ctrl-C reaches the runner alone, which stops all in order.
+        # In a separate group: Ctrl-C then reaches only the runner, which stops all in order.
         start_new_session=True,
     )
     return Child(process)
@@ -150,7 +150,7 @@ def process_cpu_s(pid: int) -> float:
 
 
 def _times(stat: Path) -> list[int]:
-    """Ticks of user and system time, then the same of ended children."""
+    """Ticks of user and system time, then of ended children's user and system time."""
     # Fields are counted after the command's name, which may hold spaces (proc_pid_stat(5)).
     fields = stat.read_text().rpartition(")")[2].split()
     return [*map(int, fields[11:15])]

@@ -22,7 +22,7 @@ HEAD = Path("models/heads/eagle3")
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _LOG_LEVEL: Setting = "warning"
 SYNTHETIC = "synthetic"
-"""The family of drafters whose acceptance is a setting. They are only predicted."""
+"""The family of drafters whose acceptance is a setting. These drafters are only predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The gateway's."""
+        """The gateway's URL."""
         return f"http://{LOOPBACK}:{self.http_port}"
 
 
@@ -67,7 +67,7 @@ def verifier_launch(
         "model_name": endpoint.model,
         "dtype": target.dtype,
         "listen": endpoint.verifier,
-        # An experiment has a network of its own.
+        # An experiment has its own network.
         "open": True,
         "uds": _path(endpoint.uds),
         "threads": threads,
@@ -100,7 +100,7 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int) -> Launch:
         "http_host": LOOPBACK,
         "http_port": endpoint.http_port,
         "grpc_listen": f"{LOOPBACK}:{grpc_port}",
-        # An experiment has no clients but its own.
+        # An experiment has only its own clients.
         "open": True,
         "log_level": _LOG_LEVEL,
     }
@@ -171,14 +171,14 @@ def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
 
 
 def process_names(name: str, drafter: Drafter) -> list[str]:
-    """The processes of a drafter; one in the verifier's process has none."""
+    """The processes of a drafter; a drafter in the verifier's process has none."""
     if drafter.in_process:
         return []
     return [f"{name}-{number + 1}" for number in range(drafter.count)]
 
 
 def drafter_count(experiment: Experiment) -> int:
-    """The number of drafters that the verifier has, one in its own process among them."""
+    """The number of drafters that the verifier has, including a drafter in its own process."""
     return sum(drafter.count for _, drafter in drafters_of(experiment))
 
 

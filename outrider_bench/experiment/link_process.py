@@ -1,6 +1,6 @@
 """Runs a link in its own process, so that no other work delays it.
 
-The control port takes JSON objects, one a line, that change the link. The answer to each has the
+The control port takes JSON objects that change the link, one per line. The answer to each has the
 link's traffic.
 """
 

@@ -43,7 +43,7 @@ class _Wire:
     held_until: float = 0.0
     """The loop's time at which an outage ends."""
     recordings: list[bytearray] = field(default_factory=list)
-    """For each connection, what its sender has sent, if the link records."""
+    """For each connection, the bytes that its sender has sent, if the link records."""
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class ShapedLink:
     def vanish(self) -> None:
         """Lose all further bytes of the present connections, and leave them open.
 
-        So each side loses the other without a word, as when a machine dies. New connections work.
+        Each side loses the other without notice, as when a machine dies. New connections work.
         """
         for end in self._ends:
             end.vanish()
@@ -106,7 +106,7 @@ class ShapedLink:
 
     @property
     def round_trip_s(self) -> float:
-        """Seconds that it adds to a round trip, without jitter."""
+        """Seconds that the link adds to a round trip, without jitter."""
         return self.shape.round_trip_ms / 1000
 
     @property
@@ -139,7 +139,7 @@ class ShapedLink:
     ) -> Iterator[tuple[float, bytes]]:
         """Yield the pieces of `data` with the times at which they arrive.
 
-        The data leaves at `leaves`. No piece arrives before `last`, the time of the one before it.
+        The data leaves at `leaves`. No piece arrives before `last`, the time of the previous piece.
         """
         shape = self.shape
         rate = shape.mbit_s * 125_000
@@ -171,14 +171,14 @@ class _End(asyncio.Protocol):
     target: tuple[str, int] | None
     peer: _End | None = None
     opens_at: float = 0.0
-    """When the handshake is over. Nothing leaves before."""
+    """When the handshake is over. Nothing leaves earlier."""
     is_full: bool = False
     """Whether this end's socket takes no more bytes for now."""
     has_ended: bool = False
-    """Whether its peer program sends no more."""
+    """Whether the program at this end sends no more."""
     has_vanished: bool = False
     queue: deque[tuple[float, bytes | None]] = field(default_factory=deque)
-    """Times with bytes, with b"" for the end of the stream, or None for that of the connection."""
+    """Times with bytes; b"" is the end of the stream, None the end of the connection."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -194,7 +194,7 @@ class _End(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport; the side that dials may send after one round trip."""
-        # create_server and create_connection make no other transport.
+        # create_server and create_connection make only such transports.
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.link._ends.add(self)
@@ -208,7 +208,7 @@ class _End(asyncio.Protocol):
     async def _dial(self, host: str, port: int) -> None:
         """Connect to the target when the handshake reaches it; a refusal becomes RST."""
         await asyncio.sleep(self.opens_at - self.link.round_trip_s / 2 - self._loop.time())
-        # An outage may have begun meanwhile.
+        # An outage may have begun since then.
         await asyncio.sleep(self.link.held_until - self._loop.time())
         far = _End(self.link, None, peer=self)
         try:
@@ -245,7 +245,7 @@ class _End(asyncio.Protocol):
         self._put((self._in_order(), None))
 
     def pause_writing(self) -> None:
-        """Hold bytes that arrive for this side: its reader does not keep up."""
+        """Hold back bytes that arrive for this side: its reader does not keep up."""
         self.is_full = True
 
     def resume_writing(self) -> None:
@@ -255,7 +255,7 @@ class _End(asyncio.Protocol):
             self.peer._arm()
 
     def vanish(self) -> None:
-        """Forget everything, and pass on nothing more, not even the end of the connection."""
+        """Drop all held bytes, and pass on nothing more, not even the end of the connection."""
         self.has_vanished = True
         self.queue.clear()
         if self._timer is not None:
@@ -264,7 +264,7 @@ class _End(asyncio.Protocol):
             self._dialling.cancel()
 
     def reset(self) -> None:
-        """Send RST and forget everything."""
+        """Send RST, and drop all held bytes."""
         self.vanish()
         if self._transport is not None:
             connection = self._transport.get_extra_info("socket")

@@ -28,7 +28,7 @@ class Asked:
     tenant: str
     """Drafters keep the n-grams of different tenants apart."""
     ignore_eos: bool = True
-    """Whether answers go on after their end, to the length that the request states."""
+    """Whether answers go on after an end token, to the length that the request states."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class Played:
-    """The answers of one verifier."""
+    """One verifier's answers."""
 
     sample: Sample
     texts: list[str] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Describes the machine that measures: its hardware, its load and the commit that it runs.
 
-Of an experiment it knows only the cores, NUMA nodes and GPUs.
+It knows only the cores, NUMA nodes and GPUs of an experiment.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def check(experiment: Experiment) -> None:
 
 
 def spread() -> float:
-    """The 90th percentile over the median of the times of a fixed computation, for a second."""
+    """The 90th percentile of a fixed computation's times over their median, within a second."""
     data = np.ones((_SPREAD_SIZE, _SPREAD_SIZE))
     times: list[float] = []
     while sum(times) < _WATCH_S:

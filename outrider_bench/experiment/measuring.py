@@ -16,7 +16,7 @@ from outrider_bench.experiment.traffic import Encoder, Request, requests_of, war
 
 @dataclass(slots=True)
 class Bench:
-    """A running verifier, with drafters beside it or without."""
+    """A running verifier, with or without drafters."""
 
     server: Server
     drafting: Drafting | None

@@ -1,4 +1,4 @@
-"""Simulates an experiment on the costs of a profile, and answers with a table and a plot."""
+"""Simulates an experiment on the costs of a profile, and returns a table and a plot."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from outrider_bench.experiment.unmeasured import load_profile, profile_of
 from outrider_bench.simulator.simulation import Simulation
 
 PAYS = 1.02
-"""Drafting pays from this multiple of plain decoding on."""
+"""Drafting pays if its speed is at least this multiple of plain decoding's."""
 
 
 def run(file: Path, paths: Sequence[Path], validate: Path | None, out: Path) -> Path:
     """Predict an experiment file, and return the folder with the predictions and their plot.
 
-    `paths` are profiles. With `validate`, the folder of a run, predictions go there and are
-    compared. Raises ValueError that names what is wrong.
+    `paths` are profiles. With `validate`, the folder of a run, predictions are written there
+    and compared with the run. Raises ValueError that names what is wrong.
     """
     console = console_for_output()
     experiment = load(file)
@@ -154,7 +154,7 @@ class Predictor:
     _known: dict[str, Measurement] = field(default_factory=dict)
 
     def measurement(self, cell: Cell, way: str) -> Measurement:
-        """The predicted measurement of this way; equal for equal cells and profiles."""
+        """The predicted measurement of this way; equal cells and profiles give equal figures."""
         experiment = cell.experiment
         profile = self.profile(cell)
         # Plain decoding uses no drafters and no links.
@@ -166,7 +166,7 @@ class Predictor:
         return Measurement(way, found.sample, links=found.links, errors=found.errors)
 
     def profile(self, cell: Cell) -> Profile:
-        """The first profile that fits a cell; raises ValueError with what the first one lacks."""
+        """The first profile that fits a cell; else raises ValueError with what the first lacks."""
         first: ValueError | None = None
         for profile in self.profiles:
             try:

@@ -1,4 +1,4 @@
-"""Running processes by name: starts each, watches it, and stops the last one first."""
+"""Running processes by name: starts them, watches them, and stops the last started first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Processes:
         return self._all[name].child
 
     async def end(self, name: str) -> None:
-        """Stop a process; `check` does not miss it."""
+        """Stop a process; `check` then does not report it as missing."""
         process = self._all[name]
         process.is_wanted = False
         await process.child.stop()
@@ -58,7 +58,7 @@ class Processes:
         return {name: await process.child.cpu_s() for name, process in self._all.items()}
 
     async def check(self) -> None:
-        """Raise StackFailed with the last lines of a process that should run and does not."""
+        """Raise StackFailed, with its last lines, if a process that should run has ended."""
         for name, process in self._all.items():
             if process.is_wanted and not await process.child.alive():
                 raise StackFailed(f"{name} ended\n{await self._last_lines(name)}")
@@ -75,7 +75,7 @@ class Processes:
             raise StackFailed(f"{who} was not ready after {_READY_S:.0f} s\n{tails}") from error
 
     async def stop(self) -> None:
-        """Stop all processes, the last one first, and forget them."""
+        """Stop all processes, the last started first, and forget them."""
         for name in reversed(list(self._all)):
             await self._all.pop(name).child.stop()
 

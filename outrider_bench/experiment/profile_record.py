@@ -16,7 +16,7 @@ NEVER = "never"
 
 
 class Conditions(BaseModel):
-    """What else ran on the machine during the measurements."""
+    """The machine's other load during the measurements."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -27,7 +27,7 @@ class Conditions(BaseModel):
     measurements, whichever is larger."""
 
     def described(self, cores: list[int]) -> str:
-        """In words."""
+        """The load in words."""
         before, after = self.load_averages
         return (
             f"under a load of {before:.1f} before and {after:.1f} at the end, its own included, on "
@@ -43,7 +43,7 @@ class Profile(BaseModel):
 
     machine: dict[str, Any]
     fingerprint: str
-    """The machine's."""
+    """The machine's fingerprint."""
     commit: str
     measured_at: str
     """In UTC."""
@@ -51,7 +51,7 @@ class Profile(BaseModel):
     draft: str
     dtype: str
     threads: int = Field(ge=1)
-    """The target's."""
+    """The number of the target's threads."""
     how: dict[str, str]
     """How each of the fields below was measured."""
     costs: Costs
@@ -62,7 +62,7 @@ class Profile(BaseModel):
 
     @property
     def spread(self) -> float | None:
-        """The factor by which equal computations differed meanwhile; None where it is unknown."""
+        """The factor by which equal computations differed while measuring; None if unknown."""
         return self.conditions.spread if self.conditions is not None else None
 
     @property
@@ -72,7 +72,7 @@ class Profile(BaseModel):
 
     @property
     def described(self) -> str:
-        """Where the costs come from, and what else ran while they were measured."""
+        """The origin of the costs, and the machine's other load while they were measured."""
         source = self.costs.source.partition(". ")[0]
         if self.conditions is None:
             return source
@@ -103,7 +103,7 @@ class Profile(BaseModel):
     def _at(self, way: str) -> tuple[Serving, Serving]:
         """The costs of serving in this way at the smallest and the largest batch.
 
-        For a way that was not measured, these are plain decoding's, with the table's link.
+        For a way that was not measured, they are plain decoding's costs, with the table's link.
         """
         found = [serving for serving in self.serving if serving.way == way]
         if not found:

@@ -1,6 +1,6 @@
-"""Records texts for the simulator: the target's answers, and what drafters guess of them.
+"""Records texts for the simulator: the target's answers, and the tokens that drafters guess.
 
-N-gram drafters look up in the same tokens. Knows no experiment and no costs.
+N-gram drafters look up in these tokens. Knows no experiment and no costs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Recorder:
 
 
 def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """`count` greedy tokens after each prompt, also beyond an end of the text."""
+    """`count` greedy tokens after each prompt, even beyond an end token."""
     pages = -(-(max(map(len, prompts)) + count) // target.page_size)
     own = [[*range(i * pages, (i + 1) * pages)] for i in range(len(prompts))]
     last = [
@@ -99,7 +99,7 @@ def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> lis
 def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> str:
     """The rank of each token of `output` among the draft model's likeliest tokens there.
 
-    Returns a character a token: right, the rank of an alternative, or wrong. The model reads the
+    Returns a character per token: right, the rank of an alternative, or wrong. The model reads the
     target's tokens, not its own guesses.
     """
     text = [*prompt, *output[:-1]]

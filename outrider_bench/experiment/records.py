@@ -23,7 +23,7 @@ from outrider_bench.experiment.spec import Cell, Experiment
 from outrider_bench.sample import Sample
 
 COSTS = Path("predicted/costs.json")
-"""File in a run's folder: a sentence on the costs that its predictions are made of."""
+"""File in a run's folder: a sentence about the costs behind its predictions."""
 
 PLAIN = "plain"
 """Plain decoding, with no drafter running."""
@@ -74,7 +74,7 @@ class Measurement:
 
     way: str
     sample: Sample
-    """Its counters are the verifier's metrics."""
+    """The counters of the sample are the verifier's metrics."""
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU seconds by process."""
     links: dict[str, LinkTraffic] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Folder:
             self._write(self.path / "run.json", about)
 
     def note_costs(self, sentence: str) -> None:
-        """Write down of which costs the predictions are made."""
+        """Write down the origin of the costs behind the predictions."""
         self._write(self.path / COSTS, sentence)
 
     def about(self) -> dict[str, Any]:

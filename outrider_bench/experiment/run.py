@@ -1,8 +1,8 @@
 """Measures all cells of an experiment on real processes, in an order that treats them alike.
 
-Repetitions go over all stacks and cells forwards and backwards in turn, so that a machine that gets
-slower or faster affects all alike. The verifier runs on while drafters come and go. Plain decoding
-is measured right before its cells' drafters start.
+Repetitions go over all stacks and cells, by turns forwards and backwards, so that a machine that
+gets slower or faster affects all alike. The verifier runs on while drafters come and go. Plain
+decoding is measured right before its cells' drafters start.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def run(
 
 
 def open_folder(out: Path, experiment: Experiment, console: Console, command: str) -> Folder:
-    """The folder of this machine, commit and experiment; results of others are left alone.
+    """The folder of this machine, commit and experiment; other folders stay unchanged.
 
     A new folder records the machine, the commit and `command`, the command line.
     """
@@ -81,7 +81,7 @@ async def measure(
     folder: Folder,
     console: Console,
 ) -> None:
-    """Measure all that the folder lacks; a bar shows the time left."""
+    """Make all measurements that the folder lacks; a bar shows the time left."""
     with progress(console) as bar:
         total = len(missing(experiment, cells, folder))
         task = bar.add_task(experiment.name, total=total)
@@ -114,9 +114,9 @@ def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
 
 
 def there_and_back(items: Sequence[_Item], round_number: int) -> Iterator[_Item]:
-    """The items in order in even rounds, and in reverse order in odd ones.
+    """The items in order in even rounds, and in reverse order in odd rounds.
 
-    So drift of the machine affects all items alike.
+    Thus drift of the machine affects all items alike.
     """
     if round_number % 2 == 0:
         return iter(items)
@@ -124,7 +124,7 @@ def there_and_back(items: Sequence[_Item], round_number: int) -> Iterator[_Item]
 
 
 class Runner:
-    """Measures all that a folder lacks."""
+    """Makes all measurements that a folder lacks."""
 
     def __init__(
         self,

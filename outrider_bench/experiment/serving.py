@@ -1,4 +1,4 @@
-"""The costs of serving: what a fixed load took on top of an idle machine's forwards.
+"""The costs of serving: the time of a fixed load beyond an idle machine's forwards.
 
 Only that load counts, never an experiment. The result is part of the profile.
 """
@@ -13,7 +13,7 @@ from outrider_bench.experiment.calibration import Served, Step
 from outrider_bench.simulator.costs import Costs, NotNegative
 
 SLOWNESS_ON_TARGET_CORES = 2.0
-"""Time of drafting on the target's cores over that alone: the system shares a core in halves."""
+"""How much longer drafting takes on the target's cores: the system shares a core in halves."""
 
 
 class Serving(BaseModel):
@@ -26,19 +26,19 @@ class Serving(BaseModel):
     sequences: float = Field(gt=0)
     """Sequences of a mean step."""
     slowdown: float = Field(gt=0)
-    """Time of a step's forward over that on the idle machine, drafters of the way beside it."""
+    """Time of a step's forward, beside the way's drafters, over its time on the idle machine."""
     before_s: float = Field(ge=0)
     """The host's work for a step before its forward, planning included."""
     after_s: float = Field(ge=0)
     """The host's work for a step after its forward."""
     client_s: float = Field(ge=0)
-    """From a client to the verifier, and the same back."""
+    """From a client to the verifier; the way back takes as long."""
     round_trip_s: NotNegative = 0.0
     """From a verdict to a draft, without the drafting."""
     jitter_s: NotNegative = 0.0
     """The most that a message is late, in each direction."""
     slowness: NotNegative = 1.0
-    """Time of drafting over that on the idle machine."""
+    """Time of drafting over its time on the idle machine."""
 
     def with_host_times(self, other: Serving) -> Serving:
         """These costs with the host's work of another way."""
@@ -112,7 +112,7 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
 
 
 def expected_s(step: Step, costs: Costs) -> float:
-    """Seconds of such a step's forward on the idle machine, with its share of prompts."""
+    """Seconds of this step's forward on the idle machine, with its share of prompts."""
     count = max(1, round(step.sequences))
     scale = step.sequences / count
     tokens = max(count, round((step.sequences + step.draft_tokens) / scale))

@@ -1,8 +1,8 @@
 """Says which processes a cell needs, and in which order; `Processes` starts them.
 
 `server` starts a verifier with its gateway, `drafting` links and drafters, and `run.py` nests the
-two. The server stays while drafters and links come and go, so cells with one target need one start
-of it.
+two. The server stays while drafters and links come and go, so cells with one target need only
+one start of a server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Server:
     """A running verifier and its gateway."""
 
     target: Target
-    """As it runs: its `model` is the grown checkpoint, if there is one."""
+    """The target as it runs: its `model` is the grown checkpoint, if there is one."""
     endpoint: Endpoint
     processes: Processes
     own_drafter_count: int = 0
@@ -54,7 +54,7 @@ class Server:
 
     async def has_drafters(self, count: int) -> bool:
         """Whether the gateway is ready and `count` drafters are connected to the verifier."""
-        # Reading the system's certificates would take the cores on which processes start.
+        # To read the system's certificates would occupy the cores on which processes start.
         async with httpx.AsyncClient(timeout=_ASK_S, verify=False) as client:
             return await _is_ready(client, self.endpoint.url, count)
 
@@ -140,8 +140,8 @@ class Drafting:
     async def shape(self, experiment: Experiment) -> None:
         """Give the links the shapes of this cell, and wait until every drafter is connected.
 
-        Drafters behind a link that changes connect anew, so that a verifier starts each cell with
-        nothing learned over another link.
+        Drafters behind a changed link connect anew, so that the verifier begins each cell without
+        measurements over another link.
         """
         for name, control in self.links.items():
             link = experiment.links[name]
@@ -186,7 +186,7 @@ async def drafting(experiment: Experiment, server: Server) -> AsyncIterator[Draf
 def own_drafters(experiment: Experiment, model: Path) -> list[DrafterSpec]:
     """The drafters in the verifier's process.
 
-    `model` is the target's as it runs. For a grown one, the heads are made.
+    `model` is the target's model as it runs. If it is grown, the heads are grown too.
     """
     return [
         own_drafter(f"drafters.{name}", name, _grown(drafter, experiment.target, model))

@@ -1,6 +1,6 @@
 """The requests of a workload: prompts and lengths of answers.
 
-They are the same for every way of decoding, and for measurement and prediction. Knows no processes.
+All ways of decoding, measurements and predictions have the same requests. Knows no processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Request:
 
 
 class Encoder:
-    """Turns prompts into ids, as the model in a directory would be sent them."""
+    """Turns prompts into ids as the gateway does for the model in a directory."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -84,9 +84,9 @@ def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
 
 
 def warm_up_of(workload: Workload, encoder: Encoder) -> list[Request]:
-    """Requests to warm up with, whose prompts no measurement has.
+    """Requests for warming up; no measurement has their prompts.
 
-    Two for each request under way, and at least one of each kind.
+    There are two for each request under way, and at least one of each kind.
     """
     own = _Prompts(workload)
     found = []
@@ -116,7 +116,7 @@ class _Prompts:
         self.kinds = list(self._of_kinds)
 
     def get(self, kind: str, i: int) -> Prompt:
-        """The prompt of the i-th request. The last of a kind is kept, unless it is the only one."""
+        """The prompt of the i-th request. A kind's last prompt is kept, unless it is the only."""
         usual = self._of_kinds[kind][:-1] or self._of_kinds[kind]
         return usual[i // len(self.kinds) % len(usual)]
 

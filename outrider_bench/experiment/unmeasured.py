@@ -1,4 +1,4 @@
-"""Reads profiles, and makes one of hardware that is not here: a cost table, and defaults."""
+"""Reads profiles, and makes profiles for hardware that is not here, from a table and defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider_bench.simulator import costs
 from outrider_bench.yaml_file import first_problem
 
 TOPOLOGIES: dict[str, dict[int, list[int]]] = {"gb200": {0: [*range(72)], 1: [*range(72, 144)]}}
-"""Cores by NUMA node, by cost table: those of the two Grace CPUs of a GB200 board."""
+"""By cost table, the cores of each NUMA node: the two Grace CPUs of a GB200 board."""
 _ONE_NODE = {0: [*range(64)]}
 
 
@@ -36,7 +36,7 @@ def load_profile(name: str, field: str) -> Profile:
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from error
     try:
-        # A cost table has forwards; a profile has them in its cost table.
+        # A cost table has the field `forwards`; a profile has it in its cost table.
         if isinstance(data, dict) and "forwards" in data:
             return profile_of(name, Target.model_validate({}))
         return Profile.model_validate(data)
@@ -47,7 +47,7 @@ def load_profile(name: str, field: str) -> Profile:
 def profile_of(name: str, target: Target) -> Profile:
     """The profile of the hardware of a cost table, for a target.
 
-    Forwards, drafting and the host's work are the table's. Serving slows nothing down, drafters on
+    The table gives forwards, drafting and the host's work. Serving slows nothing down, drafters on
     other cores take nothing from the target, and two processes on the same cores have half their
     speed. Raises ValueError that names the field.
     """

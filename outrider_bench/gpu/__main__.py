@@ -1,7 +1,7 @@
 """`python -m outrider_bench.gpu STEP DIRECTORY`: a step of `bench/gpu.sh`, or its tables.
 
-Lines go to `DIRECTORY/lines.jsonl` as they are measured. Needs torch, transformers and Triton, and
-no other package that an installation of Outrider brings.
+Lines go to `DIRECTORY/lines.jsonl` as they are measured. Of Outrider's dependencies, it needs only
+torch, transformers and Triton.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _measure(path: Path, seconds: float, *, short: bool) -> None:
 def _tables(directory: Path) -> None:
     """Write tables.md, a table of each step as bench/results has them, and figures.csv.
 
-    Figures of one cell are joined, and the newest counts.
+    The figures of one cell are joined; of repeated figures, the newest counts.
     """
     joined: dict[tuple[Any, ...], dict[str, Any]] = {}
     for text in (directory / "lines.jsonl").read_text().splitlines():

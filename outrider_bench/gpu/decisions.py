@@ -1,4 +1,4 @@
-"""Compares each figure of `bench/gpu.sh stack` with its prediction, and says what follows."""
+"""Compares each figure of `bench/gpu.sh stack` with its prediction, and recommends what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Bar:
     predicted: float
     """× plain, by bench/experiments/h200.yaml; for n-grams see the results of 2026-11-29."""
     least: float
-    """From this measured × plain on, everything goes on as planned."""
+    """If the measured × plain is at least this, everything goes on as planned."""
     missed: str
 
 
@@ -36,7 +36,7 @@ _BARS = (
 
 
 def decisions(directory: Path) -> str:
-    """A Markdown table with a row for each figure that decides something.
+    """A Markdown table with a row for each figure that a decision depends on.
 
     `directory` has the `stack*.csv` of one or more runs of `bench/gpu.sh stack`.
     """

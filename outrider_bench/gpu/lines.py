@@ -1,4 +1,4 @@
-"""Lines of results that outlive a killed process, and times of work on a device."""
+"""Lines of results that survive a killed process, and times of work on a device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sizes:
     batches: list[int]
     contexts: list[int]
     tokens: list[int]
-    """New tokens of each sequence: draft tokens, and the one before them."""
+    """New tokens of each sequence: draft tokens, and the token before them."""
     beside_prompt: list[int]
     """Sequences that decode beside the chunk of a prompt."""
     forward_tokens: int
@@ -58,7 +58,7 @@ class Sizes:
     repeats: int
 
     def short(self) -> Sizes:
-        """The sizes for a minute: one context, no prompts, and draft tokens up to five."""
+        """Sizes that take a minute: one context, no prompts, and up to five draft tokens."""
         return replace(self, contexts=self.contexts[:1], tokens=self.tokens[:2], beside_prompt=[])
 
 
@@ -78,11 +78,11 @@ class Device:
         self.limit = 1e3 * numbers.nbytes * max(2 / copy_ms, 1 / sum_ms)
 
     def floor_ms(self, size: float) -> float:
-        """The milliseconds in which `size` bytes are moved at the limit."""
+        """The milliseconds that `size` bytes take at the limit."""
         return 1e3 * size / self.limit
 
     def timed(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Median milliseconds of a call on the device, and until it returned to the host."""
+        """Median milliseconds of a call on the device, and until the call returned to the host."""
         times = [self._timed(run) for _ in range(1 + self.sizes.repeats)][1:]
         return median([ms for ms, _ in times]), median([ms for _, ms in times])
 

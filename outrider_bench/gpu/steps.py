@@ -35,7 +35,7 @@ def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
 
 
 class _Model:
-    """A model with random weights that were drawn on the device, in service."""
+    """A model as served, with random weights drawn on the device."""
 
     def __init__(self, device: Device, name: str, tokens_each: int) -> None:
         # An earlier model's cache fills the card.
@@ -51,7 +51,7 @@ class _Model:
         torch.set_default_dtype(before)
         self._bytes = sum(parameter.nbytes for parameter in model.parameters())
         if not config.tie_word_embeddings:
-            # A step reads a row a token of the embedding.
+            # Of the embedding, a step reads one row per token.
             self._bytes -= model.get_input_embeddings().weight.nbytes
         numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         self._token_bytes = 2 * numbers * device.dtype.itemsize
@@ -60,7 +60,7 @@ class _Model:
         self.runner = ModelRunner(model, bounds=self._bounds)
 
     def holds(self, batch: int, context: int, tokens: int) -> bool:
-        """Whether such a batch fits the cache and one forward."""
+        """Whether a batch of this size fits the cache and one forward."""
         pages = batch * -(-(context + tokens) // _PAGE_SIZE)
         fits = batch * tokens <= self._device.sizes.forward_tokens
         return fits and pages <= self.runner.page_count
@@ -70,7 +70,7 @@ class _Model:
         return self._device.timed(lambda: self.runner.forward(slices))
 
     def floor_ms(self, batch: int, context: int) -> float:
-        """The least time of a step: weights and keys are read once."""
+        """The least time of a step, in which weights and keys are read once."""
         return self._device.floor_ms(self._bytes + batch * context * self._token_bytes)
 
     def capture(self, lines: Lines) -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 DIRECTORY = Path(__file__).parent / "costs"
 
 
-# Of sequences, or of tokens.
+# A number of sequences or of tokens.
 _Number = TypeVar("_Number", int, float)
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -45,9 +45,9 @@ class DraftingCost(_Table):
     """As `token_s`, for a head's drafts that are trees; empty if the times are the same."""
     prompt_token_s: NotNegative = 0.0
     sequence_s: NotNegative = 0.0
-    """Of a lookup, or of a head's round, for each sequence."""
+    """Seconds of a lookup, or of a head's round, for each sequence."""
     branches_s: NotNegative = 0.0
-    """Of the lookup of a sequence's branches."""
+    """Seconds of the lookup of a sequence's branches."""
     message_s: NotNegative = 0.0
     """Seconds that forwards on the same machine lose to each message of the drafter."""
 
@@ -107,7 +107,7 @@ class Costs(_Table):
     drafted_sequence_s: NotNegative = 0.0
     """Seconds that each sequence with a draft adds to the host's work after a step."""
     drafting: dict[str, DraftingCost] = Field(default_factory=dict)
-    """By the name in a drafter's `cost` setting."""
+    """Costs by the name in a drafter's `cost` setting."""
 
     _grid: dict[int, dict[float, float]] = PrivateAttr(default_factory=dict)
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
@@ -142,7 +142,7 @@ class Costs(_Table):
 def _interpolated(points: Mapping[_Number, float], x: float) -> float:
     """Interpolate `points` linearly at `x`.
 
-    Before the first point the value is constant; after the last one the last slope goes on.
+    Before the first point the value is constant; after the last point the last slope continues.
     """
     xs = sorted(points)
     if x <= xs[0] or len(xs) == 1:
@@ -169,7 +169,7 @@ def load(name: str) -> Costs:
 
 
 def path_of(name: str) -> Path:
-    """The file of a table that comes with the simulator, or the file that `name` is the path of.
+    """The file of a table that comes with the simulator, or the file at the path `name`.
 
     Raises ValueError if there is no such file.
     """

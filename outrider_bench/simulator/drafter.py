@@ -72,9 +72,9 @@ class DrafterActor:
         self._began = False
         # When the parts of the work in progress end; empty while it waits for a message.
         self._ends: list[float] = []
-        # Whether it waits for a future, and messages do not wake it.
+        # Whether it waits for a future. Messages then do not wake it.
         self._awaits = False
-        # Number of the planned resumption; earlier ones are void.
+        # Number of the planned resumption; earlier plans are void.
         self._appointment = 0
         self._over = False
         self._hangs_until = 0.0

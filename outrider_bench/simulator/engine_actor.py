@@ -19,7 +19,7 @@ class EngineActor:
         self.open_requests = 0
         self._events = events
         self._busy_until = 0.0
-        # When to advance next, and the number of that appointment; earlier ones are void.
+        # When to advance next, and the number of that appointment; earlier appointments are void.
         self._due = float("inf")
         self._appointment = 0
 

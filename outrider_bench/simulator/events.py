@@ -1,9 +1,9 @@
 """Virtual time: a heap of events, and the clock that the whole simulated stack reads.
 
 Every actor (an engine, a drafter, a link, the traffic) runs in its own events. An event begins with
-the clock at its time and may move the clock forward: so work takes time. The next event may begin
-before the time at which the last one ended, because actors work at the same time. For each single
-actor, time only goes forward.
+the clock at its time and may move the clock forward: this is how work takes time. The next event
+may begin before the last event's end, because actors work at the same time. For each single actor,
+time only goes forward.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Work:
     """A simulated drafter's coroutine awaits this to work in parts, until a message comes.
 
     `ends` are the times at which the parts end, in seconds from now, rising. The part in progress
-    when a message comes is the last one. The result is the number of parts done. Without parts it
+    when a message comes is the last. The result is the number of parts done. Without parts it
     is a sleep until a message comes.
     """
 

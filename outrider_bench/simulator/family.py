@@ -1,4 +1,4 @@
-"""A drafter family for the simulator: it guesses a text's next token with its set acceptance."""
+"""A drafter family for the simulator: its guesses are right with the acceptance in its settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SimulatedFamily(Family):
         self._unread[sequence.id] = len(sequence.tokens)
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
-        """Read the committed tokens that were not its own guesses in the next round."""
+        """In the next round, read the committed tokens that were not its own guesses."""
         self._unread[sequence.id] += max(0, len(sequence.tokens) - num_valid_tokens)
 
     def closed(self, sequence: DraftSequence) -> None:
@@ -99,7 +99,7 @@ class SimulatedFamily(Family):
     ) -> list[Branch]:
         """The alternatives to the guess at `place`, the likeliest first.
 
-        One of them may be right if the guess is the first that is wrong.
+        One alternative may be right if the guess is the first wrong guess.
         """
         token = text.tokens[first + place]
         luck = self._world.luck(f"{self.name}/alternatives", text, first + place)
@@ -113,7 +113,7 @@ class SimulatedFamily(Family):
         return leaves
 
     def _offered(self, text: DrawnText, index: int, count: int) -> int:
-        """How many of `count` tokens from `index` after the prompt it has guesses for."""
+        """For how many of `count` tokens from `index` after the prompt it has guesses."""
         recorded = text.guesses.get(self.name)
         if recorded is None:
             return 0 if self._skips_hard and text.hard[index] else count

@@ -13,7 +13,7 @@ _POLL_S = 1.0
 
 
 class GatewayActor:
-    """Counts requests under way, and refuses those that would end after `timeout_s` seconds.
+    """Counts requests under way, and refuses requests that would end after `timeout_s` seconds.
 
     Without a timeout it refuses nothing.
     """
@@ -37,11 +37,11 @@ class GatewayActor:
         self._counts[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """Count a request no longer."""
+        """Stop counting a request."""
         self._counts[tenant] -= 1
 
     def _poll(self) -> None:
-        """Ask the verifiers for their load, unless that was less than a second ago."""
+        """Ask the verifiers for their load, unless they were asked less than a second ago."""
         if self._events.now - self._polled_at < _POLL_S:
             return
         self._polled_at = self._events.now

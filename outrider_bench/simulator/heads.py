@@ -1,6 +1,6 @@
 """The family `head` in virtual time: its offers are recorded, and its rounds take a table's time.
 
-Features have their sizes and no content.
+Features have sizes but no content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider_bench.simulator.scenario import DrafterSpec
 from outrider_bench.simulator.world import World
 
 VOCAB = 2**32
-"""More than any target's, as recorded offers have the target's own ids."""
+"""Larger than any target's vocabulary: recorded offers have the target's ids."""
 _LAYERS = 1000
 # Rows of a verdict's features, whose reading is part of the table's round.
 _ROWS_OF_A_ROUND = 2
@@ -39,7 +39,7 @@ class SimulatedStates:
         self.projections: Mapping[str, FeatureProjection] = {}
 
     def can_watch(self, states: Collection[int]) -> bool:
-        """As FeatureSource: any."""
+        """As in FeatureSource: any states are fine."""
         return True
 
     def watch(self, states: Collection[int]) -> None:
@@ -106,7 +106,7 @@ class SimulatedHead:
     def draft(
         self, drafts: Sequence[HeadDraft], wanted: Sequence[int], *, trees: bool
     ) -> Future[list[Offer | None]]:
-        """As HeadWorker; the offers are there when the table's time is over."""
+        """As in HeadWorker; the offers come when the table's time is over."""
         rows = sum([self._take(draft, draft.take_news()) for draft in drafts])
         ready = [self._ends.get(draft) == len(draft.sequence.tokens) - 1 for draft in drafts]
         offers = [
@@ -124,14 +124,14 @@ class SimulatedHead:
         return done
 
     def _take(self, draft: HeadDraft, news: News) -> int:
-        """Note what came of a sequence; return the number of features."""
+        """Note the features that came of a sequence; return their number."""
         rows = sum(map(len, news.features))
         if rows:
             self._ends[draft] = news.first_position + rows
         return rows
 
     def _work(self, seconds: float) -> float:
-        """Work after what is under way; return the time of the end."""
+        """Work once earlier work is done; return the time of the end."""
         seconds *= self._slowness
         for observer in self.observers:
             observer(seconds)
@@ -139,7 +139,7 @@ class SimulatedHead:
         return self._free_at
 
     def _offer(self, draft: HeadDraft, count: int) -> Offer | None:
-        """The recorded offer behind the committed text, cut to `count` guesses."""
+        """The recorded offer after the committed text, cut to `count` guesses."""
         tokens = draft.sequence.tokens
         text = self._world.text_of(tokens, 1)
         offers = self._world.offers.get(tuple(text.prompt_ids), {}).get(self._name, ())

@@ -20,7 +20,7 @@ class Link:
     """One direction of a link. A changed setting applies only to messages sent afterwards.
 
     A message takes `latency_s`, up to `jitter_s` more, and its share of `bytes_per_s` (0 is no
-    limit). `random` is the link's own, so that its jitter does not depend on other links.
+    limit). `random` belongs to this link, so its jitter does not depend on other links.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ _TOKENS = (1, 2, 3, 5, 9)
 _CONTEXT = 128
 _PROMPTS = (32, 256)
 _REPEATS = 100
-# How often to measure each point, and how long at a time. All points are measured in each round, so
-# that a spell of other work on the machine spoils no point in all rounds.
+# How many times to measure each point, and how long at a time. Each round measures all points, so
+# that a period of other work on the machine spoils no point in all rounds.
 _ROUNDS = 4
 _POINT_S = 0.12
 # Tokens of a run that one call guesses.
@@ -249,7 +249,7 @@ def _prompt_s(runner: ModelRunner, count: int) -> float:
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    """The fastest of many runs, so that other work on the machine does not count."""
+    """The time of the fastest of many runs, so that other work on the machine does not count."""
     work()
     best = math.inf
     end = time.perf_counter() + _POINT_S
@@ -263,7 +263,7 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _host() -> tuple[float, float]:
-    """Seconds of the engine's own work for a step, and for each sequence in it: plain steps."""
+    """Seconds of the engine's own work for a plain step, and for each sequence in it."""
     one, many = (min(step_seconds(count, drafts=False)) for count in (1, 64))
     each = max(0.0, many - one) / 63
     return max(0.0, one - each), each

@@ -31,7 +31,7 @@ _POOL_ENTRIES = 1_000_000
 # No text has this token, so a guess of it is wrong.
 _WRONG = 2**30
 # The shares that a draft model gives its likeliest tokens in a tree, the best first. A recording
-# has ranks alone, and the verifier corrects the shares by what the commits show.
+# has only ranks. The verifier corrects the shares by the commits that it sees.
 _SHARES = [0.7, 0.12, 0.06, 0.03]
 # Size of a draft model's cache, and its context length in tokens.
 _PAGES = 65_536
@@ -139,7 +139,7 @@ class SimulatedDraftModel(DraftModel):
 
 
 class _Runner:
-    """The attributes of a runner that the family reads, without a model."""
+    """The attributes of a runner that the family reads; there is no model."""
 
     device = torch.device("cpu")
     vocab_size = 2**32
@@ -208,5 +208,5 @@ class _RecordedForwards(Forwards):
 
 
 def _guess(draft: CachedDraft, likeliest: list[int]) -> Guess:
-    """A guess of the likeliest token; with shares where the verifier verifies trees."""
+    """A guess of the likeliest token; with shares if the verifier verifies trees."""
     return Guess(likeliest[0], likeliest, shares=_SHARES if draft.sequence.wants_tree else None)

@@ -1,4 +1,4 @@
-"""Recorded traffic: a file with a request a line."""
+"""Recorded traffic: a file with a request per line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RecordedRequest(BaseModel):
 def read_recording(path: Path) -> Iterator[RecordedRequest]:
     """Read the requests of a file, those of one line after the other.
 
-    Raises ValueError that names the line of an invalid one.
+    Raises ValueError that names the line of an invalid request.
     """
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():

@@ -23,7 +23,7 @@ _RECONNECT_S = 1.0
 
 @dataclass(slots=True)
 class Outcome:
-    """The figures of one simulation. `drafters` has each one's counters by metric."""
+    """The figures of one simulation. `drafters` has each drafter's counters by metric."""
 
     sample: Sample
     drafters: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -175,8 +175,8 @@ class Simulation:
     def _end(self, requests: list[Request]) -> float:
         """When the measurement of these requests ended.
 
-        It ended with the last of them if all requests have ended, else with the time. More poisson
-        arrivals could always come, so their measurement ends with the time.
+        If all requests have ended, it ended with the last of them, else when the time was up. More
+        poisson arrivals could always come, so their measurement ends when the time is up.
         """
         ended = [
             request.received_at[-1][0]
@@ -212,9 +212,9 @@ def _sample(requests: list[Request], began: float, end: float, full_s: float) ->
 
 
 def _counters(verifier: VerifierActor) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return a verifier's counters and those of each drafter.
+    """Return a verifier's counters and each drafter's counters.
 
-    Keys are those of `outrider_bench.sample.counter_keys`.
+    The keys are as in `outrider_bench.sample.counter_keys`.
     """
     counters: dict[str, float] = {}
     drafters: dict[str, dict[str, float]] = {}

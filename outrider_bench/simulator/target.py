@@ -72,7 +72,7 @@ class SimulatedTarget:
         """Let a drafter compute for `seconds` from now on the target's cores.
 
         The time that overlaps with this forward makes the next forward of its kind longer, because
-        the end of this one is already an event. The kinds (with or without drafts) are separate, so
+        this forward's end is already an event. The kinds (with or without drafts) are separate, so
         that the planner sees the same steps slow down as on a real machine.
         """
         left_s = self._ends_at - self._events.now

@@ -45,7 +45,7 @@ class Request:
     """When tokens arrived, and how many."""
     sequence: Sequence | None = None
     stats: SpeculationStats | None = None
-    """Of the verifier that ended it."""
+    """The statistics from the verifier that ended the request."""
     error: OutriderError | None = None
     over: bool = False
     late: bool = False
@@ -143,7 +143,7 @@ class Traffic:
                 self._cancel(request)
 
     def move_from(self, verifier: VerifierActor) -> None:
-        """Resubmit the requests of a lost verifier to the others, which continue them."""
+        """Resubmit the requests of a lost verifier to other verifiers, which continue them."""
         for request in self.requests:
             if request.verifier is verifier and not request.over:
                 self.resubmitted_count += 1
@@ -280,7 +280,7 @@ class Traffic:
         return receive
 
     def _pause(self, request: Request) -> None:
-        """Leave a sequence out of steps that its client does not read, and end it in the end."""
+        """Leave an unread sequence out of steps, and end it if it stays unread."""
         engine = request.verifier.engine
         sequence = request.sequence
         if sequence is not None and not request.over:

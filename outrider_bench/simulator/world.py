@@ -1,7 +1,7 @@
 """A simulation's ground truth: texts, their hard stretches, and which tokens drafters know.
 
 Each draw comes from a generator named by seed, drafter and text, and belongs to one position of
-that text. So no draw depends on the order of events, and plain and drafted decoding get the same
+that text. So no draw depends on the order of events, and plain and drafted decoding get equal
 draws.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drafter_svc.families.head_worker import Offer
 
 VOCAB = 256
-# Recorded prompts begin with a token from here on, which identifies the text. No model has it.
+# Recorded prompts begin with a token at or above this, which identifies the text. No model has it.
 FIRST_MARK = 2**31
 # Recorded guesses: the true token, or no guess. All other characters are wrong tokens.
 RIGHT = "+"
@@ -47,7 +47,7 @@ class DrawnText:
     """Whether each of `tokens` lies in a hard stretch."""
     tenant: str = ""
     prompt_ids: list[int] = field(default_factory=list)
-    """The prompt's tokens if they were recorded. `number` replaces the first one."""
+    """The prompt's tokens if they were recorded. `number` replaces the first token."""
     reads: bool = True
     """Whether the client reads the answer."""
     grammar: Grammar | None = None

@@ -1,4 +1,4 @@
-"""Asks every way every prompt, in turns, and writes a row for each answer."""
+"""Asks all ways for answers to each prompt, in turns, and writes a row for each answer."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prom
 
 
 def mixed(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
-    """The prompts that a batch is made of: all kinds by turns, but for the last of each kind.
+    """The prompts for batches: all kinds by turns, without the last prompt of each kind.
 
-    Prompts with a grammar are a group of their own, since some ways take none.
+    Prompts with a grammar are a separate group, since some ways take no grammars.
     """
     groups: dict[str, list[Prompt]] = {FREE: [], BY_GRAMMAR: []}
     counted = [kind[:-1] for kind in prompts.values()]
@@ -73,9 +73,9 @@ def mixed(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
 def turns(settings: TableSettings, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[Turn]:
     """All turns in order. Each cell gets some of every kind early, in case time runs out.
 
-    A single prompt is a turn. Of a batch, all prompts of a group are: as soon as an answer ends,
-    the next prompt takes its place. Were the batch asked once, it would end with few answers under
-    way, and the slowest answer alone would decide how long it takes.
+    At batch 1, a turn is a single prompt. At larger batches, it is all prompts of a group: when an
+    answer ends, the next prompt takes its place. If a turn were one batch, it would end with few
+    answers under way, and its slowest answer would decide how long it takes.
     """
     for number in range(settings.rounds):
         for batch in settings.batches:
@@ -93,8 +93,8 @@ def turns(settings: TableSettings, prompts: Mapping[str, Sequence[Prompt]]) -> I
 async def run(settings: TableSettings, command: str, console: Console) -> Path:
     """Measure until all is done or the minutes are over, and return the file with the table.
 
-    An interrupted run has the table of its rows so far. A peer that dies costs its own rows from
-    there on. Raises ValueError or OutriderError for wrong settings, and StackFailed, OSError or
+    An interrupted run has the table of its rows so far. If a peer dies, only its later rows are
+    missing. Raises ValueError or OutriderError for wrong settings, and StackFailed, OSError or
     RuntimeError when a process of Outrider fails or a peer does not start.
     """
     began = time.monotonic()
@@ -193,7 +193,7 @@ async def measured(
 def _requests(
     turn: Turn, prompts: Mapping[str, Sequence[Prompt]], encoder: Encoder, tokens: int
 ) -> list[Request]:
-    """The turn's requests; each way gets the same, with the same seeds."""
+    """The turn's requests; every way gets the same requests with the same seeds."""
     asked = mixed(prompts)[turn.kind] if turn.batch > 1 else [prompts[turn.kind][turn.number]]
     return [
         request_of(prompt, encoder, tokens, 1000 * turn.round + turn.number + place)
@@ -210,7 +210,7 @@ def _tenant(way: Way, turn: Turn) -> str:
 async def _compile(
     compared: Compared, prompts: Iterable[Prompt], encoder: Encoder, temperature: float
 ) -> None:
-    """Have every process compile each grammar, which takes as long as many tokens."""
+    """Make every process compile each grammar, which takes as long as many tokens."""
     distinct = {json.dumps(each.structured_outputs): each for each in prompts}
     for prompt in distinct.values():
         request = request_of(prompt, encoder, 2, 0)

@@ -1,4 +1,4 @@
-"""Starts other programs in processes of their own, each of which answers a line with a line."""
+"""Starts other programs in separate processes; each answers a line with a line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def vllm_process(
 async def line_peer(
     *command: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> AsyncIterator[Ask]:
-    """Start a process, with these further variables, that answers each JSON line with one.
+    """Start a process that answers each JSON line with a JSON line; it gets these variables too.
 
     Waits for the line with which the process says that it is ready. Processes that load at once
     would slow each other down, and vLLM's would write each other's compiled kernels. Raises
@@ -71,7 +71,7 @@ async def line_peer(
         finally:
             with suppress(ProcessLookupError):  # it may have died by itself
                 process.kill()
-            # Unlike `wait`, this reads the remaining output, which closes the pipes.
+            # Unlike `wait`, this reads the remaining output, and so closes the pipes.
             await process.communicate()
 
 

@@ -30,13 +30,13 @@ class _Method:
     speculative: Mapping[str, Any] | None = None
     """vLLM's `speculative_config`."""
     drafter: Sequence[str] | None = None
-    """Flags of our drafter beside vLLM with our scheduler; empty for the scheduler alone."""
+    """Flags of our drafter beside vLLM with our scheduler; empty for only the scheduler."""
 
 
 async def started(
     settings: TableSettings, target: Path, encoder: Encoder, running: AsyncExitStack
 ) -> list[Way]:
-    """Start the programs that the settings name, each in processes of its own.
+    """Start the programs that the settings name, in separate processes.
 
     Raises PeerDied with its last words if one does not start.
     """

@@ -46,7 +46,7 @@ def _speeds(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _speed(plain: Mapping[Turn, Row], some: Sequence[Row]) -> str:
-    """Rows of one way beside plain decoding's of the same turns."""
+    """Rows of one way, with plain decoding's rows of the same turns."""
     pairs = [(r.tokens, r.seconds, plain[r.turn].tokens, plain[r.turn].seconds) for r in some]
     amount, time, plain_amount, plain_time = map(sum, zip(*pairs, strict=True))
     if some[0].way == PLAIN:
@@ -98,7 +98,7 @@ def _texts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _grid(rows: Sequence[Row], cell: Callable[[Sequence[Row]], str]) -> Iterator[str]:
-    """A table of ways by kinds. A way that does not answer some kinds has no column for all."""
+    """A table of ways by kinds. A way that does not answer some kinds has no total over all."""
     names = dict.fromkeys(row.way for row in sorted(rows, key=lambda row: row.way != PLAIN))
     kinds = [*dict.fromkeys(row.turn.kind for row in rows)]
     yield f"| way | {' | '.join([*kinds, _ALL])} |"

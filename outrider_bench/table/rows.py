@@ -1,4 +1,4 @@
-"""A row of the table's raw measurements: one way's answers to prompts that were asked at once."""
+"""A row of the table's raw measurements: one way's answers to the prompts of a turn."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt, or the prompts of batches, that every way is asked, one way after the other."""
+    """A prompt, or the prompts of batches; all ways answer them, one way after the other."""
 
     round: int
     kind: str
     batch: int
     temperature: float
     number: int
-    """The prompt's place among those of its kind."""
+    """The prompt's place among the prompts of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class Row:
     turn: Turn
     way: str
     always: bool
-    """Whether each step had a draft, even where that is slower."""
+    """Whether each step had a draft, even if that is slower."""
     tokens: int
     seconds: float
     forwards: int
-    """Of the target, each counted once for each sequence in it."""
+    """Forwards of the target, each counted once for each sequence in it."""
     drafts: int
     """Drafts that were verified."""
     accepted: tuple[int, ...]
-    """Drafts of which the token at this position was accepted."""
+    """Drafts whose token at this position was accepted."""
     texts: tuple[str, ...]
 
     @classmethod
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A way's answers in a turn; `forwards` only where drafts do not say them."""
+    """A way's answers in a turn; `forwards` only if the drafts do not tell their number."""
 
     sample: Sample
     drafts: Mapping[str, float]

@@ -1,7 +1,7 @@
-"""What `transformers` itself does to be quick.
+"""The fast ways of decoding in `transformers`.
 
 `python -m outrider_bench.table.transformers_peer TARGET` says "ready" and answers each JSON
-line with one.
+line with a JSON line.
 In: {"how": "plain", "lookup" or "assisted", "prompt": [ids], "length": n, "temperature": x,
 "seed": n}.
 Out: {"tokens": n, "seconds": x, "forwards": n of the target, "output_ids": [[ids]]}.
@@ -25,7 +25,7 @@ _LOOKUP_TOKENS = 8
 
 
 def main() -> None:
-    """Serve until the end of input. Prints of the library go to standard error."""
+    """Serve until the end of input. The library's prints go to standard error."""
     parser = argparse.ArgumentParser()
     parser.add_argument("target")
     parser.add_argument("--draft", help="directory of a draft model with the target's vocabulary")
@@ -65,7 +65,7 @@ def _generate(model: Any, task: dict[str, Any], how: dict[str, Any]) -> list[int
     prompt = torch.tensor([task["prompt"]])
     sampling: dict[str, Any] = {"do_sample": False}
     if task["temperature"] > 0.0:
-        # Its default would cut the distribution to 50 tokens.
+        # The library's default would cut the distribution to 50 tokens.
         sampling = {"do_sample": True, "temperature": task["temperature"], "top_k": 0}
     generated = model.generate(
         prompt,

@@ -1,11 +1,11 @@
 """`python outrider_bench/table/vllm_peer.py`: vLLM in its own virtual environment and process.
 
-It says "ready" and answers each JSON line with one.
+It says "ready" and answers each JSON line with a JSON line.
 In: {"prompts": [[ids]], "batch": n, "lengths": [n]}, and optionally {"temperature": x,
 "seeds": [n], "grammars": [structured_outputs or null], "ignore_eos": true}.
 Out: {"sample": the fields of `outrider_bench.sample.Sample`, "output_ids": [[ids]]}.
 `batch` requests are kept under way, a new one for each that ends. Imports Outrider only for
-`--drafts`, which has vLLM's scheduler take drafts from drafters that dial
+`--drafts`: vLLM's scheduler then takes drafts from drafters that dial
 OUTRIDER_VERIFIER_LISTEN.
 """
 
@@ -51,7 +51,7 @@ def main() -> None:
         dtype=arguments.dtype,
         max_model_len=2048,
         max_num_seqs=arguments.max_sequences,
-        # vLLM warms up with a forward of as many, for minutes by default. No load has more at once.
+        # vLLM warms up with a forward of this size, by default for minutes. No load has more.
         max_num_batched_tokens=1024,
         enable_prefix_caching=False,
         disable_log_stats=not arguments.count_drafts,

@@ -22,7 +22,7 @@ from outrider_bench.table.rows import PLAIN, Answer
 Ask = Callable[[Sequence[Request], int, float, str], Awaitable[Answer]]
 """Asks a way for the answers to requests, some of them at once, at a temperature, for a tenant."""
 MOST_TOKENS = 2048
-"""Of a prompt and its answer, as vLLM's process takes them."""
+"""The most tokens of a prompt and its answer in vLLM's process."""
 MOST_AT_ONCE = 8
 """Requests under way."""
 # Of 16 tokens each.
@@ -37,12 +37,12 @@ class Way:
     ask: Ask
     always: bool = False
     grammars: Literal["any", "needed", "none"] = "any"
-    """Whether it answers with a grammar."""
+    """Whether the way answers with a grammar."""
     most: int = MOST_AT_ONCE
-    """Requests that it takes at once."""
+    """The most requests that the way takes at once."""
 
     def takes(self, requests: Sequence[Request], batch: int) -> bool:
-        """Whether it can answer these requests, `batch` at once."""
+        """Whether the way can answer these requests, `batch` at once."""
         has = requests[0].grammar is not None
         fits = {"any": True, "needed": has, "none": not has}[self.grammars]
         return fits and batch <= self.most
@@ -50,7 +50,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A verifier with drafters, and the ways that it serves: names, and whom a request names."""
+    """A verifier with drafters, and its ways: their names, and the drafter that a request names."""
 
     drafters: dict[str, dict[str, Any]]
     ways: dict[str, dict[str, Any]]
@@ -67,7 +67,7 @@ class Stack:
 
 
 def stacks(settings: TableSettings) -> tuple[list[Stack], list[str]]:
-    """The stacks with a way that the settings ask for, and a line for each drafter that is missing.
+    """The stacks with a way that the settings ask for, and a line for each missing drafter.
 
     Each stack is as `outrider serve` starts it: a draft model gets a core of the target's.
     """

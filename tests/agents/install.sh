@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the clients that tests/agents runs, and leaves what is there already alone. `install.sh
-# sdks` installs the SDKs alone, which CI runs. All of it takes 2 GB: the other Python clients need
+# Installs the clients that tests/agents runs, and keeps clients that are there already. `install.sh
+# sdks` installs only the SDKs, which CI runs. All of it takes 2 GB: the other Python clients need
 # two environments, since their requirements clash, and npm's packages bring a Node.js.
 set -euo pipefail
 folder=$(dirname "$(realpath "$0")")
@@ -8,7 +8,7 @@ cd "$folder/../.."
 into=build/agents
 mkdir -p "$into"
 
-# Packages that the listed ones need have the versions of this day.
+# The dependencies of the listed packages have the versions of this day.
 day=2026-11-27
 
 # uv installs them in seconds, and pip in minutes.

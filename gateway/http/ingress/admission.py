@@ -56,7 +56,7 @@ class AdmittedRequest:
             admitted.close()
 
     def end(self) -> None:
-        """Release its place as one sequence, and its slot of `preparing`, if it still holds them."""
+        """Release its place as one sequence and its slot of `preparing`, if it still holds them."""
         self.release_slots()
         if self._has_slot:
             self._has_slot = False

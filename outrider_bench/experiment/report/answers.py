@@ -29,7 +29,7 @@ def answers(results: Results) -> list[str]:
 
 
 def rated_cells(results: Results) -> list[tuple[str, Spread]]:
-    """Drafted cells in words, with their speed over plain decoding where that can be right."""
+    """Drafted cells in words, with their speed over plain decoding if that is plausible."""
     found = []
     for cell, source in results.found():
         if results.is_disturbed(cell, source):
@@ -71,7 +71,7 @@ def _texts(results: Results) -> Iterator[str]:
     for cell in results.cells:
         measured = results.measurements.get((cell.key, "measured"), [])
         digests = [found.texts_sha256 for _, found in measured if found.texts_sha256]
-        # At synthetic acceptance rates, drafts decide the text.
+        # With synthetic acceptance rates, drafts decide the text.
         exact = "synthetic_acceptance_rates" not in cell.experiment.target.settings
         if exact and cell.experiment.workload.temperature == 0 and len(digests) > 1:
             checked += 1
@@ -84,7 +84,7 @@ def _texts(results: Results) -> Iterator[str]:
 
 
 def _predictions(results: Results) -> Iterator[str]:
-    """The errors of predicted tokens/s, as shares of the measured ones."""
+    """The errors of predicted tokens/s, as shares of measured tokens/s."""
     errors = []
     for cell in results.cells:
         for way in (PLAIN, DRAFTED):

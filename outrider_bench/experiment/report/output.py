@@ -37,7 +37,7 @@ def write(results: Results, console: Console) -> None:
 
 
 def write_plot(results: Results, path: Path, console: Console) -> None:
-    """Write the plot as PNG, unless there is nothing to plot, or nothing to plot it with."""
+    """Write the plot as PNG, unless there is nothing to plot, or matplotlib is missing."""
     try:
         # Only the extra `bench` installs matplotlib.
         from outrider_bench.experiment.report.plots import speed_plot
@@ -52,7 +52,7 @@ def write_plot(results: Results, path: Path, console: Console) -> None:
 
 
 def figure_rows(results: Results) -> list[dict[str, Any]]:
-    """One dictionary a cell, source, way and repetition, all with the same keys.
+    """A dictionary for each cell, source, way and repetition, all with equal keys.
 
     Values of the sweep have the keys `sweep.<path>`. A missing figure is None.
     """

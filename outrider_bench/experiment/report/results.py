@@ -43,7 +43,7 @@ class Spread:
 
     @property
     def shows(self) -> Shown:
-        """What a ratio shows; "" also after one repetition, which has no interval."""
+        """Whether a ratio is above or below 1; "" if unclear, as after one repetition."""
         if self.count == 1 and not self.predicted:
             return ""
         return shown_by(self.low, self.high)
@@ -102,7 +102,7 @@ class Results:
 
     @property
     def costs(self) -> str:
-        """The costs that predictions are made of, and how they were measured; "" if unknown."""
+        """The costs behind predictions, and how they were measured; "" if unknown."""
         file = self.folder / COSTS
         return str(json.loads(file.read_text())) if file.is_file() else ""
 
@@ -162,7 +162,7 @@ def _add_ratios(results: Results) -> None:
 
 
 def words(value: Any) -> str:
-    """A value of a sweep, as tables have it."""
+    """A value of a sweep, as tables show it."""
     return " + ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 

@@ -35,7 +35,7 @@ class _Column:
     ranged: bool = False
     """Whether the interval of the median is shown as well."""
     source: Source | None = None
-    """None is the source of the line."""
+    """The source of the figures; None is the line's source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ ACCEPTANCE = {
 }
 PHASE_TIMES = {f"step_{phase}_ms": phase for phase in PHASES}
 NEXT_DRAFTS = {f"lookup_{result}": result for result in LOOKUPS}
-"""Titles of columns by figure, which the tables of `outrider lab simulate` have as well."""
+"""Titles of columns by figure; the tables of `outrider lab simulate` have them as well."""
 _SPEED = [
     _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN, ranged=True),
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED, ranged=True),

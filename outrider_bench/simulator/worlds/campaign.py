@@ -20,11 +20,11 @@ _MOST_FAILURES = 5
 
 @dataclass(slots=True)
 class Campaign:
-    """The counts of the worlds of some seeds, and those that failed."""
+    """The counts of the worlds of some seeds, and the seeds that failed."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
-    """The reason by seed."""
+    """The reasons of failures, by seed."""
     cpu_s: float = 0.0
 
     @property
@@ -34,7 +34,7 @@ class Campaign:
 
 
 def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
-    """Play a world; returns why it failed, empty if it did not, and what it did."""
+    """Play a world; returns why it failed (empty if it did not), and what it did."""
     try:
         return "", play(plan).counts
     # Any error that the code under test raises is a finding.
@@ -74,13 +74,13 @@ def shrink(plan: WorldPlan) -> WorldPlan:
 
 
 def _kind(failure: str) -> str:
-    """The type of an error or, of a Violation, the invariant. Details follow after a colon."""
+    """The type of an error or, for a Violation, the invariant. Details follow after a colon."""
     parts = failure.split(":")
     return parts[1] if parts[0] == "Violation" else parts[0]
 
 
 def _smaller(plan: WorldPlan) -> Iterator[WorldPlan]:
-    """The plan without one of its parts; requests may not all be gone."""
+    """The plan without one of its parts; one request at least remains."""
     for i in range(len(plan.faults)):
         yield replace(plan, faults=plan.faults[:i] + plan.faults[i + 1 :])
     for i in range(len(plan.drafters)):
@@ -92,7 +92,7 @@ def _smaller(plan: WorldPlan) -> Iterator[WorldPlan]:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Log nothing: the schedule has forwards and strategies fail, and hostile drafters refused."""
+    """Log nothing: by plan, forwards and strategies fail and hostile drafters are refused."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -102,7 +102,7 @@ def _quiet_log() -> Iterator[None]:
 
 
 def show_campaign(first: int, count: int) -> int:
-    """Play `count` worlds from a seed on and print what came of them; returns the exit status."""
+    """Play `count` worlds from a seed on and print the results; returns the exit status."""
     with progress() as bar:
         campaign = run_campaign(bar.track(range(first, first + count), description="worlds"))
     rate = campaign.message_count / max(campaign.cpu_s, 1e-9)

@@ -32,8 +32,8 @@ from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import DraftVerifier
 
 _CONTEXT = 64
-# What the engine's clock shows at the beginning. Its times are coarser than those of the events, so
-# no wait is too short to move an event's time.
+# What the engine's clock shows at the beginning. The clock is coarser than events' times, so no
+# wait is too short to move an event's time.
 _EPOCH_S = 1024.0
 _MOST_ADVANCES = 10_000
 
@@ -41,7 +41,7 @@ _MOST_ADVANCES = 10_000
 class CheckedVerifier(EngineActor):
     """The production engine, its scheduler, planner, tries and acceptance, on a paged target.
 
-    `skew_s` is how far its clock is off. `counts` gets what was done.
+    `skew_s` is the error of its clock. `counts` counts its actions.
     """
 
     def __init__(self, events: Events, name: str, plan: EnginePlan, counts: Counter[str]) -> None:
@@ -113,7 +113,7 @@ class CheckedVerifier(EngineActor):
         return sequence
 
     def text_of(self, sequence_id: int, prompt_length: int, tokens: list[int]) -> list[int]:
-        """The target's text of a sequence, as if its drafters knew it."""
+        """The target's text of a sequence, for drafters that know it."""
         return [*tokens[:prompt_length], *self._truths[sequence_id].answer.token_ids]
 
     def join(self, hello: Hello, sink: Callable[[StepBatch | OutriderError], None]) -> Drafter:

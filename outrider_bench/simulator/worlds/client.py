@@ -27,7 +27,7 @@ _SIDE = TokenSource.ACCEPTED_SIDE
 
 
 class Client:
-    """Sends one request, and holds what came of it. It must end exactly once."""
+    """Sends one request, and keeps its tokens and outcome. The request must end exactly once."""
 
     def __init__(self, world: World, plan: RequestPlan) -> None:
         self.plan = plan
@@ -107,9 +107,9 @@ class Client:
             self._world.events.after(self.plan.latency_s, self._cancel)
 
     def move(self, after_s: float) -> None:
-        """Give a verifier up that does not answer, and resume at another one.
+        """Give up a verifier that does not answer, and resume at another.
 
-        The first one hears of it after `after_s` seconds, and serves two of them until then.
+        The first verifier hears of it after `after_s` seconds; until then both serve the request.
         """
         if not self.end and self.verifier is not None:
             self._world.counts["requests moved"] += 1
@@ -117,7 +117,7 @@ class Client:
             self.ask()
 
     def lost(self, verifier: CheckedVerifier) -> None:
-        """Resume at another verifier, because this one has died."""
+        """Resume at another verifier, because the present verifier has died."""
         if not self.end and self.verifier is verifier:
             self._world.counts["requests resumed"] += 1
             self.ask()

@@ -1,4 +1,4 @@
-"""What holds after every step and every message of a world, and when all is quiet."""
+"""The invariants after every step and message of a world, and when all is quiet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Truth:
 
     answer: Answer
     compares: bool
-    """Whether the text must be the answer's; a sampled draft of a trusted drafter may change it."""
+    """Whether the text must equal the answer; a trusted drafter's sampled draft may change it."""
     length: int = 0
     """The committed length when it was last checked."""
 
@@ -101,7 +101,7 @@ def _check_trie(sequence: Sequence, assignment: Assignment) -> None:
 
 
 def _size(trie: Trie) -> tuple[int, int]:
-    """The guesses of a trie, and the longest path of them."""
+    """The number of a trie's guesses, and the length of their longest path."""
     count = depth = 0
     level = [trie.root]
     while level := [child for node in level for child in node.children.values()]:
@@ -111,7 +111,7 @@ def _size(trie: Trie) -> tuple[int, int]:
 
 
 def _check_roster(engine: Engine) -> None:
-    """Assignments and drafters agree on who drafts for what."""
+    """Check that assignments and drafters agree on who drafts for which sequence."""
     connected = engine.drafting.roster.connected
     held: dict[str, set[int]] = {name: set() for name in connected}
     for sequence in engine.sequences.values():
@@ -119,7 +119,7 @@ def _check_roster(engine: Engine) -> None:
             if connected.get(name) is not assignment.drafter:
                 broken("only connected drafters have sequences", name)
             held[name].add(sequence.id)
-        # A newcomer may have it beside a proven drafter of its family.
+        # A newcomer may have the sequence beside a proven drafter of its family.
         if len(sequence.assignments) > PLACES:
             broken("a sequence has few drafters", sorted(sequence.assignments))
     for name, drafter in connected.items():
@@ -187,7 +187,7 @@ def _is_opened(sequence: Sequence, drafter: Drafter) -> bool:
 
 
 def contradicted(proposal: Proposal, committed: list[int]) -> int:
-    """How many tokens of a proposal lie behind another token than a committed one, or are it."""
+    """How many tokens of a proposal contradict the committed text, or follow one that does."""
     since = tuple(committed[proposal.base_length :])
     paths: list[tuple[int, ...]] = [()]
     count = 0

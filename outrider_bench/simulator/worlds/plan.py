@@ -9,8 +9,8 @@ from typing import Literal
 from outrider_bench.simulator.worlds.requests import REQUEST_COUNT, wanted_tokens
 
 Manner = Literal["honest", "forger", "flooder"]
-# Of three drafters one is hostile. A forger sends what no delay explains; a flooder sends what is
-# allowed, and sometimes more of it than it was told messages for.
+# One of three drafters is hostile. A forger sends what no delay explains. A flooder sends allowed
+# messages, sometimes more than the messages that it received permit.
 _MANNERS: list[Manner] = ["honest", "honest", "honest", "honest", "forger", "flooder"]
 _FAULTS_UNTIL_S = 0.3
 _DRAFTER_FAULTS = (
@@ -23,7 +23,7 @@ _REQUEST_FAULTS = ("leave", "move")
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The settings of all verifiers, and what their forwards take (seconds)."""
+    """The settings of all verifiers, and the seconds of their forwards."""
 
     page_count: int
     page_size: int
@@ -39,7 +39,7 @@ class EnginePlan:
     max_drafters: int
     warms_up: bool
     launches: bool
-    """Whether it works in the order for a GPU, which computes while the host goes on."""
+    """Whether the engine works in the order for a GPU, which computes while the host goes on."""
     step_s: float
     token_s: float
 
@@ -53,7 +53,7 @@ class DrafterPlan:
     verifier: str
     manner: Manner
     right: float
-    """Probability that a guess is right if those before it are."""
+    """Probability that a guess is right if the guesses before it are."""
     silent: float
     """Probability of no offer."""
     branches: float
@@ -77,7 +77,7 @@ class RequestPlan:
 
     name: str
     number: int
-    """In the catalogue of `requests`."""
+    """The request's number in the catalogue of `requests`."""
     at_s: float
     latency_s: float
     tenant: str
@@ -145,7 +145,7 @@ def draw_world(seed: int) -> WorldPlan:
 
 
 def _engine(draw: Random, longest: int, *, launches: bool) -> EnginePlan:
-    """Settings of an engine whose cache holds a request of `longest` tokens, and often not two."""
+    """Settings of an engine whose cache holds a request of `longest` tokens, but often not two."""
     page_size = draw.choice([1, 2, 4, 8, 16])
     least = -(-longest // page_size)
     return EnginePlan(

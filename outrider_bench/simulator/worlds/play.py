@@ -13,7 +13,7 @@ from outrider_bench.simulator.worlds.plan import Fault, WorldPlan
 from outrider_bench.simulator.worlds.random_drafter import RandomDrafter
 from outrider_bench.simulator.worlds.world import World
 
-# All requests must have ended so long after the last fault, and messages arrived so long after.
+# How long after the last fault all requests must have ended, and all messages arrived.
 _MOST_S = 120.0
 _SETTLE_S = 3.0
 _LOOK_S = 0.25
@@ -159,7 +159,7 @@ class _Play(World):
         return lambda: client.lost(verifier)
 
     def _calm(self) -> None:
-        """End what has no end of its own."""
+        """End the faults that do not end by themselves."""
         for drafter in self.drafters.values():
             drafter.hangs_until = 0.0
             drafter.up.heal()

@@ -23,9 +23,9 @@ from outrider_bench.simulator.worlds.world import World
 from verifier_svc.state.drafter import Drafter
 
 _REDIAL_S = 0.01
-# After a refusal that lasts.
+# The time until the next dial after a final refusal.
 _LATER_S = 0.2
-# Until both ends notice that a connection is lost.
+# The time until both ends notice that a connection is lost.
 _NOTICE_S = 0.03
 _FORGES = 0.5
 _FLOOD = 12
@@ -81,7 +81,7 @@ class RandomDrafter:
 
     @property
     def is_hostile(self) -> bool:
-        """Whether it sends what no delay explains."""
+        """Whether it sends messages that no delay explains."""
         return self.plan.manner == "forger"
 
 
@@ -91,7 +91,7 @@ class Connection:
     def __init__(self, drafter: RandomDrafter, verifier: CheckedVerifier) -> None:
         self.verifier = verifier
         self.over = False
-        """Whether the drafter has ended it, or knows that it has ended."""
+        """Whether the drafter has ended the stream, or knows that it has ended."""
         self.session = DraftSession(
             RandomStrategy(drafter.plan, drafter.draw, verifier), drafter.clock
         )

@@ -1,4 +1,4 @@
-"""A strategy that draws its guesses, right ones and wrong ones."""
+"""A strategy that draws right and wrong guesses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider_bench.simulator.worlds.target import VOCAB
 
 
 class RandomStrategy(Strategy):
-    """Knows the target's text, and guesses it as often right as its plan says."""
+    """Knows the target's text, and guesses it right as often as its plan says."""
 
     def __init__(self, plan: DrafterPlan, draw: Random, verifier: CheckedVerifier) -> None:
         self.name = plan.family

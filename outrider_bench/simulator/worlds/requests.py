@@ -1,6 +1,6 @@
-"""The requests that worlds send, and the target's own answers to them.
+"""The requests that worlds send, and the target's answers to them.
 
-The catalogue is the same in all worlds, so an answer is computed once a process. It comes from the
+All worlds have one catalogue, so a process computes each answer once. It comes from the
 production engine without drafters, faults or other requests.
 """
 
@@ -35,7 +35,7 @@ _PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The target's own answer to a request."""
+    """The target's answer to a request."""
 
     token_ids: list[int]
     finish_reason: FinishReason
@@ -64,7 +64,7 @@ def request_of(number: int) -> TokenRequest:
 
 
 def _sampling(draw: Random) -> SamplingParams:
-    """Greedy, seeded or sampled; half of them with something that adjusts the logits."""
+    """Greedy, seeded or sampled settings; half of them adjust the logits."""
     temperature = draw.choice([0.0, 0.0, 0.0, 0.5, 1.0, 1.5])
     adjusts = draw.random() < 0.5
     return SamplingParams(
@@ -98,7 +98,7 @@ def modulus_of(number: int) -> int:
 
 
 def matcher_of(number: int, committed: Sequence[int]) -> ResidueMatcher | None:
-    """The state of a request's grammar behind the committed tokens; None without a grammar."""
+    """The state of a request's grammar after the committed tokens; None without a grammar."""
     if modulus_of(number) == 0:
         return None
     matcher = ResidueMatcher(modulus_of(number))
@@ -142,7 +142,7 @@ class ResidueMatcher:
 
 @cache
 def answer_of(number: int) -> Answer:
-    """The target's own answer; raises OutriderError if the engine refuses the request."""
+    """The target's answer; raises OutriderError if the engine refuses the request."""
     events = Events()
     page_count = -(-(_LONGEST_PROMPT + _MOST_TOKENS) // _PAGE_SIZE)
     pool = PagePool(page_count, _PAGE_SIZE)

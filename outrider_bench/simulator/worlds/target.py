@@ -24,7 +24,7 @@ _BLANK = -1
 
 
 class PagedTarget:
-    """Logits [R, V] by a hash of all earlier tokens, which are read from the pages alone."""
+    """Logits [R, V] by a hash of all earlier tokens, which are read only from the pages."""
 
     vocab_size = VOCAB
     eos_token_ids: tuple[int, ...] = (EOS,)
@@ -41,7 +41,7 @@ class PagedTarget:
         self.slowness = 1.0
         self.fails_next = False
         self.failed_count = 0
-        """Sequences of forwards that failed, but for those whose clients have heard of it."""
+        """Sequences of failed forwards, except for those whose clients have heard of it."""
         self.is_warm = True
         """Whether reading an empty slot is an error. Trial forwards read empty slots."""
         self.token_counts: list[int] = []

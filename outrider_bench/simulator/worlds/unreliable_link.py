@@ -1,4 +1,4 @@
-"""One direction of a drafter's connection, with all that a network and its queues may do."""
+"""One direction of a drafter's connection, with all faults of a network and its queues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UnreliableLink:
     def send(self, deliver: Callable[[], object], *, surely: bool = False) -> bool:
         """Run `deliver` when the message arrives; returns whether it does.
 
-        `surely` is for the begin and the end of a stream: they come once, if they are not held.
+        `surely` is for the begin and the end of a stream: they come once, unless they are held.
         """
         draw = self._random
         if not surely and draw.random() < self.loses:

@@ -26,7 +26,7 @@ class World:
         return CheckedVerifier(self.events, name, self.plan.engine, self.counts)
 
     def random(self, name: str) -> Random:
-        """The draws of one actor, so that the absence of another one changes few of them."""
+        """The random numbers of one actor: the absence of another actor changes few of them."""
         return Random(f"{self.plan.seed} {name}")
 
     def note(self, what: str) -> None:
@@ -39,7 +39,7 @@ class World:
         return self._digest.hexdigest()
 
     def least_loaded(self, but: CheckedVerifier | None) -> CheckedVerifier | None:
-        """The serving verifier with the fewest requests, another one than `but` if there is one."""
+        """The serving verifier with the fewest requests; not `but`, if there is another."""
         serving = [each for each in self.verifiers.values() if each.serving]
         others = [each for each in serving if each is not but]
         return min(others or serving, key=lambda each: each.open_requests, default=None)

@@ -11,13 +11,13 @@ export const QUESTION = "What is the weather in Oslo?";
 export const ANSWER = "It is 21 degrees in Oslo.";
 // The bundled model's answers have no natural end.
 export const FEW_TOKENS = 32;
-// A call with a text of as many characters does not end within as few tokens.
+// A call whose text has this many characters does not end within FEW_TOKENS.
 export const LONG_TEXT = 1000;
 export const CUT_OFF = "The call was cut off.";
 
 process.env.OPENAI_API_KEY = process.env.ANTHROPIC_API_KEY = KEY;
 
-// It has no free text, which the bundled model would never end.
+// It has no free text: the bundled model would never end that.
 export const Weather = z.object({ sky: z.enum(["clear", "cloudy"]), windy: z.boolean() });
 export const Place = z.object({ city: z.string() });
 

@@ -36,7 +36,7 @@ for (const stream of [false, true]) {
   common.checkLoop(await runner.finalContent());
 }
 
-// A call that `max_tokens` cuts off is sent back as it came.
+// A call that `max_tokens` cut off is sent back as it came.
 const note = {
   type: "function",
   function: {

@@ -12,6 +12,6 @@ quietly() { "$into/bin/python" -m pip "$@" --quiet --disable-pip-version-check; 
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 echo "import site; site.addsitedir('$(packages "$PWD/.venv")')" >"$(packages "$into")/zz_tests.pth"
 quietly install -c constraints.txt -r "$list"
-# Heads neither see nor hear.
+# Heads need no packages for images and sound.
 quietly uninstall --yes torchvision torchaudio
 cp "$list" "$into/installed"
