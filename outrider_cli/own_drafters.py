@@ -79,7 +79,7 @@ class _Together(Collector):
         self._drafters = drafters
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics now. Exporters call it, on threads of their own."""
+        """The current metrics. Exporters call this method on their own threads."""
         found: dict[str, Metric] = {}
         for drafter in self._drafters:
             for metric in drafter.registry.collect():

@@ -266,7 +266,7 @@ class Router:
         return name, max(infos, key=lambda info: info.context_length)
 
     def pick(self, model: str | None, prefixes: Sequence[bytes] = ()) -> Pick:
-        """The ready replica for a request whose prompt has these `prefixes`; it is noted as sent.
+        """The ready replica for a request with these prompt `prefixes`, which goes there now.
 
         None or "" stands for any model. Raises OutriderError: NOT_READY, DRAINING or
         VERIFIER_UNAVAILABLE if no replica is ready, MODEL_NOT_FOUND if no replica serves the model.

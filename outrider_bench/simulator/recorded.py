@@ -56,7 +56,7 @@ class RecordedRequest(BaseModel):
 
 
 def read_recording(path: Path) -> Iterator[RecordedRequest]:
-    """Read the requests of a file, those of one line after the other.
+    """Read the requests of a file, line by line.
 
     Raises ValueError that names the line of an invalid request.
     """

@@ -193,7 +193,7 @@ async def test_urgent_rounds_go_before_rounds_that_run_ahead(
     assert not ahead.session.sequences[1].urgent
     waiting.open(opened(prompts[1], window=4))
     running = await joined(watched, ahead.drafts(), waiting.draft())
-    # After the forward that was held back, the urgent draft has forwards of its own.
+    # After the forward that was held back, the urgent draft has forwards to itself.
     assert [len(slices) for slices in watched.forwards[1:3]] == [1, 1]
     await running
 

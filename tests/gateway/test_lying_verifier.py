@@ -1,7 +1,7 @@
 """The gateway against a verifier that answers with random and broken messages.
 
-Each request ends with an answer or an error in OpenAI's form, and an honest verifier's requests
-get their texts meanwhile.
+Each request ends with an answer or an error in OpenAI's form. At the same time, an honest
+verifier's requests get their texts.
 """
 
 from __future__ import annotations

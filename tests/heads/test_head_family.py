@@ -82,7 +82,7 @@ class Site:
         return Features(number, first, self.rows(text)[first:end].numpy().tobytes())
 
     def guesses(self, text: list[int], first: int = 0) -> list[int]:
-        """The head's guesses after a text by itself, if it has the features from `first` on."""
+        """The guesses of the bare head after a text, if it has the features from `first` on."""
         model = self.fresh()
         sequence = model.open(text[:1])
         model.extend([Extension(sequence, text[1:], self.rows(text)[first:], first)])
@@ -312,7 +312,7 @@ async def test_a_failed_read_of_one_text_costs_no_text_in_the_same_draft(
     verdicts = [verdict(1, 14, broken[13:14]), verdict(2, 14, text[13:14])]
     eagle.session.apply(StepBatch(features=news, verdicts=verdicts))
     await proposed(eagle.session)
-    # The head lost the states of text 2 so far, as after a gap, and reads those of later tokens.
+    # The head lost the states of text 2 so far, as after a gap, and reads the later tokens' states.
     later = [eagle.features(2, text, 13, 16)]
     eagle.session.apply(StepBatch(features=later, verdicts=[verdict(2, 17, text[14:17])]))
     assert (await proposed(eagle.session))[2] in (

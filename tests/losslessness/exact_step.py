@@ -2,7 +2,7 @@
 
 Bisection through `accept` itself finds the random numbers at which its result changes. So the
 length of a measured interval is the probability that a token is accepted, or drawn. After the
-committed tokens the target goes on alone.
+committed tokens the target continues without drafts.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class Guesser:
     """A drafter that runs ahead in runs of a random length, drawn as the verifier asked.
 
     Messages from and to it arrive up to `late` ticks later, in order. It drafts nothing in a share
-    `silent` of the ticks. `stops` ends a run before a token by its probability, and `ends`
-    ends a chain after one. With `branches` it also drafts one-hot branches beside its chain, and
-    with `sampled_branches` another sampled run beside each token of its chain. `claims` is the
+    `silent` of the ticks. `stops` ends a run before a token by its probability, and `ends` a
+    chain after such a token. With `branches` it also drafts one-hot branches beside its chain,
+    and with `sampled_branches` another sampled run beside each token of its chain. `claims` is the
     distribution that it claims, if not `draft_probs`. If it `always_samples`, it samples even
     when the verifier asks for the likeliest token.
     """

@@ -27,7 +27,7 @@ NextProbs = Callable[[Text], Probs]
 NextLogits = Callable[[Text], torch.Tensor]
 """The logits of the token after a text, [V]."""
 PROMPTS: tuple[Text, ...] = ((2,), (1, 2, 3, 4, 0, 1), (1, 2, 3, 4, 0, 1, 2, 3, 4, 1, 0))
-"""Prompts longer than a page, with a common beginning."""
+"""Two of the prompts are longer than a page and begin alike."""
 
 
 @cache

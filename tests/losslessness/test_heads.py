@@ -98,7 +98,7 @@ class HeadDrafter(Guesser):
         self.drafts: dict[Text, list[Proposal]] = {}
         """All proposals after each committed text."""
         self.empty_count = 0
-        """How many texts it could propose nothing after."""
+        """The number of texts after which the drafter could propose nothing."""
         self.feature_bytes = 0
 
     def join(self, engine: Engine) -> None:

@@ -135,7 +135,7 @@ def check_attributes(spans: Spans) -> None:
 
 
 def check_trace(collector: Collector, line: dict[str, Any], usage: dict[str, Any]) -> None:
-    """The spans of the line's trace are those of the request, in all services."""
+    """The line's trace has the request's spans, in all services."""
     trace = bytes.fromhex(line["trace_id"])
     spans = [(service, span) for service, span in collector.spans if span.trace_id == trace]
     check_tree(spans)

@@ -1,4 +1,4 @@
-"""A model that overflows at a token harms the text with this token alone.
+"""A model that overflows at a token harms only the text with this token.
 
 The model is real, because attention multiplies NaN by the weight 0 of a hidden token.
 """

@@ -43,7 +43,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def native() -> Iterator[Stack]:
-    """The native engine in float32, where torch's path and the C kernels write equal texts."""
+    """The native engine in float32, where torch's path and the C kernels give equal texts."""
     stack = Stack("--page-count", "256")
     with running(stack):
         yield stack

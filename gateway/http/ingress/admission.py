@@ -56,7 +56,7 @@ class AdmittedRequest:
             admitted.close()
 
     def end(self) -> None:
-        """Release its place as one sequence and its slot of `preparing`, if it still holds them."""
+        """Release what is still held: the place as one sequence, and the slot of `preparing`."""
         self.release_slots()
         if self._has_slot:
             self._has_slot = False
