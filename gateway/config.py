@@ -130,7 +130,7 @@ class GatewaySettings(TlsSettings, ServiceSettings):
         listens = [self.http_host, host_of(self.grpc_listen)]
         if self.published_on:
             listens = [self.published_on.strip("[]")]
-        # Clients that must show a certificate are known as well as those with a key.
+        # Clients that must show a certificate are known, like clients with a key.
         has_keys = bool(self.keys_file or self.keys)
         if self.open and self.public_tls_ca and not has_keys:
             raise ValueError(

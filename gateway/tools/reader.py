@@ -350,7 +350,7 @@ class AnswerReader:
                 return self._no_call(parts)
             self._begin_call(begin, marks, parts)
             return True
-        # Elsewhere the grammar allows nothing but a call after the trigger.
+        # Unless `_may_be_other`, the grammar allows only a call after the trigger.
         is_other = self._may_be_other and not self._may_begin()
         if is_other or len(self._buffer) > _LONGEST_BEGIN:
             return self._no_call(parts)

@@ -183,6 +183,6 @@ class Penalties:
 
 
 def _add_at(counts_RV: torch.Tensor, rows: Staged, tokens: Staged, amounts: torch.Tensor) -> None:
-    """Add amounts to the counts of tokens in some rows; both may repeat."""
+    """Add amounts to the counts of tokens in some rows. A pair of row and token may repeat."""
     at = torch.add(tokens.tensor, rows.tensor, alpha=counts_RV.shape[-1])
     counts_RV.view(-1).index_add_(0, at, amounts)

@@ -60,7 +60,7 @@ def _speed(plain: Mapping[Turn, Row], some: Sequence[Row]) -> str:
 
 
 def _guesses(rows: Sequence[Row]) -> Iterator[str]:
-    """Tables of rows in which every step had a draft; peers draft in every step anyway."""
+    """Tables of rows in which every step had a draft: our `always` rows, and all rows of peers."""
     always = {row.way for row in rows if row.always}
     own = [row for row in rows if row.turn.batch == 1 and row.way != PLAIN]
     own = [row for row in own if row.always or row.way not in always]

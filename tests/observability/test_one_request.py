@@ -42,7 +42,7 @@ def lines(output: str, logger: str) -> list[dict[str, Any]]:
 
 def sample(text: str, name: str, **labels: str) -> float:
     """The value of a series in Prometheus' format."""
-    # The parser reads Prometheus' names with colons.
+    # Prometheus' own parser takes the colon in names such as `outrider:...`.
     found = [
         each.value
         for family in text_string_to_metric_families(text)

@@ -50,7 +50,8 @@ class OutriderScheduler(Scheduler):  # type: ignore[misc]
 def draft(request: Any, room: int) -> list[int]:
     """The draft of a request's next step, of at most `room` tokens.
 
-    "right" drafts are long; "ragged" drafts have any length, and every fifth token is wrong.
+    "right" drafts are long; "ragged" drafts have any length, and about a fifth of the tokens are
+    random.
     """
     scheduler = OutriderScheduler
     chance = random.Random(request.num_tokens)

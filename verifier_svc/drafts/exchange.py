@@ -270,7 +270,7 @@ class DraftExchange:
             self.assign(sequence)
 
     def record_walks(self) -> None:
-        """Count the lengths of the drafts that were there at the last commits, and their walks."""
+        """Record how long the drafts at the last commits were, and how far the texts followed."""
         for assignment, offered, length, walk, counts in self._walks:
             assignment.observe_length(offered, length, walk.on_main_path)
             if counts:

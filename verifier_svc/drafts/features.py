@@ -19,7 +19,8 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Assignment
 from verifier_svc.verification.batch import Verified
 
-# The largest entry of a message. A message with one entry has room for the rest of a step.
+# The largest entry of a message. It is so small that a message with such an entry has room for the
+# rest of its step.
 _MAX_ENTRY_BYTES = 2**20
 # The most tokens whose features wait for a drafter that is not asked. Probes come less often.
 _MAX_HELD_TOKENS = 64

@@ -345,7 +345,9 @@ class Scheduler:
         return self.pool.known_pages(sequence.page_hashes, sequence.tokens, tenant) < missing
 
     def _losers_of_pages(self, sequence: Sequence) -> list[Sequence]:
-        """The sequences to preempt for another's pages; none if their tenants would then have less.
+        """The sequences to preempt so that `sequence` gets pages.
+
+        None of them if a losing tenant would then hold less than the tenant of `sequence`.
 
         As for places, a tenant that loses pages keeps at least as many as the tenant that gets
         pages.

@@ -85,8 +85,8 @@ class GrammarMasks:
     def masks(self, batch: Sequence[ScheduledSequence]) -> Callable[[], list[ScheduledSequence]]:
         """Begin to compute the masks that are missing.
 
-        The result waits for them, but for at most 10 ms. It returns the masked batch; sequences
-        with late masks have none, and are marked as late in both batches.
+        The result waits for them, but for at most 10 ms. It returns the batch with masks. A
+        sequence whose mask is late has no mask, and is marked as late there and in `batch`.
         """
         masked = [each for each in batch if each.sequence.matcher is not None and each.samples]
         if not masked:

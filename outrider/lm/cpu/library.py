@@ -14,7 +14,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# Library by torch's name of the processor's capability. A processor runs its own library and all
+# Library by torch's name of the processor's capability. A processor can run its own library and all
 # libraries before it.
 _BUILDS = {"DEFAULT": "_cpu", "AVX2": "_cpu_avx2", "AVX512": "_cpu_avx512"}
 _AVX512_BFLOAT16 = "_cpu_avx512_bf16"

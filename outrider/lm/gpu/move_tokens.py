@@ -29,7 +29,7 @@ _WORD_BYTES = 8
 def _move(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and numbers
     addresses, widths, moves, count, MOVES: tl.constexpr, LANES: tl.constexpr
 ):
-    """Move some words of each slot, in one array.
+    """Move the same 64-bit words of all moved slots, in one array.
 
     All moves touch the same words of their slots, and no other program does. So programs need no
     order among themselves. Within a program, the barriers order the threads: a chunk's sources are

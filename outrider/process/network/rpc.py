@@ -68,9 +68,9 @@ def dial(
 ) -> grpc.aio.Channel:
     """A channel to `host:port` or `unix:/path`, with mutual TLS if files are given.
 
-    With TLS, the server's certificate must have the role `server`; for None it must have the name
-    of the host. The files are read now; a channel keeps what they held. Raises
-    OutriderError(INVALID_VALUE) if they are bad.
+    With TLS, the server's certificate must have the role that `server` names. If `server` is None,
+    it must have the name of the host. The files are read now; a channel keeps what they held.
+    Raises OutriderError(INVALID_VALUE) if they are bad.
     """
     return channel(address, None if tls is None else client_credentials(address, tls, server))
 
