@@ -143,7 +143,7 @@ class TextInputs:
 
 
 def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:
-    """Raise OutriderError(INVALID_VALUE) without tokens, or if one is not in the vocabulary."""
+    """Raise OutriderError(INVALID_VALUE) for no tokens, or for a token outside the vocabulary."""
     if not token_ids:
         raise invalid(name, "must hold at least 1 token")
     for token_id in (min(token_ids), max(token_ids)):

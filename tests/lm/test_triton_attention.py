@@ -211,7 +211,7 @@ def test_a_prompt_beside_chains_and_trees_is_not_split(how: dict[str, Any]) -> N
 
 
 def with_sequences_of_no_tokens(batch: KernelArguments) -> KernelArguments:
-    """Put a sequence of no tokens before, between and after the others."""
+    """Put a sequence of no tokens before, between and after the given sequences."""
 
     def spread(numbers: torch.Tensor, padding: int) -> torch.Tensor:
         count = 2 * len(numbers) + 1

@@ -1,4 +1,4 @@
-"""Lets Prometheus scrape a process's metrics, and pushes those of a drafter that it cannot reach.
+"""Lets Prometheus scrape metrics, and pushes the metrics of drafters that it cannot reach.
 
 One registry is the source of both. Over OTLP, the name of each series has a dot for the colon:
 `outrider.name` for `outrider:name`.

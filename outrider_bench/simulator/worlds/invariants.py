@@ -187,7 +187,7 @@ def _is_opened(sequence: Sequence, drafter: Drafter) -> bool:
 
 
 def contradicted(proposal: Proposal, committed: list[int]) -> int:
-    """How many tokens of a proposal contradict the committed text, or follow one that does."""
+    """Count the tokens of a proposal whose path contradicts the committed text."""
     since = tuple(committed[proposal.base_length :])
     paths: list[tuple[int, ...]] = [()]
     count = 0
