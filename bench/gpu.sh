@@ -10,7 +10,7 @@
 #
 #   bench/gpu.sh test      the tests of GPU code; arguments go to pytest
 #   bench/gpu.sh steps     forwards of an 8 B target and a 1 B draft model with random weights
-#   bench/gpu.sh grow      an 8 B target, a 1 B draft model and a head for stack, which else does it
+#   bench/gpu.sh grow      an 8 B target, a 1 B draft model and a head; stack makes missing ones
 #   bench/gpu.sh stack     the real stack: plain, a head, a draft model, n-grams; needs wheels.
 #                          USE='[head], [inside]' and BATCH='1, 8' choose cells, MPS=1 lets
 #                          processes share the card, and PART names the files of results
@@ -45,7 +45,7 @@ shift || true
 install_wheels() {
   compgen -G "bench/wheels/*.whl" > /dev/null || return 0
   # This makes no virtual environment. If python3 belongs to one already, a second one would see
-  # the packages of the base interpreter, not those of the first.
+  # the packages of the base interpreter, but not the packages of the first environment.
   local site=$PWD/bench/out/site
   [ -d "$site" ] || python3 -m pip install --quiet --no-index --no-deps --no-compile \
     --target "$site" bench/wheels/*.whl
@@ -53,15 +53,15 @@ install_wheels() {
 }
 
 # Builds the kernels for the drafter on the host's CPU. The engine's step stays uncompiled: its
-# compiler does not fit what travels. The libraries are built in turn, because they share object files.
+# compiler is too large to travel. The libraries are built in turn, because they share object files.
 build_kernels() {
   compgen -G "outrider/lm/cpu/*.so" > /dev/null ||
     python3 setup.py --quiet build --build-base bench/out/build --build-lib bench/out/lib
   [ ! -d bench/out/lib ] || cp bench/out/lib/outrider/lm/cpu/*.so outrider/lm/cpu/
 }
 
-# Writes bench/out/grown/{target,draft,head} if they are missing. They are as Llama-3.1-8B and
-# Llama-3.2-1B in shape, and compute what the bundled models compute.
+# Writes bench/out/grown/{target,draft,head} if they are missing. Target and draft model have the
+# shapes of Llama-3.1-8B and Llama-3.2-1B. All three compute what the bundled models compute.
 grow() {
   python3 - <<'PY'
 from pathlib import Path
@@ -132,7 +132,7 @@ stack)
     export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
     mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
     if nvidia-cuda-mps-control -d; then
-      # The daemon outlives whoever starts it.
+      # The daemon goes on after this script has ended.
       stop_sharing() { echo quit | nvidia-cuda-mps-control; }
     else
       echo "$step: there is no MPS, so the processes get the card in turns"
@@ -144,7 +144,7 @@ stack)
   runs=$OUT/runs
   mkdir -p "$runs"
   keep() { tar -czf "$OUT/runs.part" -C "$runs" . && mv "$OUT/runs.part" "$OUT/runs.tgz"; }
-  # A killed step keeps all but its last ten seconds.
+  # A step that is killed loses only what it wrote in its last ten seconds.
   (while sleep 10; do keep || true; done) > /dev/null 2>&1 &
   keeper=$!
   trap 'kill "$keeper" || true; keep || true; stop_sharing' EXIT

@@ -30,7 +30,7 @@ def console_for_output(width: int = 200) -> Console:
 def progress(console: Console | None = None) -> Progress:
     """A bar with the time left, on standard error unless a console is given.
 
-    If that is no terminal, a line on standard error every 10 s says how far the work is.
+    If there is no terminal, a line on standard error every 10 s says how far the work is.
     """
     shown = console or Console(stderr=True)
     if not shown.is_terminal:

@@ -100,7 +100,7 @@ class LaunchedStep(NamedTuple):
     delay_s: float
     """From the step's tokens to the next launch: drafts taken and packed, tokens committed."""
     beside_s: float
-    """From the launch to the wait for the tokens. Verification itself counts as the GPU's."""
+    """From the launch to the wait for the tokens, without verification, which the GPU does."""
 
 
 class _NullModel:
@@ -126,7 +126,7 @@ class _NullModel:
 
 
 class _TimedVerifier:
-    """Verifies like the engine's, and notes when it begins and ends, like `launched_at`."""
+    """A `DraftVerifier` that notes when it begins and ends, in the time of `launched_at`."""
 
     thinking_ids: tuple[int, int] | None = None
 
@@ -163,7 +163,7 @@ def step_seconds(batch: int, *, drafts: bool) -> list[float]:
 
 
 def launched_steps(batch: int, *, drafts: bool) -> list[LaunchedStep]:
-    """Return the times of steps in the order for a GPU."""
+    """Return the times of steps whose work has the order that the engine uses on a GPU."""
     model, verifier = _NullModel(), _TimedVerifier()
     found = []
     for step in _steps(batch, drafts, model, verifier, launches=True):

@@ -54,7 +54,7 @@ class _Row(BaseModel):
     """The category becomes the prompt's kind."""
 
     turns: list[str] = Field(default=[], min_length=1)
-    """Spec-Bench and MT-Bench. Later turns need answers to the first, so they are not asked."""
+    """Spec-Bench and MT-Bench. Only the first turn is asked, since later turns need its answer."""
 
     question: str = Field("", min_length=1)
     """GSM8K."""
@@ -82,7 +82,7 @@ class _Row(BaseModel):
 # The kinds of bundled prompts that are asked if no kinds are named.
 _USUAL = ("code", "rewriting", "json", "chat")
 _FORMATS = ("turns", "question", "conversations", "messages", "prompt")
-"""The fields that tell the format; the first that the first row has counts."""
+"""The fields that tell the format. If the first row has several, the first of these counts."""
 
 
 def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:

@@ -46,13 +46,13 @@ class TableSettings(Settings):
     or lines of text. Repeat it for more files."""
 
     count: int = Field(3, ge=1, le=1000)
-    """Prompts of each kind; one more of each is asked before, and not counted."""
+    """Prompts of each kind. One more prompt of each kind is asked first, and is not counted."""
 
     tokens: int = Field(64, ge=8, le=1024)
     """The most tokens of an answer, which may end before."""
 
     batches: list[Annotated[int, Field(ge=1, le=8)]] = Field([1], min_length=1)
-    """Requests under way. Of more than one, prompts of all kinds follow one another."""
+    """Requests under way. If there are several, prompts of all kinds follow one another."""
 
     temperatures: list[Annotated[float, Field(ge=0, le=2)]] = Field([0.0, 0.7], min_length=1)
 

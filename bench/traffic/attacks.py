@@ -3,8 +3,8 @@
     python bench/traffic/attacks.py --keys VICTIM ATTACKER ATTACKER --stack PID guard_bomb n64
 
 PID is the process of `outrider serve`. The victim reads plain answers of 50 tokens, one after the
-other, and beside them asks each half second for an answer with a grammar that is new. The attackers
-have a process of their own. Each attack runs for 12 s.
+other. Every half second, it also asks for an answer with a new grammar. The attackers run in a
+separate process. Each attack runs for 12 s.
 """
 
 from __future__ import annotations

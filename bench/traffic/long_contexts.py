@@ -3,11 +3,11 @@
     outrider serve smollm2 &
     python bench/traffic/long_contexts.py --port 8000 1024 4096 7900
 
-A length is that of a file in the user's message, in tokens. The first turn is asked plainly, then
-with drafts where they pay, then always with drafts; the last two find its prompt in the prefix
-cache. A second turn follows. At last a short chat is read beside new prompts of these lengths.
-Begin with a new verifier: it has none of the prompts. On a busy machine, give --pid, and one thread
-to the verifier: its processor time says more than the clock.
+A length is the number of tokens of a file in the user's message. The first turn is asked without
+drafts, then with drafts where they pay, then with drafts in every step. The second and third time,
+its prompt is in the prefix cache. A second turn follows. At last a short chat is read beside new
+prompts of these lengths. Begin with a new verifier, whose cache has none of the prompts. On a busy
+machine, give --pid, and one thread to the verifier: its processor time says more than the clock.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Moment(NamedTuple):
         return Moment(self.clock - other.clock, self.processor - other.processor)
 
     def each(self, count: int) -> str:
-        """Both in milliseconds for each of `count` tokens."""
+        """Both times per token, in milliseconds, if they are the times of `count` tokens."""
         return " | ".join(f"{1000 * seconds / max(1, count):.0f}" for seconds in self)
 
 
@@ -85,7 +85,7 @@ class Verifier:
         self._folder = None if pid is None else Path(f"/proc/{pid}")
 
     def now(self) -> Moment:
-        """This moment; its processor time is 0 without a process."""
+        """The present moment; without a process, its processor time is 0."""
         ticks = 0
         if self._folder is not None:
             # The name before the last parenthesis may have spaces.
@@ -94,7 +94,7 @@ class Verifier:
         return Moment(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"))
 
     def resident_mib(self) -> str:
-        """Its memory; a dash without a process."""
+        """The resident memory of the process; a dash without a process."""
         if self._folder is None:
             return "–"
         found = re.search(r"VmRSS:\s+(\d+) kB", (self._folder / "status").read_text())

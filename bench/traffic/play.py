@@ -26,7 +26,7 @@ import httpx
 from outrider_bench.raw_client import FailedAnswer, asks, stream
 from outrider_bench.simulator.recorded import RecordedRequest, read_recording
 
-# Ids that every vocabulary has, and none that is special.
+# Ids that every vocabulary has, without special tokens.
 IDS = range(300, 1000)
 # Time for the client processes to start before the first request (seconds).
 START_S = 3.0
@@ -61,7 +61,7 @@ def body(request: RecordedRequest, draw: Random) -> dict[str, object]:
 
 
 async def ask(request: RecordedRequest, port: int, start: float, draw: Random) -> Timed | Failed:
-    """Send a request at its time. One whose client does not read the answer never returns."""
+    """Send a request at its time. If its client does not read the answer, this never returns."""
     content = body(request, draw)
     headers = {"Authorization": f"Bearer {request.tenant}"}
     await asyncio.sleep(start + request.time - time.time())

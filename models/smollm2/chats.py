@@ -1,7 +1,7 @@
 """The chats that `write_chats.py` wrote, as rows of ids with the target's states beside them.
 
 The target runs once over every row. Its states lie in a file, which every head and every epoch
-reads: a third of a head's training would otherwise be the target's forwards.
+reads. Without this file, the target's forwards would take a third of a head's training time.
 """
 
 import json
@@ -45,8 +45,8 @@ class Rows:
 def pack(chats: pathlib.Path, tokenizer: AutoTokenizer) -> tuple[Tensor, Tensor]:
     """Return ids and answers [N, CONTEXT]: chats side by side, the last of a row cut off.
 
-    A token counts as an answer's if the template's text up to its message does not have it; the
-    token that ends the message does.
+    `answers` is true for the tokens that the assistant writes, including the token that ends the
+    message, but not for the header that the template writes before the message.
     """
     rows, answers = [], []
     ids: list[int] = []

@@ -1,9 +1,9 @@
 """Train a drafter for a Llama target on chats that the target wrote; write it in bfloat16.
 
 `eagle3` and `mtp` are heads, `draft` a small model with the target's tokens. All learn the target's
-distribution in the answers: a head over several steps of its own drafting, and over the ids that
-the target draws most often. The script ends with how often the drafts of places 1 to 4 are the
-target's likeliest token in held-out answers, where the tokens before them are the text's.
+distribution in the answers. A head learns it over several steps of its own drafting, and over the
+ids that the target draws most often. At the end, the script prints how often draft tokens 1 to 4
+are the target's likeliest token in held-out answers, after true tokens of the answer.
 
 Usage: train.py eagle3|mtp|draft SECONDS --target DIR --chats FILE --out DIR
 The target of a GGUF file lies in the cache that `outrider serve` names.
@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 PEAK_LEARNING_RATES = {"eagle3": 2e-3, "mtp": 2e-3, "draft": 4e-3}
 OTHER_IDS = 2048
-"""Drafters with all ids see those that the target draws most often, and as many others a step."""
+"""A drafter with all ids learns the target's most frequent ids, and this many others in a step."""
 DRAFT_SHAPE = {
     "hidden_size": 192,
     "num_hidden_layers": 4,

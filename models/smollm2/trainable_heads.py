@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return self.o_proj(x.transpose(1, 2).flatten(2))
 
     def copy(self, source: nn.Module) -> None:
-        """Take the target's weights for the last columns of the input; the rest is small."""
+        """Take the target's weights for the input's last columns, and add small noise to all."""
         for name in ("q_proj", "k_proj", "v_proj"):
             own, other = getattr(self, name), getattr(source, name)
             nn.init.normal_(own.weight, std=0.02)
@@ -289,7 +289,7 @@ class Eagle3(Head):
         return self.lm_head(self.norm(state))
 
     def config(self, target: LlamaForCausalLM) -> dict[str, object]:
-        """Without layer ids, SpecForge, vLLM and Outrider take the same layers."""
+        """Return keys without layer ids: SpecForge, vLLM and Outrider have equal default layers."""
         return shared_keys(target) | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -347,7 +347,7 @@ class Mtp(Head):
         return state @ rows.T
 
     def config(self, target: LlamaForCausalLM) -> dict[str, object]:
-        """Return the target's keys, beside whose weights the layer would lie."""
+        """Return the keys of a checkpoint that has the target's layers and this layer."""
         return shared_keys(target) | {
             "architectures": ["MiMoForCausalLM"],
             "model_type": "mimo",

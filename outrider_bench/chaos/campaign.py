@@ -73,7 +73,7 @@ def _plan(name: str, draw: random.Random, absent: frozenset[str]) -> Planned:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """For how long new rounds begin, and the seed of their schedule; or one round `only`.
+    """The seed of the rounds, and for how many minutes new rounds begin; or one round, `only`.
 
     With `tls`, all processes use mutual TLS, and clients HTTPS.
     """
@@ -88,7 +88,7 @@ async def play(campaign: Campaign, bag: Sequence[str], history: History, tell: T
     """Play rounds with the faults of a bag.
 
     Raises StackFailed if the stack does not start, does not answer without any fault, or does not
-    recover from one.
+    recover from a fault.
     """
     missing = absent()
     async with (

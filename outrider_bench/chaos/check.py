@@ -99,7 +99,7 @@ def _is_near(fault: Event, request: Event) -> bool:
 def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
     """Whether no verifier could be reached at some moment of the request.
 
-    If the request had begun: whether this lasted as long as a request waits for a verifier.
+    An answer that has begun waits for a verifier, so then the moment must be as long as that wait.
     """
     least_s = _RESUME_S if event["answer"]["choices"] else 0.0
     for moment in [event["began"], *(fault["began"] for fault in faults)]:
@@ -147,7 +147,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _check_sizes(quiet: Iterable[Event]) -> Iterator[Violation]:
-    """Each life of a process is compared with its size after its first whole round."""
+    """Compare each process with its size after its first whole round; a restart begins anew."""
     lives: dict[tuple[str, int], list[Mapping[str, float]]] = {}
     for event in quiet:
         for name, value in event["in_use"].items():

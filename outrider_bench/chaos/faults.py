@@ -42,7 +42,7 @@ class Fault:
 
     play: Play
     targets: tuple[str, ...]
-    """Processes, links, or `ALL_VERIFIERS`; one is drawn."""
+    """Processes, links, or `ALL_VERIFIERS`. A round plays the fault at one of them."""
     allows: frozenset[str] = frozenset()
     """Outcomes other than "finished" that requests under way may have."""
     seconds: tuple[float, float] = (1.0, 4.0)
@@ -68,12 +68,12 @@ async def _stutter(scene: Scene, target: str, seconds: float) -> None:
 
 
 async def _no_files(scene: Scene, target: str, seconds: float) -> None:
-    """Let the process open no more files and sockets; its open ones stay."""
+    """Let the process open no more files and sockets; open files and sockets stay."""
     await scene.site.limit(target, resource.RLIMIT_NOFILE, 3, seconds)
 
 
 async def _no_memory(scene: Scene, target: str, seconds: float) -> None:
-    """Let the process have no more address space. It may end, as if killed for memory."""
+    """Let the process get no further address space. It may end, as if killed for memory."""
     used = address_space(scene.site.pid(target))
     await scene.site.limit(target, resource.RLIMIT_AS, used, seconds)
     await scene.site.start_again_if_ended(target)
@@ -120,7 +120,7 @@ def _redis(during: dict[str, str], after: dict[str, str]) -> Play:
 
 
 async def _cannot_save(scene: Scene, target: str, seconds: float) -> None:
-    """Let Redis save to a disk that is full, upon which it refuses writes."""
+    """Let Redis save to a full disk. Redis then refuses writes."""
     async with scene.site.redis() as client:
         await client.config_set("save", "1 1")
         await scene.site.limit(target, resource.RLIMIT_FSIZE, 0, seconds)
@@ -161,7 +161,7 @@ async def _say_half(scene: Scene, target: str, seconds: float) -> None:
 _ANY_END = frozenset({"failed", "refused", "cut"})
 _NAMED_END = frozenset({"failed", "refused"})
 _NOTICED_S = (13.0, 16.0)
-"""Long enough for the peers to notice: their pings take up to 12 s."""
+"""Seconds in which the peers notice a silent process: their pings take up to 12 s."""
 _DRAFTERS = tuple(DRAFTERS)
 _LARGE = {"maxmemory": "0", "maxmemory-policy": "noeviction"}
 _WAYS = (
@@ -190,7 +190,7 @@ def _of_processes() -> dict[str, Fault]:
 
 
 def _of_links() -> dict[str, Fault]:
-    """Faults of the links between gateway and verifiers, drafters and verifiers, and to Redis."""
+    """Faults of the links from gateways and drafters to verifiers, and of the link to Redis."""
     kinds: dict[str, Play] = {
         "down": _outage("both"),
         "down one way": _outage("up"),

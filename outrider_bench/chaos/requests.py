@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _LENGTHS = (100, 16, 48, 24, 32)
-"""The most tokens of a prompt's answers: more faults hit long answers; short ones end soon."""
+"""The most tokens of an answer, by prompt. More faults hit long answers; short answers end soon."""
 _PROMPTS = (
     "def read(path):\n    ",
     "import os\n\nclass Cache:\n    def get(self, key):\n",
@@ -32,8 +32,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     "stop": {"temperature": 1, "stop": ["return", "\n\n\n", "=="]},
 }
 COUNT = len(_KINDS) * len(_PROMPTS)
-"""Different requests. None has a draw whose two best candidates are as close as float32 rounding,
-so its text is the same in any batch."""
+"""The number of different requests. In each draw of their answers, the best candidate leads by more
+than float32 rounding, so batches do not change the texts."""
 
 
 def kind_of(number: int) -> str:

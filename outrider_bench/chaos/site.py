@@ -40,7 +40,7 @@ from outrider_bench.experiment.processes import Processes, StackFailed
 from outrider_bench.experiment.spec import Target
 from outrider_bench.experiment.stack import start_link
 
-# So few pages that in a crowd, requests wait for pages and lose pages to others.
+# There are few pages: in a crowd, requests wait for pages and lose pages to other requests.
 _TARGET = Target.model_validate({"threads": 1, "settings": {"page_count": 256}})
 _ASK_S = 5.0
 _VALID = timedelta(days=30)
@@ -61,7 +61,7 @@ class Certificates:
         return ssl.create_default_context(cafile=self._directory / "ca.pem")
 
     def given_to(self, launch: Launch, role: Role) -> Launch:
-        """The launch of a process that uses TLS; its certificate has its name."""
+        """Add TLS to a launch; the process's certificate has the name of the launch."""
         self._authority.write_issued(self._directory, role.value, launch.name, [], _VALID)
         own = self._directory / f"{launch.name}.pem"
         files = {"tls-cert": own, "tls-key": own.with_suffix(".key")}
@@ -125,7 +125,7 @@ class Site:
             return ""
         self._redis_port = free_port()
         place = ("--bind", LOOPBACK, "--port", str(self._redis_port), "--protected-mode", "no")
-        # It keeps nothing on disk, except during a fault, in the campaign's folder.
+        # Redis writes to the disk only during a fault, and only in the campaign's folder.
         disk = ("--save", "", "--appendonly", "no", "--dir", str(self._directory))
         await self._start(Launch("redis", "", (*place, *disk), program="redis-server"))
         front = await self._link("redis", f"{LOOPBACK}:{self._redis_port}")
@@ -214,7 +214,7 @@ class Site:
         await self.processes.end("hostile")
 
     def redis(self) -> Redis:
-        """A client of the Redis, around its link."""
+        """A client that reaches Redis directly, not over the link."""
         return Redis(host=LOOPBACK, port=self._redis_port, socket_timeout=_ASK_S)
 
     async def recovered(self) -> str:

@@ -28,7 +28,7 @@ def refusing(program: str) -> Iterator[None]:
 def entry(name: str) -> Callable[[Callable[..., int]], Callable[[list[str]], int]]:
     """Make `outrider lab NAME` from a function with click's arguments that returns a status.
 
-    The result takes the list of arguments. It exits with status 2 for wrong ones, as `refusing`.
+    The result takes the list of arguments. Wrong arguments exit with status 2, as in `refusing`.
     """
     program = f"outrider lab {name}"
 

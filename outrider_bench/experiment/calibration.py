@@ -42,13 +42,13 @@ class Step(BaseModel):
 
     forward_s: float = Field(gt=0)
     before_s: float = Field(ge=0)
-    """The host's work before the forward, including the layout, for which a GPU does not wait."""
+    """The host's work before the forward. It includes the layout, for which no GPU waits."""
     after_s: float = Field(ge=0)
     """The host's work after the forward."""
     wait_s: float = Field(ge=0)
     """The time until the step begins: planning, and waiting for drafts."""
     between_s: float = Field(ge=0)
-    """The part of a token's time that lies in no step."""
+    """The time between the end of a step and the beginning of the next step."""
     sequences: float = Field(gt=0)
     draft_tokens: float = Field(ge=0)
     """Verified draft tokens of all sequences."""
@@ -70,8 +70,8 @@ class Served(BaseModel):
     tokens_per_s: float = Field(gt=0)
     """The speed of the calibration load, to compare predictions with."""
     client_s: float = Field(ge=0)
-    """From a client to the verifier; the way back takes as long. It is half of the first token's
-    time outside the verifier."""
+    """From a client to the verifier; the way back takes as long. It is half of the
+    time to the first token that is spent outside the verifier."""
     round_trip_s: NotNegative = 0.0
     """From a verdict to a draft, without the drafting; the verifier measures it."""
     draft_token_s: NotNegative = 0.0
@@ -201,7 +201,7 @@ def step_of(samples: list[Sample]) -> Step:
     answers = each("draft_latency_seconds_count")
     phases = {name: each(f"step_phase_seconds.{name}") for name in PHASES}
     seconds = sum(phases.values())
-    # A step's time between the first and the last token of a request.
+    # The time between tokens is measured from the first to the last token of a request.
     tpot_s = median([tpot for sample in samples for tpot in sample.tpot])
     tokens = each("generation_tokens") / each("step_sequences_sum")
     return Step(

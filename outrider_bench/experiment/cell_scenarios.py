@@ -185,7 +185,7 @@ def _specs(
 
 
 def _elsewhere(experiment: Experiment, drafter: Drafter, profile: Profile) -> bool:
-    """Whether a drafter computes elsewhere than on other cores of the target's host."""
+    """Whether a drafter is on another host, on a GPU, or on no other cores than the target's."""
     return (
         drafter.host is not None
         or drafter.device != "cpu"
@@ -224,7 +224,7 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
 
 
 def _gpu(drafter: Drafter) -> str:
-    """A name of the drafter's GPU; empty on a CPU. An experiment has only the target's GPU."""
+    """A name of the drafter's GPU; empty on a CPU. An experiment's only GPU is the target's."""
     return "" if drafter.device == "cpu" else drafter.device
 
 

@@ -208,7 +208,7 @@ class _End(asyncio.Protocol):
     async def _dial(self, host: str, port: int) -> None:
         """Connect to the target when the handshake reaches it; a refusal becomes RST."""
         await asyncio.sleep(self.opens_at - self.link.round_trip_s / 2 - self._loop.time())
-        # An outage may have begun since then.
+        # An outage may have begun since the handshake began.
         await asyncio.sleep(self.link.held_until - self._loop.time())
         far = _End(self.link, None, peer=self)
         try:
@@ -220,7 +220,7 @@ class _End(asyncio.Protocol):
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """Put the bytes on the wire; stop reading when more than the link's queue waits."""
+        """Put the bytes on the wire; stop reading if more bytes wait than the link may hold."""
         if self.link.records:
             self._recording += data
         if self.has_vanished:

@@ -115,7 +115,7 @@ def _read(
 ) -> None:
     """Add an answer to `played`; `started` is when the first request was sent.
 
-    An answer without a grammar that ends early is an error, unless it `may_end`.
+    An answer that ends early is an error, unless it has a grammar or `may_end`.
     """
     if answer.error:
         played.errors.append(answer.error)

@@ -166,7 +166,10 @@ class Predictor:
         return Measurement(way, found.sample, links=found.links, errors=found.errors)
 
     def profile(self, cell: Cell) -> Profile:
-        """The first profile that fits a cell; else raises ValueError with what the first lacks."""
+        """The first profile that fits a cell.
+
+        If none fits, raises ValueError with what the first profile lacks.
+        """
         first: ValueError | None = None
         for profile in self.profiles:
             try:

@@ -19,7 +19,7 @@ _FORWARDS = "forwards, prompts and drafting"
 _SERVING = "serving a fixed load"
 _PARTS = {_FORWARDS: 1.0, _SERVING: 2.0}
 """The parts in order, with the minutes that each takes for the bundled pair, about."""
-# One of the 24 runs of the fixed load.
+# Minutes of one of the 24 runs of the fixed load.
 _RUN = _PARTS[_SERVING] / 24
 _HOW = {
     "costs.forwards": "the fastest of up to 100 forwards behind 128 tokens, in a process alone; "

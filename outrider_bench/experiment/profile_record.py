@@ -56,7 +56,7 @@ class Profile(BaseModel):
     """How each of the fields below was measured."""
     costs: Costs
     conditions: Conditions | None = None
-    """None in profiles of versions that did not record it."""
+    """None in profiles of older versions, which did not record the conditions."""
     served: list[Served] = Field(default_factory=list)
     serving: list[Serving] = Field(min_length=2)
 
@@ -92,7 +92,7 @@ class Profile(BaseModel):
     def costs_at(self, way: str, *, beside: bool = True) -> Costs:
         """The cost table while the machine serves in this way.
 
-        Drafters are on other cores `beside` the target, or take no time from its forwards.
+        With `beside`, drafters on other cores of the host slow its forwards; else they do not.
         """
         low, high = self._at(way)
         if not beside:

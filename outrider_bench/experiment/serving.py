@@ -83,7 +83,7 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
     span = max(many.sequences - one.sequences, 1e-9)
 
     def slowdown(sequences: int) -> float:
-        """The factor of a forward, interpolated between the two measured loads."""
+        """How much longer a forward takes, interpolated between the two measured loads."""
         share = min(max((sequences - one.sequences) / span, 0.0), 1.0)
         return one.slowdown + share * (many.slowdown - one.slowdown)
 

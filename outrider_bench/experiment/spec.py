@@ -138,7 +138,7 @@ class Workload(_Part):
     """Requests in all for each one under way, but at least 8."""
 
     output_tokens: int = Field(64, ge=1, le=4096)
-    """Mean length of answers. Their lengths lie between half and one and a half times of it."""
+    """Mean length of answers. The lengths lie between half and one and a half times the mean."""
 
     temperature: float = Field(0.0, ge=0, le=2)
 

@@ -54,7 +54,7 @@ class Server:
 
     async def has_drafters(self, count: int) -> bool:
         """Whether the gateway is ready and `count` drafters are connected to the verifier."""
-        # To read the system's certificates would occupy the cores on which processes start.
+        # Reading the system's certificates would occupy the cores on which processes start.
         async with httpx.AsyncClient(timeout=_ASK_S, verify=False) as client:
             return await _is_ready(client, self.endpoint.url, count)
 

@@ -116,7 +116,7 @@ class _Prompts:
         self.kinds = list(self._of_kinds)
 
     def get(self, kind: str, i: int) -> Prompt:
-        """The prompt of the i-th request. A kind's last prompt is kept, unless it is the only."""
+        """The i-th request's prompt. A kind's last prompt is kept, unless it is the only one."""
         usual = self._of_kinds[kind][:-1] or self._of_kinds[kind]
         return usual[i // len(self.kinds) % len(usual)]
 

@@ -59,9 +59,9 @@ def _measure(path: Path, seconds: float, *, short: bool) -> None:
 
 
 def _tables(directory: Path) -> None:
-    """Write tables.md, a table of each step as bench/results has them, and figures.csv.
+    """Write tables.md, with a table for each step as in bench/results, and figures.csv.
 
-    The figures of one cell are joined; of repeated figures, the newest counts.
+    Lines of one cell are joined. A figure that was measured twice has its newer value.
     """
     joined: dict[tuple[Any, ...], dict[str, Any]] = {}
     for text in (directory / "lines.jsonl").read_text().splitlines():

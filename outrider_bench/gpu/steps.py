@@ -51,7 +51,7 @@ class _Model:
         torch.set_default_dtype(before)
         self._bytes = sum(parameter.nbytes for parameter in model.parameters())
         if not config.tie_word_embeddings:
-            # Of the embedding, a step reads one row per token.
+            # A step reads only one row of the embedding per token.
             self._bytes -= model.get_input_embeddings().weight.nbytes
         numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         self._token_bytes = 2 * numbers * device.dtype.itemsize

@@ -68,7 +68,7 @@ class LinkShape(_Table):
     """A link delays, slows and cuts connections, alike in both directions."""
 
     round_trip_ms: float = Field(0.0, ge=0, le=10_000)
-    """Round trip, half in each direction; of a proxy, what it adds."""
+    """Round trip, half in each direction; for a proxy, the time that it adds."""
 
     jitter_ms: float = Field(0.0, ge=0, le=10_000)
     """The most that a message is late, uniformly, in each direction. The order of bytes is kept."""
@@ -77,8 +77,8 @@ class LinkShape(_Table):
     """Bandwidth in each direction; 0 is no limit."""
 
     loss: float = Field(0.0, ge=0, lt=1)
-    """Share of lost segments. TCP sends a lost one again, so it and all after it are later by a
-    round trip, and by at least `retransmit_ms`."""
+    """Share of lost segments. TCP sends a lost segment again. That segment and all later segments
+    then come later by a round trip, and by at least `retransmit_ms`."""
 
     retransmit_ms: float = Field(200.0, ge=0)
     """Least time until a lost segment is sent again; Linux has at least 200."""

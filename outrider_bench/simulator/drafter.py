@@ -70,9 +70,9 @@ class DrafterActor:
         self._inbox: deque[StepBatch] = deque()
         self._coroutine = self._serve()
         self._began = False
-        # When the parts of the work in progress end; empty while it waits for a message.
+        # When the parts of the work in progress end; empty while the drafter waits for a message.
         self._ends: list[float] = []
-        # Whether it waits for a future. Messages then do not wake it.
+        # Whether the drafter waits for a future. Messages then do not wake the drafter.
         self._awaits = False
         # Number of the planned resumption; earlier plans are void.
         self._appointment = 0

@@ -113,7 +113,7 @@ class SimulatedFamily(Family):
         return leaves
 
     def _offered(self, text: DrawnText, index: int, count: int) -> int:
-        """For how many of `count` tokens from `index` after the prompt it has guesses."""
+        """The number of guesses for the `count` tokens from `index` after the prompt on."""
         recorded = text.guesses.get(self.name)
         if recorded is None:
             return 0 if self._skips_hard and text.hard[index] else count
@@ -127,7 +127,7 @@ class SimulatedFamily(Family):
         return self._world.luck(self.name, text, index) < self._rate(text, index, depth)
 
     def _rate(self, text: DrawnText, index: int, depth: int) -> float:
-        """The set acceptance of a guess at `depth`, for the token at `index` after the prompt."""
+        """The acceptance by the settings at `depth`, for the token at `index` after the prompt."""
         by_kind = self.acceptance
         if self._hard_acceptance is not None and text.hard[index]:
             by_kind = self._hard_acceptance

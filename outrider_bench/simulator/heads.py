@@ -25,7 +25,7 @@ from outrider_bench.simulator.world import World
 VOCAB = 2**32
 """Larger than any target's vocabulary: recorded offers have the target's ids."""
 _LAYERS = 1000
-# Rows of a verdict's features, whose reading is part of the table's round.
+# A round's time in the cost table includes reading this many rows of features per sequence.
 _ROWS_OF_A_ROUND = 2
 
 
@@ -124,7 +124,7 @@ class SimulatedHead:
         return done
 
     def _take(self, draft: HeadDraft, news: News) -> int:
-        """Note the features that came of a sequence; return their number."""
+        """Note the features of a sequence that have come; return their number."""
         rows = sum(map(len, news.features))
         if rows:
             self._ends[draft] = news.first_position + rows

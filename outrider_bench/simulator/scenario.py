@@ -52,8 +52,8 @@ class DrafterSpec(_Part, LinkShape):
     name: str = Field(min_length=1)
 
     family: str = ""
-    """Of each family, a sequence goes to the least busy drafter that was ever right, beside
-    newcomers; by default the name."""
+    """In each family, a sequence goes to the least busy drafter that was ever right, and to
+    newcomers. By default, the family is the drafter's name."""
 
     verifier: str = "verifier-1"
 
@@ -175,13 +175,14 @@ class Scenario(_Part):
 
     arrivals: Literal["closed", "poisson", "recorded"] = "closed"
     """closed keeps `sequences` requests under way, poisson sends `rate` requests each second,
-    recorded sends those of a file at their times."""
+    recorded sends the requests of a file at their times."""
 
     sequences: list[Annotated[int, Field(ge=1, le=4096)]] = Field([8], min_length=1)
-    """Requests under way; each number is a simulation. A label only if arrivals are not closed."""
+    """Requests under way; each number is a simulation. It is only a label if arrivals are not
+    closed."""
 
     waves: int | None = Field(None, ge=1)
-    """Total of requests, as a multiple of those under way, as in `outrider lab bench`; by default
+    """Total of requests, as a multiple of `sequences`, as in `outrider lab bench`; by default
     there is no end before the time is up. Needs closed arrivals."""
 
     rate: float = Field(1.0, gt=0)
@@ -216,7 +217,7 @@ class Scenario(_Part):
     """The simulated drafters."""
 
     verifiers: int = Field(1, ge=1)
-    """Verifiers, verifier-1 and so on; a request goes to the one with the fewest requests."""
+    """Verifiers, verifier-1 and so on; a request goes to the verifier with the fewest requests."""
 
     schedule: list[Event] = Field(default_factory=list)
     """Events at their times."""

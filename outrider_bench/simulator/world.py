@@ -85,7 +85,7 @@ class World:
         self._writers[text.number] = self.random("text", text.number)
 
     def text_of(self, tokens: list[int], ahead: int) -> DrawnText:
-        """The text that begins with `tokens`, prompt first, written at least `ahead` tokens on."""
+        """The text whose prompt and beginning are `tokens`, with at least `ahead` more tokens."""
         text = self._texts[tokens[0]]
         while len(text.tokens) < len(tokens) - text.prompt_length + ahead:
             self._write(text)

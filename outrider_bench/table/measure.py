@@ -163,7 +163,7 @@ async def measured(
     compared: Compared,
     until: float,
 ) -> AsyncIterator[Row]:
-    """Yield the rows of all turns that begin before `until`; the order of the ways goes on."""
+    """Yield the rows of all turns that begin before `until`; each turn begins with the next way."""
     todo = list(turns(settings, prompts))
     every = chain.from_iterable(prompts.values())
     await _compile(compared, every, encoder, settings.temperatures[0])

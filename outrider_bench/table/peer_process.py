@@ -1,4 +1,4 @@
-"""Starts other programs in separate processes; each answers a line with a line."""
+"""Starts other programs in separate processes, which answer each line with a line."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ def vllm_process(
 async def line_peer(
     *command: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> AsyncIterator[Ask]:
-    """Start a process that answers each JSON line with a JSON line; it gets these variables too.
+    """Start a process that answers each JSON line with a JSON line; it also gets `environment`.
 
     Waits for the line with which the process says that it is ready. Processes that load at once
-    would slow each other down, and vLLM's would write each other's compiled kernels. Raises
-    PeerDied with the end of the process's standard error if the process dies, as the call does.
+    would slow each other down, and processes of vLLM would overwrite each other's compiled kernels.
+    This and the result's calls raise PeerDied, with the end of the process's standard error, if the
+    process dies.
     """
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(

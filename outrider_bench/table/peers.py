@@ -85,7 +85,7 @@ def _vllm_methods(settings: TableSettings) -> dict[str, _Method]:
 async def _start_vllm(
     python: Path, target: Path, method: _Method, running: AsyncExitStack
 ) -> peer_process.Ask:
-    """Start vLLM, and our drafter if the method has one. It dials vLLM's scheduler, which is ours.
+    """Start vLLM and, if the method has a drafter of ours, our scheduler in vLLM and that drafter.
 
     Asking raises PeerDied with the drafter's last words if it has died.
     """

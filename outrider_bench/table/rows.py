@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A way's answers in a turn; `forwards` only if the drafts do not tell their number."""
+    """A way's answers in a turn. `forwards` is None if the counters of drafts tell their number."""
 
     sample: Sample
     drafts: Mapping[str, float]

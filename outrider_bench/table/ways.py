@@ -25,7 +25,7 @@ MOST_TOKENS = 2048
 """The most tokens of a prompt and its answer in vLLM's process."""
 MOST_AT_ONCE = 8
 """Requests under way."""
-# Of 16 tokens each.
+# A page has 16 tokens.
 _PAGES = MOST_AT_ONCE * MOST_TOKENS // 16
 
 
@@ -50,7 +50,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A verifier with drafters, and its ways: their names, and the drafter that a request names."""
+    """A verifier with drafters, and its ways by name, with the drafter that their requests name."""
 
     drafters: dict[str, dict[str, Any]]
     ways: dict[str, dict[str, Any]]
@@ -69,7 +69,7 @@ class Stack:
 def stacks(settings: TableSettings) -> tuple[list[Stack], list[str]]:
     """The stacks with a way that the settings ask for, and a line for each missing drafter.
 
-    Each stack is as `outrider serve` starts it: a draft model gets a core of the target's.
+    Each stack is as `outrider serve` starts it: a draft model gets one of the target's cores.
     """
     cores = len(os.sched_getaffinity(0))
     missing = []

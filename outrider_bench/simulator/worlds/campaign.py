@@ -92,7 +92,7 @@ def _smaller(plan: WorldPlan) -> Iterator[WorldPlan]:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Log nothing: by plan, forwards and strategies fail and hostile drafters are refused."""
+    """Log nothing: the plan makes forwards and strategies fail, and hostile drafters be refused."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -32,8 +32,8 @@ from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import DraftVerifier
 
 _CONTEXT = 64
-# What the engine's clock shows at the beginning. The clock is coarser than events' times, so no
-# wait is too short to move an event's time.
+# The engine's clock begins at this time. Floats of this size are coarser than events' times, so
+# even the shortest wait of the engine moves the time of its event.
 _EPOCH_S = 1024.0
 _MOST_ADVANCES = 10_000
 
@@ -51,10 +51,10 @@ class CheckedVerifier(EngineActor):
         self._plan = plan
         self._counts = counts
         self._truths: dict[int, Truth] = {}
-        # The lengths of sequences at their announcements, by drafter.
+        # By drafter, the length that each sequence had when it was announced.
         self._opened: dict[Drafter, dict[int, int]] = {}
         self._proposed = (0, 0)
-        self._advanced_at = (0.0, 0)  # the time of the last call of the engine, and their number
+        self._advanced_at = (0.0, 0)  # the time of the last call of the engine, and the calls then
         self.target = PagedTarget(
             events, plan.page_count, plan.page_size, plan.step_s, plan.token_s
         )

@@ -151,9 +151,10 @@ class Expected:
 def expected_counts(
     engine: Engine, drafter: Drafter, batch: DraftBatch, opened: dict[int, int]
 ) -> Expected:
-    """Judge a message without a trie. `opened` has the length at the announcement of sequences.
+    """Judge a message without a trie.
 
-    A sequence that is not in `opened` has not been announced yet.
+    `opened` has the length of each sequence when it was announced. A sequence that is not in
+    `opened` has not been announced yet.
     """
     expected = Expected()
     entries: list[Proposal | Skip] = [*batch.proposals, *batch.skips]

@@ -73,7 +73,7 @@ class DrafterPlan:
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """A client's request: one of the catalogue, and how the client asks for it."""
+    """A client's request: its place in the catalogue, and how the client asks for it."""
 
     name: str
     number: int
@@ -104,7 +104,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class WorldPlan:
-    """All of a world. `wired` sends each message through its proto and bytes."""
+    """The whole plan of a world. `wired` sends each message through its proto and bytes."""
 
     seed: int
     engine: EnginePlan

@@ -59,7 +59,7 @@ class RandomDrafter:
         self._dials = 0
 
     def dial(self, after_s: float) -> None:
-        """Connect after `after_s` seconds, unless another dial follows."""
+        """Connect after `after_s` seconds, unless this is called again before."""
         self.connection = None
         self._dials += 1
         number = self._dials
@@ -144,7 +144,7 @@ class Connection:
             self._events.after(_NOTICE_S, self.lose)
 
     def _arrive(self, batch: DraftBatch) -> None:
-        """A message of the drafter arrives, whose form is checked."""
+        """A message of the drafter arrives; its form was checked before."""
         self._world.counts["draft messages"] += 1
         handle = self._handle
         if handle is None:

@@ -34,7 +34,7 @@ class UnreliableLink:
     def send(self, deliver: Callable[[], object], *, surely: bool = False) -> bool:
         """Run `deliver` when the message arrives; returns whether it does.
 
-        `surely` is for the begin and the end of a stream: they come once, unless they are held.
+        `surely` is for the begin and the end of a stream. Unless they are held, they come once.
         """
         draw = self._random
         if not surely and draw.random() < self.loses:
