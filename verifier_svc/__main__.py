@@ -47,8 +47,8 @@ def run(
     telemetry.setup_logging(settings.log_level, settings.log_format)
     port = settings.listen.rpartition(":")[2]
     telemetry.setup(_SERVICE_NAME, instance=f"{platform.node()}:{port}")
-    # The engine's thread and the event loop share the interpreter. At the default of 5 ms the loop
-    # could delay the engine by a whole step.
+    # The engine's thread and the event loop share the interpreter. At Python's default
+    # switch interval of 5 ms the loop could delay the engine by a whole step.
     sys.setswitchinterval(0.0005)
     metrics = VerifierMetrics(settings.served_names[0])
     try:

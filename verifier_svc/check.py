@@ -18,7 +18,7 @@ from verifier_svc.config import VerifierSettings
 def check(settings: VerifierSettings) -> None:
     """Raise OutriderError that names a setting which the verifier could not start with.
 
-    Weights and the device's memory show only when the target is loaded.
+    Whether the weights are good and fit the device's memory shows only when the target is loaded.
     """
     need_models()
     if settings.engine == "vllm":

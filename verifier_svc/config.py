@@ -103,7 +103,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     draft_trees: bool = True
     """Verify trees of draft tokens, at most 64 of a sequence, where they are faster than chains.
-    Drafts that a trusted drafter sampled stay chains. Turn it off to compare with chains alone."""
+    Drafts that a trusted drafter sampled stay chains. Turn it off to compare trees with chains."""
 
     dtype: Dtype = "auto"
     """Type of the weights and of the computation; auto takes the checkpoint's."""
@@ -116,9 +116,9 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     feature_projection: list[str] = Field(default=[])
     """Directories of heads whose first matrix this verifier applies to the hidden states before it
-    sends them. They then take a third to a fifth of the bytes. The target's device computes that
-    product for each token. On a GPU, `feature_states` need not name the
-    states of these heads."""
+    sends them. The product takes a third to a fifth of the bytes of the states. The target's device
+    computes it for each token. On a GPU, `feature_states` need not name the states of these
+    heads."""
 
     threads: int | None = Field(None, ge=1)
     """Torch's threads on a CPU, to leave cores to drafters on the same host; by default torch
@@ -135,8 +135,8 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """Let everybody in without TLS, on addresses beyond the loopback interface."""
 
     published_on: str = ""
-    """Address of the host on which a container's port is published. It says in place of `listen`
-    whether TLS or `open` is needed."""
+    """Address of the host on which a container's port is published. This address, and not
+    `listen`, then decides whether TLS or `open` is needed."""
 
     uds: Path | None = None
     """Unix socket to serve on too, for drafters on this host."""
@@ -163,8 +163,9 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     synthetic_acceptance_rates: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[])
     """For benchmarks only: ignore the target. Rate i is the probability that the first i tokens of
-    a draft are accepted; rates may not rise. Later positions go on at the ratio of the last two
-    rates, so a single rate holds for each token. Every response is marked."""
+    a draft are accepted; rates may not rise. After the last rate, each further token multiplies it
+    by the ratio of the last two rates, so a single rate holds for each token. Every response is
+    marked."""
 
     drain_seconds: float = Field(10.0, ge=0)
     """Longest time for running requests to finish after SIGTERM."""

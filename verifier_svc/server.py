@@ -122,8 +122,8 @@ def _drafting(
 ) -> asyncio.Task[None]:
     """Run a drafter of this process, which the verifier can do without.
 
-    `lost` is told under which drafter the device failed. The target uses that device too, and may
-    have no request by which it would find out.
+    If the device fails under the drafter, `lost` gets the drafter's name. The target uses that
+    device too, but without a request it would not notice the failure.
     """
     name = f"the drafter {drafter.name} in this process"
 

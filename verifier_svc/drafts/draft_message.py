@@ -28,9 +28,9 @@ class DraftMessage:
     sequences: dict[int, Sequence]
     """The engine's sequences by id."""
     draft_latencies_s: list[float] = field(default_factory=list)
-    """Seconds from asking to each draft that answers."""
+    """For each draft that answers a verdict, the seconds since the drafter was asked."""
     skip_latencies_s: list[float] = field(default_factory=list)
-    """Seconds from asking to each skip that answers."""
+    """For each skip that answers a verdict, the seconds since the drafter was asked."""
     draft_s: float = 0.0
     """Seconds of drafting. A drafter drafts all proposals of a message together."""
     draft_length: int = 0
@@ -42,8 +42,8 @@ class DraftMessage:
     def take(self, batch: DraftBatch) -> None:
         """Add all proposals to the tries, and note the skips.
 
-        Raises OutriderError(PROTOCOL_VIOLATION) for a sequence id or base length that no delay
-        explains, and for more entries than the messages to the drafter allow.
+        Raises OutriderError(PROTOCOL_VIOLATION) for a sequence id or base length that even a late
+        message could not have, and for more entries than the messages to the drafter allow.
         """
         self.drafter.count_entries(batch)
         for i, proposal in enumerate(batch.proposals):
@@ -130,7 +130,7 @@ def _new_depth(parents: list[int], merged: int) -> int:
 
 
 def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: list[int]) -> None:
-    """Judge a main path that came too late for verification by the tokens since its base."""
+    """Compare a main path that came too late to be verified with the tokens after its base."""
     since = committed[proposal.base_length :]
     if not since:
         return
@@ -141,8 +141,8 @@ def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: l
     while right < min(len(guessed), len(since)) and guessed[right] == since[right]:
         right += 1
     contradicted = right < min(len(guessed), len(since))
-    # The verifier has meanwhile sent these tokens to a drafter that it asks, so only a wrong guess
-    # of that drafter is evidence.
+    # The verifier has meanwhile sent these tokens to every drafter that it asks, so a right guess
+    # may be a copy. For such a drafter only a wrong guess is evidence.
     if contradicted or not assignment.asked:
         assignment.observe_acceptance(right + contradicted, right)
     if contradicted:
@@ -153,7 +153,7 @@ def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: l
 class JudgedDraft:
     """A verified draft, whose `rows` were accepted; `judge_draft` makes it.
 
-    It is kept until `record`, while the sequence goes on and its drafters may leave it.
+    It is kept until `record`. Until then the sequence goes on, and drafters may leave it.
     """
 
     assignment: Assignment
@@ -165,7 +165,7 @@ class JudgedDraft:
     accepted: int
     """How many first tokens of that path were right."""
     run: int
-    """The assignment's run before the draft."""
+    """`Assignment.run` before the draft."""
     drafters: dict[str, Drafter]
     """The drafters of a tree by id; empty for a chain."""
 

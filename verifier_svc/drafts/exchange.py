@@ -67,8 +67,9 @@ class DraftExchange:
         self._sampled_drafts = sampled_drafts
         self._target_device = target_device
         self._clock = clock
-        # What `record_walks` still has to count: an assignment, the number of tokens that it was
-        # asked for and had, its trie's walk, and whether that walk is exported.
+        # What `record_walks` still has to count: an assignment, the number of tokens that were
+        # asked for, the number of tokens that were there, the trie's walk, and whether the metrics
+        # get the walk.
         self._walks: list[tuple[Assignment, int, int, CommitWalk, bool]] = []
 
     @property
@@ -88,11 +89,11 @@ class DraftExchange:
         holder: str = "",
         source: str = "",
     ) -> Drafter:
-        """Register a drafter and assign it sequences without a drafter of its family.
+        """Register a drafter, and assign to it sequences that have no drafter of its family.
 
-        `trusted` says whether its distributions count where sampled drafts are accepted. With
-        `is_local`, its features are tensors. For `holder` and `source` see `Drafter`. Raises as
-        `Roster.join` and `FeatureSender.grant` do.
+        `trusted` says whether sampled drafts may be accepted by the distributions that this drafter
+        claims. With `is_local`, its features are tensors. For `holder` and `source` see `Drafter`.
+        Raises as `Roster.join` and `FeatureSender.grant` do.
         """
         drafter = Drafter(hello, sink, holder, source, is_local=is_local, trusted=trusted)
         self.features.grant(drafter)
@@ -141,7 +142,7 @@ class DraftExchange:
     def assign(self, sequence: Sequence) -> None:
         """Assign an admitted sequence to the drafters that the roster chooses.
 
-        Not before admission: a queued sequence would occupy a draft model's cache.
+        Call it only after admission, because a queued sequence would occupy a draft model's cache.
         """
         if sequence.max_draft_tokens == 0:
             return
@@ -159,7 +160,7 @@ class DraftExchange:
                 self._open(sequence, assignment, wanted)
 
     def close(self, sequence: Sequence) -> None:
-        """Tell its drafters that the sequence is over, at least under its present id."""
+        """Tell the sequence's drafters that its present id is over. It may go on under a new id."""
         for assignment in sequence.assignments.values():
             _tell_closed(sequence, assignment)
         sequence.assignments.clear()
@@ -208,8 +209,9 @@ class DraftExchange:
         self._metrics.ignored(drafter)
 
     def note_pauses(self, sequences: Iterable[Sequence]) -> None:
-        """Count a step that verified no draft of these sequences, unless it had no room for one.
+        """Count a step that verified no draft of these sequences, by the reason of each.
 
+        A sequence that could not have a draft in this step is not counted.
         Call it before the step's tokens are committed and its verdicts are sent.
         """
         counts: dict[PauseReason, int] = {}
@@ -252,7 +254,8 @@ class DraftExchange:
                 lookups.append(f"{drafter.id}: {walk.result.value}, {walk.wasted} wasted")
             right = min(walk.on_main_path, guessed)
             if guessed and assignment is not verified:
-                # The step did not verify these guesses, such as a probe's; the commit judges them.
+                # The step did not verify these guesses (a probe's, for example). The committed
+                # tokens show which of them were right.
                 assignment.observe_acceptance(guessed, right)
             assignment.follow(guessed, right, self.plan.decode_step_s, skipped=skipped)
             if assignment.asked and assignment.asked_at:
@@ -280,7 +283,7 @@ class DraftExchange:
     def count_messages(self) -> None:
         """Count the messages that are about to be sent, and look for drafters that fell silent.
 
-        Their sequences go to other drafters if there are any.
+        A silent drafter's sequences go to other drafters if there are any.
         """
         now = self._clock()
         for drafter in self.roster.connected.values():
@@ -293,7 +296,7 @@ class DraftExchange:
                     self.assign(self._sequences[sequence_id])
 
     def _watch_pause(self, drafter: Drafter) -> None:
-        """Export a change of whether a drafter with decoding sequences is asked for drafts."""
+        """Export when the plans begin or cease to ask a drafter with decoding sequences."""
         if drafter not in self.plan.considered:
             return
         paused = drafter not in self.plan.paying
@@ -324,9 +327,9 @@ class DraftExchange:
         traceparent: str,
         now: float,
     ) -> None:
-        """Send the verdict of a step with all tokens that were not sent to the drafter before.
+        """Send a step's verdict, with all tokens that were not sent to the drafter before.
 
-        Call it after the trie was advanced. 0 `wanted` tokens are a probe.
+        Call it after the trie was advanced. If `wanted` is 0, the verdict is a probe.
         """
         was_asked = assignment.asked
         assignment.asked = wanted > 0
@@ -359,8 +362,9 @@ class DraftExchange:
         assignment.drafter.outbox.verdicts.append(verdict)
         if assignment.held_features:
             flush_features(assignment)
-        # A drafter that is asked again after a silence has to read first, so its answer says little
-        # about its speed. A probe's answer is timed all the same: probes are sent to measure.
+        # A drafter that was not asked for a while has to read new tokens first, so its answer says
+        # little about its speed. The answer to a probe is timed all the same, because probes are
+        # sent to measure.
         must_draft = assignment.answered_length > 0 and assignment.trie.node_count == 0
         if must_draft and (was_asked or wanted == 0):
             assignment.expect_answer(length)

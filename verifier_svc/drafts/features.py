@@ -22,7 +22,8 @@ from verifier_svc.verification.batch import Verified
 # The largest entry of a message. It is so small that a message with such an entry has room for the
 # rest of its step.
 _MAX_ENTRY_BYTES = 2**20
-# The most tokens whose features wait for a drafter that is not asked. Probes come less often.
+# The most tokens whose features wait for a drafter that is not asked; then they are dropped. Two
+# probes are often further apart.
 _MAX_HELD_TOKENS = 64
 
 
@@ -56,14 +57,15 @@ class FeatureSource(Protocol):
 
 @dataclass(slots=True)
 class _Part:
-    """Committed tokens of a sequence, for one drafter: their rows in the forward, their place."""
+    """Committed tokens whose features one drafter gets: their rows in the forward, their place."""
 
     sequence_id: int
     assignment: Assignment
     rows: Sequence[int]
     first_position: int
     waits: bool
-    """Whether the features wait for a verdict. A prompt's do not: the drafter knows its tokens."""
+    """Whether the features wait for a verdict. Features of a prompt do not wait, because the
+    drafter knows the prompt's tokens already."""
 
 
 class FeatureSender:
@@ -75,7 +77,7 @@ class FeatureSender:
         self._has_readers = False
 
     def grant(self, drafter: Drafter) -> None:
-        """Set which features a drafter gets; none if the source cannot give what it asks for.
+        """Set which features a drafter gets; none if the source lacks what the drafter asks for.
 
         Raises OutriderError(INVALID_VALUE) for a layer that the model does not have.
         """
@@ -90,7 +92,7 @@ class FeatureSender:
             return
         drafter.feature_width = len(request.states) * source.hidden_size
         projection = source.projections.get(request.projection)
-        # A drafter may ask for other states than those that the projection is for.
+        # The drafter may ask for states that are not the projection's input.
         if projection is not None and list(projection.states) == request.states:
             drafter.feature_width = projection.projected_width
             drafter.projects_features = True
@@ -140,7 +142,7 @@ class FeatureSender:
         name = request.projection if projects else ""
         take = self._source.share_states if is_local else self._source.copy_states
         data = take(request.states, rows, request.dtype.name.lower(), name)
-        # A token has `size` bytes, or one entry of a tensor.
+        # Of `data`, each token has `size` bytes, or one entry if `data` is a tensor.
         size = len(data) // len(rows)
         for part in parts:
             end = len(part.rows) * size
@@ -157,14 +159,14 @@ def flush_features(assignment: Assignment) -> None:
 def keep_features(assignment: Assignment) -> None:
     """Give features that wait beyond their step memory of their own.
 
-    In the verifier's process they are parts of the tensor of a whole step, in which other clients'
-    prompts may have many rows.
+    The features of a drafter in the verifier's process are parts of a whole step's tensor, and
+    would keep all of that memory. Other clients' prompts may have many rows in it.
     """
     held = assignment.held_features
     for place in reversed(range(len(held))):
         rows = held[place].rows
         if isinstance(rows, bytes) or (alone := rows.alone()) is rows:
-            return  # as all before it
+            return  # all earlier entries were copied before
         held[place] = replace(held[place], rows=alone)
 
 

@@ -12,11 +12,12 @@ from verifier_svc.state.sequence import RUN_CLASSES, Assignment, Sequence
 from verifier_svc.state.trie import Trie
 from verifier_svc.verification.rule_choice import choose_distribution
 
-# A drafter may have twice the verified draft in flight: the path that is being verified, its bonus
-# token, and the path after that.
+# A drafter may be ahead by two drafts: the path that is being verified, its bonus token, and the
+# path after that token.
 _AHEAD = 2
 _TOKENS_PER_DEPTH = 6
-# Prior acceptance of a drafter. It is high, because a drafter that starts low is never tried.
+# Prior acceptance of a drafter. It is high, because the verifier never tries a drafter whose
+# acceptance starts low.
 _OPTIMISM = 0.8
 _KNOWN_POSITIONS = 16
 

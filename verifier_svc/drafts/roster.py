@@ -17,14 +17,15 @@ _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
 # After this time a drafter that found no room should try again.
 _FULL_S = 5.0
-# How many names have their faults remembered.
+# For how many names the roster remembers faults.
 _REMEMBERED = 256
 MOST_LOST = 32
 """How many drafters that left are remembered: pages, metrics and /readyz name them."""
 _MAX_DRAFTERS = 64
-# The part of all places that drafters of one source may take, so that nobody takes them all.
+# The part of all connections that drafters of one source may have, so that nobody has all of them.
 _SOURCE_SHARE = 0.25
-# The most drafters of a sequence. They bound what drafters cost a step, however many are connected.
+# The most drafters of a sequence. This bounds what drafters cost a step, however many are
+# connected.
 PLACES = 4
 
 
@@ -124,11 +125,11 @@ class Roster:
 
         The request allows each of them, and has a grammar if they require it. A sequence has at
         most `PLACES` drafters in all. Assigned drafters that became doubtful do not count: the
-        caller takes the sequence from them if their places are needed. First come proven drafters:
-        of each family that the sequence lacks, the drafter with the fewest sequences. If there are
-        more families than places, the drafters with the most merit come first and leave a place to
-        drafters on trial. Drafters on trial follow in turn. A single doubtful drafter comes last,
-        and only if it has no other sequence or the request names it.
+        caller takes the sequence from them if their places are needed. Proven drafters come first:
+        each family that the sequence lacks gives its drafter with the fewest sequences. If there
+        are more families than places, the drafters with the most merit come first, and one place is
+        left to drafters on trial. Drafters on trial follow in turn. A single doubtful drafter comes
+        last, and only if it has no other sequence or the request names it.
         """
         options = request.speculation
         if not options.enabled:

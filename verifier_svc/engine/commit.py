@@ -31,7 +31,8 @@ _Committed = tuple[
     list[int],
     FinishReason | None,
 ]
-"""A sequence's part of a step, what was found and judged, and its new tokens."""
+"""A sequence's part of a step: what was scheduled, verified, accepted and judged, the new tokens,
+and why the sequence ends."""
 
 
 class Committer:
@@ -44,7 +45,7 @@ class Committer:
         spans: StepSpans,
         eos_token_ids: SequenceOf[int],
     ) -> None:
-        """Only `eos_token_ids`, which are the model's, end the text of a grammar."""
+        """`eos_token_ids` are the model's. No other tokens end the text of a grammar."""
         self._pool = context.scheduler.pool
         self._drafting = context.drafting
         self._outbox = context.outbox
@@ -65,8 +66,8 @@ class Committer:
     ) -> None:
         """Commit one sequence's part of a step; an error ends the sequence.
 
-        Without a result, the step is undone, since it has to be repeated. `span` is the sequence's
-        span of this step.
+        If `verified` is None, the part is undone, since it has to be repeated. `span` is the
+        sequence's span of this step.
         """
         if verified is None:
             self._leave_out(scheduled)
@@ -87,7 +88,7 @@ class Committer:
             self._outbox.add(sequence.sink, chunk)
 
     def take_token_count(self) -> int:
-        """Count the tokens committed since the last call, in the metrics too."""
+        """Return the number of tokens committed since the last call, and add it to the metrics."""
         count = self._token_count
         self._token_count = 0
         self._metrics.generated(count)
@@ -172,7 +173,8 @@ class Committer:
         """
         may_end = finish_reason is not None or not self._eos_token_ids.isdisjoint(new)
         if has_slow_masks(sequence) and not may_end:
-            # Advancing the grammar here would delay every sequence. The next mask's work does so.
+            # Advancing the grammar here would delay every sequence. So the work of computing the
+            # next mask also advances it.
             sequence.grammar_lag = len(new)
             return False
         return cut_at_grammars_end(matcher, new)

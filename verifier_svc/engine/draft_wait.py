@@ -69,9 +69,10 @@ class DraftWait:
         self._assigned = 0
 
     def outline(self) -> None:
-        """Plan the next step as far as that is possible while a device computes this step.
+        """Plan the next step, as far as that is possible, while a device computes this step.
 
-        No outline is made while prompts are read, since their sequences decode in the next step.
+        No outline is made in a step that reads prompts, since the next step also decodes the
+        sequences of these prompts.
         """
         running = self._batch.running.values()
         if not self._drafting.roster.connected:
@@ -116,7 +117,7 @@ class DraftWait:
         self._admit()
         self._step += 1
         self._began = self._clock()
-        # Sequences whose masks were asked for have their drafts already.
+        # A sequence whose masks were requested keeps the draft that the masks are for.
         running = self._batch.running.values()
         free = [sequence for sequence in running if sequence.mask_work is None]
         plan = self._outlined(free)

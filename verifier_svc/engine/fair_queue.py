@@ -56,7 +56,7 @@ class FairQueue:
                 del self._by_tenant[tenant]
 
     def to_displace(self, tenant: str) -> Sequence | None:
-        """The sequence that loses its place in a full queue to a sequence of `tenant`; else None.
+        """The sequence that loses its place in a full queue to a sequence of `tenant`, if any.
 
         The tenant with the most waiting sequences loses its youngest sequence that has not begun,
         here or at another verifier. That tenant must then still have at least as many waiting

@@ -136,7 +136,8 @@ class Intake:
             message = "relaxed is for the thinking phase, and the model has no tokens that mark one"
             raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
         if request.speculation.enabled and not request.committed:
-            # A continued request does without a drafter that only its lost verifier had.
+            # A continued request may name a drafter that only its lost verifier had, and then goes
+            # on without that drafter.
             self._drafting.roster.check_known(request.speculation)
 
     def _make_room(self, request: TokenRequest) -> None:
@@ -165,7 +166,7 @@ def new_sequence(
     policy: DraftTokensPolicy,
     now: float,
 ) -> Sequence:
-    """The sequence of a request that came `now`, with this id. `policy` bounds its drafts."""
+    """Sequence `number`, for a request that came `now`. `policy` bounds its drafts."""
     depth = request.speculation.draft_tokens
     if depth is None:
         depth = policy.max_draft_tokens
@@ -201,7 +202,7 @@ def new_sequence(
 
 
 def check_committed(sequence: Sequence) -> None:
-    """Raise OutriderError(INVALID_VALUE) if the output that was committed before has an end."""
+    """Raise OutriderError(INVALID_VALUE) if the output committed before holds an end token."""
     committed = sequence.request.committed
     if sequence.end_ids.isdisjoint(committed):
         return

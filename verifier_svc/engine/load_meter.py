@@ -14,8 +14,8 @@ from verifier_svc.state.sequence import Sequence
 # length of the queue.
 _SEQUENCES = 64
 _BATCHES = 4
-# Forwards that a sequence should take, before any sequence has ended: a short answer. A burst on a
-# verifier that has just started must not wait for minutes because nothing was timed.
+# Until a sequence has ended, a sequence is taken to need this many forwards, as for a short answer.
+# A burst on a verifier that has just started must not wait for minutes because nothing was timed.
 _FIRST_FORWARDS = 128.0
 
 
@@ -44,7 +44,7 @@ class LoadMeter:
         self._admitted_count = 0
 
     def admitted(self) -> None:
-        """Note how many run, now that no other waiting sequence fits."""
+        """Note how many sequences run. Call it when no other waiting sequence fits."""
         self._admitted_count = len(self._running)
 
     def ended(self, sequence: Sequence, now: float) -> None:
@@ -65,8 +65,8 @@ class LoadMeter:
     def load(self) -> Load:
         """The load now.
 
-        Waiting sequences count as running in the places of those that ended since sequences
-        were last admitted, because they will be in the next step.
+        Some sequences may have ended since the last admission. Waiting sequences count as running
+        in their places, because they will be in the next step.
         """
         total = len(self._running) + len(self._waiting)
         running = min(max(len(self._running), self._admitted_count), total)
@@ -77,7 +77,7 @@ class LoadMeter:
         """How long a sequence is in a batch of `places` sequences; None if nothing was timed.
 
         Recent sequences may have run alone, far faster than in a full batch. So the time is at
-        least what their number of forwards takes with the full batch, plus one prompt for each
+        least the time of as many forwards with the full batch, plus the time of one prompt for each
         place.
         """
         if not self._cost.known:

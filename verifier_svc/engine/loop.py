@@ -391,7 +391,7 @@ class Engine:
         self._step_clock.end("commit")
 
     def _end_step(self, batch: list[ScheduledSequence]) -> None:
-        """Send the verdicts and measure the step; if it is the last, send chunks and counts too."""
+        """Send verdicts and measure the step; after the last step, send chunks and counts too."""
         clock = self._step_clock
         self.outbox.send_to_drafters()
         clock.end("send")

@@ -1,6 +1,6 @@
 """The engine's outgoing messages: verdicts leave after a step, chunks during the next forward.
 
-Work that makes chunks waits here too, as does other work that no drafter and no step waits for.
+The work that makes chunks also waits here, like all work that no drafter and no step waits for.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _NO_TREES: Mapping[int, ChosenDraft] = {}
 
 
 class Scheduler:
-    """Serves tenants in turn, each in order of arrival, and decodes before it prefills.
+    """Serves tenants in turn, a tenant's sequences in order of arrival, and decodes before prefill.
 
     Places in the batch, pages and the time of a step are shared between tenants (max-min). When
     places or pages run out, the youngest sequence of the tenant with the most of them is preempted.
@@ -216,7 +216,7 @@ class Scheduler:
         chosen: ChosenDraft,
         batch: dict[int, ScheduledSequence],
     ) -> ScheduledSequence | None:
-        """Add `count` of the sequence's tokens to the batch, and a draft after the last.
+        """Add `count` of the sequence's tokens to the batch, and a draft after the last token.
 
         The draft has at most `room` tokens. Returns None if the sequence was preempted.
         """
@@ -299,10 +299,10 @@ class Scheduler:
         return [sequence for sequence in admitted if sequence.id in self.running]
 
     def _loser_of_place(self, tenant: str) -> Sequence | None:
-        """The sequence that loses its place: the youngest of a tenant with at least 2 places more.
+        """The sequence that loses its place to `tenant`; None if no tenant has 2 places more.
 
-        So the tenant that loses a place still has as many places as the tenant that gets it, and
-        cannot take it back.
+        It is the youngest sequence of the tenant with the most places. That tenant keeps at least
+        as many places as `tenant` then has, and so cannot take the place back.
         """
         most, count = self.tenants.most_common(1)[0]
         if count <= self.tenants[tenant] + 1:
@@ -345,12 +345,10 @@ class Scheduler:
         return self.pool.known_pages(sequence.page_hashes, sequence.tokens, tenant) < missing
 
     def _losers_of_pages(self, sequence: Sequence) -> list[Sequence]:
-        """The sequences to preempt so that `sequence` gets pages.
+        """The sequences to preempt so that `sequence` gets pages; empty if it must wait.
 
-        None of them if a losing tenant would then hold less than the tenant of `sequence`.
-
-        As for places, a tenant that loses pages keeps at least as many as the tenant that gets
-        pages.
+        As for places, a tenant that loses pages must keep at least as many pages as the tenant of
+        `sequence` then has.
         """
         held = self._pages_held()
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)
@@ -381,7 +379,7 @@ class Scheduler:
         return held
 
     def _holds_most(self, sequences: Iterable[Sequence]) -> Sequence:
-        """The youngest of these sequences of the tenant that holds the most pages."""
+        """Among these sequences, the youngest of the tenant that holds the most pages."""
         held = self._pages_held()
         return max(sequences, key=lambda each: (held[each.request.tenant], each.arrival))
 
@@ -409,7 +407,7 @@ def _arrival(sequence: Sequence) -> int:
 
 
 def _scorable(sequence: Sequence, pending: int, rows: int) -> int:
-    """How many of its pending tokens a step with `rows` logits rows for scoring can take."""
+    """How many pending tokens a step can take that has `rows` logits rows for scoring."""
     unscored = sequence.unscored
     if len(unscored) <= rows:
         return pending

@@ -42,7 +42,8 @@ class SequenceBook:
     def check_room(self, waiting: int, request: TokenRequest, load: Callable[[], Load]) -> None:
         """Raise OutriderError(OVERLOADED) if the queue of `waiting` sequences has no room.
 
-        A continued request was taken before, so it may go beyond the bound for new requests.
+        Another verifier has accepted a continued request before, so it may go beyond the bound for
+        new requests.
         """
         most = self._max_waiting * (2 if request.committed else 1)
         if waiting >= most:

@@ -43,7 +43,7 @@ class DraftPort(Protocol):
 
 
 class ServedEngine(DraftPort, Protocol):
-    """An engine that takes requests: its own, or vLLM's."""
+    """An engine that takes requests: Outrider's own, or vLLM's."""
 
     def submit(
         self,

@@ -19,7 +19,7 @@ from verifier_svc.state.sequence import Sequence
 # end. Where forwards cost little more with more rows, as on a GPU, the bound cuts nothing. At most
 # 1/4 of such a step's time is its cost without rows.
 _LONGEST = 4.0
-# Other tenants make the step of a light tenant longer by at most this share of the step.
+# Work of other tenants lengthens the step of a light tenant by at most this share.
 _ADDED = 0.25
 # A step that would otherwise do nothing takes this many tokens of prompts.
 _LEAST_PROMPT_TOKENS = 16
@@ -29,7 +29,7 @@ Drafted = Callable[[Sequence], int]
 
 
 class PromptPart(NamedTuple):
-    """A sequence whose prompt the step reads: its uncomputed tokens, and how many it may take."""
+    """A sequence whose prompt the step reads: its uncomputed tokens, and how many to read."""
 
     sequence: Sequence
     pending: int
@@ -51,8 +51,9 @@ class StepShares:
         self._cost = cost
         self._use = use
         self._max_batch_tokens = max_batch_tokens
-        # Ids of the last decoding sequences that had room in a step without room for all sequences:
-        # of a light tenant, and of another tenant.
+        # When not all decoding sequences have room in a step, the next step goes on after the last
+        # sequence that had room. These are the ids of that sequence among light tenants' sequences,
+        # and among other tenants' sequences.
         self._last_light = 0
         self._last_heavy = 0
 
@@ -89,7 +90,7 @@ class StepShares:
 
 
 class _Fill:
-    """A step that is filled up to a bound of time. It takes some work even if none fits."""
+    """A step that is filled up to a bound of time. It takes some work even if that takes longer."""
 
     def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
         self.decoding: list[Sequence] = []

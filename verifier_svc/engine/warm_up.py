@@ -11,7 +11,7 @@ from verifier_svc.policy.forward_cost import ForwardCost
 
 # No trial begins after this time. With a large model, some larger batches are then not tried.
 _WARM_UP_S = 5.0
-# Rows of the trial forwards of a sequence's tree, besides the trial forwards of chains.
+# Rows of one sequence in the trial forwards with trees. Other trial forwards have chains.
 _TREE_ROWS = (16, 32, 1 + MAX_TREE_TOKENS)
 # Tokens of the trial prompt.
 _TRIAL_PROMPT = 256

@@ -82,12 +82,13 @@ def listened(
     decode_step_s: float,
     step: int,
 ) -> Drafts:
-    """Drafts of at most `limit` tokens that no step waits for, of those `drafters` that are quick.
+    """Drafts that no step waits for, from the quick drafters among `drafters`.
 
-    A quick drafter, such as an n-gram lookup, is mostly right too seldom to be worth a wait. But
-    where a text begins to repeat itself, the commit shows that a guess was right, and the rest of
-    the draft is there for the next step. Unless the share `least_right` of guesses is right within
-    repeats, verifying them costs more than it gains.
+    A draft has at most `limit` tokens. A quick drafter, such as an n-gram lookup, is mostly right
+    too seldom to be worth a wait. But where a text begins to repeat itself, the commit shows that a
+    guess was right, and the rest of the draft is there for the next step. Within repeats, at least
+    the share `least_right` of guesses must be right; otherwise verifying them costs more than it
+    gains.
     """
     heard = {
         drafter
@@ -115,9 +116,9 @@ def listened(
 def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> Drafts:
     """Drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
 
-    Their guesses also stand in for a draft that does not come. Companions pay anyway and take no
-    time of the target's cores, so a companion costs only a message. The engine waits for its draft
-    only where the draft promises more than the ready drafts.
+    Their guesses also stand in for a draft that does not come. Only drafters that pay by themselves
+    and take no time of the target's cores are companions, so a companion costs only a message. The
+    engine waits for its draft only where the draft promises more than the ready drafts.
     """
     found: Drafts = []
     if len(paying) < 2:
@@ -138,7 +139,7 @@ def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> 
 
 
 def _prob_beside(other: Assignment, chosen: Assignment) -> float:
-    """The probability that a drafter's first token is right where `chosen` brings none that is."""
+    """The probability that the first token of `other` is right while `chosen` has no right one."""
     right = other.rate.by_position[0]
     claim = (1.0 - chosen.rate.by_position[0]) * right
     chance = chosen.chance

@@ -61,7 +61,7 @@ class DraftPolicy(ABC):
 
 
 class PayingDrafts(DraftPolicy):
-    """Drafts where drafts raise goodput, and pauses drafters whose drafts do not. For serving."""
+    """Asks for drafts that raise goodput, and pauses drafters whose drafts do not. For serving."""
 
     most_tokens: ClassVar[bool] = False
     takes_all: ClassVar[bool] = False
@@ -95,9 +95,9 @@ class PayingDrafts(DraftPolicy):
         return [max(offers, key=itemgetter(0, 1))]
 
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
-        """True if the drafter has answered before, and is proven or no proven drafter is asked.
+        """True if the drafter has answered before, unless it is on trial beside a proven drafter.
 
-        So a trial beside a proven drafter delays no step.
+        So such a trial delays no step.
         """
         # Before its first answer a drafter may still be at the prompt, which can take long.
         return assignment.answered_length > 0 and (assignment.drafter.proven or not beside_proven)
@@ -125,7 +125,7 @@ class EveryDraft(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """None of them: every drafter is asked."""
+        """No drafters, since every drafter is asked."""
         return frozenset()
 
     def pick(self, offers: list[Offer]) -> list[Offer]:

@@ -28,7 +28,7 @@ from verifier_svc.state.merged_tries import (
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import NO_DRAFT, DraftTree
 
-# Draft tokens to ask of a tree for each token of its main path.
+# A drafter is asked for a tree with this many draft tokens for each token of its main path.
 _TREE_TOKENS_PER_DEPTH = 3
 # Every `_TREE_PROBE_STEPS` steps, drafters that are asked for chains are asked for a tree.
 _TREE_PROBE_STEPS = 32
@@ -155,7 +155,8 @@ class TreeBuilder:
             if plan.fixed or sequence.request.speculation.draft_tokens is not None:
                 most = depth
             elif plan.policy.most_tokens:
-                # Room for the tokens of each drafter, so that no drafter displaces another's.
+                # Room for the tokens of each drafter, so that no drafter displaces another
+                # drafter's tokens.
                 most = min(depth * len(nodes), MAX_TREE_TOKENS)
             else:
                 most = MAX_TREE_TOKENS
@@ -183,7 +184,7 @@ class TreeBuilder:
         guesses = guesses_after(nodes)
         if not guesses:
             return
-        # No guess becomes cheaper later.
+        # A guess that costs too much now is dropped: it becomes no cheaper later.
         threshold = 0.0 if tree.fixed else self._token_cost()
         for guess, prob in zip(guesses, probs(guesses, depth), strict=True):
             if cumulative * prob >= threshold:
@@ -205,11 +206,12 @@ def tree_tokens(
     threshold: float,
     step: int,
 ) -> dict[Assignment, int]:
-    """Draft tokens of all branches together to ask for, by assignment.
+    """How many draft tokens to ask for, all branches of a tree together, by assignment.
 
-    `drafts` are (sequence, assignment, draft tokens), and `asks` the draft tokens to ask for. A
-    drafter is asked for a chain if siblings of its main guesses are not worth their cost. Once in a
-    while it is asked for a tree all the same, to see whether its siblings improved.
+    `drafts` are (sequence, assignment, draft tokens). `asks` has the draft tokens of one path to
+    ask for. A drafter is asked for a chain if siblings of its main guesses are not worth their
+    cost. From time to time it is asked for a tree all the same, to see whether its siblings
+    improved.
     """
     probed = step % _TREE_PROBE_STEPS == 0
     return {
@@ -224,10 +226,10 @@ def wants_tree(
 ) -> bool:
     """Whether a sibling of the first main guess is worth its cost, if a step can verify it.
 
-    With `probed`, the guess counts as right whenever the main guess is wrong.
+    With `probed`, the sibling is taken to be right whenever the main guess is wrong.
     """
     share = 1.0 if probed else assignment.sibling_rates.rescued_share
-    # For most sequences of a drafter of chains, the first test already decides.
+    # If the drafter proposes only chains, the first comparison mostly decides.
     if share < threshold or share * (1.0 - assignment.rate.prob_all_accepted(1)) < threshold:
         return False
     return not is_sampled(sequence)

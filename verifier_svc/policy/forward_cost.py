@@ -150,13 +150,13 @@ def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
 
 
 def _neighbours(xs: list[float], x: float) -> list[float]:
-    """The two neighbours of `x` in the sorted `xs`, clamped at the ends; one if `xs` has one."""
+    """The two neighbours of `x` in the sorted `xs`, clamped at its ends; one if it has one."""
     i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
     return xs[max(i - 1, 0) : i + 1]
 
 
 def _interpolate(xs: list[float], points: dict[float, float], x: float) -> float:
-    """The value at `x` on the line through the two nearest points; at least the lowest point's.
+    """The value at `x` on the line through the two nearest points, or the lowest point's if higher.
 
     `xs` are the keys of `points` in rising order.
     """

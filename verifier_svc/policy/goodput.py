@@ -1,4 +1,4 @@
-"""The arithmetic of goodput, committed tokens over time, and the costs of draft tokens.
+"""The arithmetic of goodput (committed tokens per second) and of the costs of draft tokens.
 
 A draft token is worth its place in a forward if its probability of being committed is at least its
 cost: the number of tokens that the batch commits in the time that the draft token takes. The
@@ -40,8 +40,8 @@ def step_costs(
     """The costs for a batch that commits `speedup` times the tokens of plain decoding.
 
     In a forward with prompt tokens, a draft token costs at least as much as a prompt token, even if
-    a few draft tokens alone would cost almost nothing. The prompt's own time is no part of the
-    batch's rate, since it is spent with drafts and without.
+    a few draft tokens would cost almost nothing in a forward without prompts. The prompt's own time
+    is no part of the batch's rate, since it is spent with or without drafts.
     """
     decode_step_s = cost.estimate(batch, batch)
     rate = speedup * batch / decode_step_s if decode_step_s > 0.0 else 0.0
@@ -74,10 +74,10 @@ def acceptance_threshold(accept_probs: list[float], token_costs: list[tuple[int,
 
 
 def steps_meanwhile(wait_s: float, decode_step_s: float) -> int:
-    """Steps of `decode_step_s` seconds to take before the engine waits for a draft `wait_s` away.
+    """How many steps to take before the engine waits for a draft that is due in `wait_s`.
 
-    At least 1; 0 before anything was measured. Afterwards the engine waits for less than half a
-    step.
+    A step takes `decode_step_s` seconds. At least 1; 0 before anything was measured. The number is
+    rounded, so after these steps the wait is at most half a step.
     """
     return max(math.floor(wait_s / decode_step_s + 0.5), 1) if decode_step_s > 0.0 else 0
 

@@ -7,8 +7,8 @@ from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.sequence import Sequence
 
-# Drafts of `_TIMED_TOKENS` tokens are timed, or shorter drafts if the sequence never verifies so
-# long a draft.
+# The explanation says how long a draft of `_TIMED_TOKENS` tokens takes, or a shorter draft if the
+# sequence never verifies that many.
 _TIMED_TOKENS = 4
 # A drafter counts as wrong, not as silent, if at least this share of its answers holds a draft.
 _ANSWERS = 0.5
@@ -35,7 +35,7 @@ def pause_reason(sequence: Sequence, plan: Plan, budget: SpeculationBudget) -> P
 
 
 def pause_of(sequence: Sequence, plan: Plan) -> SpeculationPause | None:
-    """Why half of the sequence's steps or more verified no draft; None if most verified a draft."""
+    """Why at least half of a sequence's steps verified no draft; None if most verified a draft."""
     counts = sequence.pauses
     step_count = sum(counts.values())
     if step_count == 0 or step_count < sequence.stats.draft_count:

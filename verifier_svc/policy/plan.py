@@ -18,7 +18,7 @@ class Plan:
     """The decisions for one step, and the numbers behind them."""
 
     batch: int = 1
-    """Number of decoding sequences; if there are none, the number of the last plan that had any."""
+    """Number of decoding sequences; without any, the number of the last plan that had some."""
     decode_step_s: float = 0.0
     """Seconds of a step without drafts; 0 before anything was measured."""
     speedup: float = 1.0
@@ -36,7 +36,7 @@ class Plan:
     asks: Mapping[Assignment, int] = field(default_factory=dict)
     """Drafters to ask after this step: draft tokens to ask for, by assignment."""
     tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)
-    """Draft tokens of all branches together to ask for; 0 for a missing assignment."""
+    """Draft tokens to ask for, all branches of a tree together; 0 for a missing assignment."""
     probes: frozenset[Assignment] = frozenset()
     """Assignments that do not pay, but get this step's verdict to see whether they improved."""
     wait_for: tuple[tuple[Sequence, Assignment], ...] = ()
@@ -44,7 +44,7 @@ class Plan:
     wait_s: float = 0.0
     """The longest wait for the drafts of `wait_for`, in seconds."""
     policy: DraftPolicy = PAYING_DRAFTS
-    """The policy that made the plan, by which the engine waits for late drafts."""
+    """The policy that made the plan. It also says for which late drafts the engine waits."""
     insisted: bool = False
     """Whether the requests insist on drafts, so the step says nothing about what pays."""
     measuring: bool = False

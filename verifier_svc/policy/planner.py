@@ -35,8 +35,8 @@ _COMPARED_TOKENS = 4
 _INSISTED_WAIT_S = 0.05
 # Drafts must make the batch faster than plain steps by this factor; otherwise drafters rest.
 _MARGIN = 1.01
-# Drafts that no step waits for must gain this many times the tokens that their time is worth. They
-# speed up few sequences and slow down all, and the first rows of a block cost more than the rest.
+# Drafts that no step waits for speed up few sequences and slow down all, and the first rows of a
+# block cost more than the rest. So the gain of these drafts must be this many times their cost.
 _LEAST_GAIN = 1.5
 
 
@@ -53,10 +53,10 @@ class _Choice(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """A plan without what depends on the drafts that have come: `Planner.finish` adds that.
+    """The part of a plan that does not depend on which drafts have come.
 
-    It may be made while the previous step computes, so it uses the rates from before that step's
-    end.
+    `Planner.finish` adds the rest. An outline may be made while the previous step computes, so it
+    uses the rates from before that step's end.
     """
 
     plan: Plan
@@ -71,7 +71,7 @@ class Outline(NamedTuple):
     """Whether the policy wanted steps without drafts."""
 
     def without_ended(self, running: Mapping[int, Sequence]) -> Outline:
-        """The outline of the sequences that still run, by id."""
+        """The outline without the sequences that are not in `running`, which is by id."""
         if len(running) == len(self.decoding):
             return self
         return self._replace(
@@ -109,9 +109,9 @@ class Planner:
             self._insistent = Planner(policy, cost, budget, EVERY_DRAFT, trees=trees)
 
     def insisted_outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
-        """As `outline`, of a plan whose waits take at most `_INSISTED_WAIT_S`.
+        """As `outline`, for a plan whose waits take at most `_INSISTED_WAIT_S`.
 
-        Which drafters pay stays as in the last plan, since other requests go by that.
+        The paying drafters stay those of the last plan, since they matter to other requests.
         """
         outline = self.outline(running, last, step)
         plan = replace(
@@ -145,7 +145,7 @@ class Planner:
         return replace(plan, draft_tokens=draft_tokens, wait_for=wait_for, wait_s=wait_s)
 
     def holds(self, outline: Outline) -> bool:
-        """Whether the policy wants steps without drafts as it did when the outline was made."""
+        """Whether the policy's answer to `measures` is the same as when the outline was made."""
         plan = outline.plan
         if plan.insisted:
             return True
@@ -220,14 +220,15 @@ class Planner:
         step_s = costs.decode_step_s
         if self._by_limit or step_s == 0.0:
             return []
-        # Not even a draft after many right guesses may gain enough for the cheapest rows.
+        # After many right guesses, at least this share of guesses must be right to pay for the
+        # cheapest rows.
         least_right = _LEAST_GAIN * costs.token_costs[0][1]
         found = asks.listened(decoding, drafters, drafts, costs.limit, least_right, step_s, step)
         together = choice.drafters.union([assignment.drafter for _, assignment, _ in found])
         return found if self.budget.allows(costs.batch, together) else []
 
     def _ready_tokens(self, drafts: Drafts, listened: Drafts, costs: StepCosts) -> dict[int, int]:
-        """Draft tokens to verify, by sequence id, of drafts that are there though nobody waits."""
+        """Draft tokens to verify, by sequence id, if `listened` drafts that have come are used."""
         ready = [
             (sequence, assignment, there)
             for sequence, assignment, count in listened
@@ -282,7 +283,7 @@ class Planner:
         return frozenset([d for d in known if d.proven or d.on_target_device])
 
     def first_draft_tokens(self, sequence: Sequence, assignment: Assignment, last: Plan) -> int:
-        """Draft tokens to ask for with a new sequence; 0 if the drafter does not pay by `last`."""
+        """Draft tokens to ask for with a new sequence; 0 if by `last` the drafter does not pay."""
         drafter = assignment.drafter
         if drafter in last.considered and drafter not in last.paying:
             return 0
@@ -334,7 +335,7 @@ class Planner:
         for sequence in decoding:
             asked = [a for a in sequence.assignments.values() if a.drafter in drafters]
             if asked:
-                # Of several drafters, the drafter that most likely brings a right first token.
+                # Among several drafters, take the drafter whose first token is most likely right.
                 likeliest = max(asked, key=_first_token) if len(asked) > 1 else asked[0]
                 accept_probs += self._accept_probs(sequence, likeliest, costs)
         accept_probs.sort()
@@ -425,7 +426,7 @@ class Planner:
             # A fixed-length draft gets no tree tokens.
             fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
             if self._trees and not fixed and wants_tree(sequence, assignment, threshold):
-                # About one more token beside each token of the main path.
+                # A tree has about one more token beside each token of the main path.
                 prob_wrong = 1.0 - assignment.rate.prob_all_accepted(count)
                 gained += chance * assignment.sibling_rates.added_tokens(prob_wrong)
                 total += chance * count

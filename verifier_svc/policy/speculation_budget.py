@@ -27,8 +27,9 @@ _MOST_STEPS = 32.0
 _REOPEN_STEPS = 1.5
 # A step that was held up says little, so no step loses more than this.
 _WORST_STEP = 2.0
-# Baseline steps that are measured in a row. The next row follows after `_FIRST_GAP` steps, then
-# after twice as many, up to `_LONGEST_GAP`: contexts grow, and other load comes and goes.
+# Baseline steps that are measured in a row. The next row follows after `_FIRST_GAP` steps, and each
+# further gap is twice as long, up to `_LONGEST_GAP`. Rows repeat because contexts grow, and other
+# load comes and goes.
 _BASELINE_STEPS = 4
 _FIRST_GAP = 128
 _LONGEST_GAP = 1024
@@ -41,8 +42,8 @@ _BASELINE_WEIGHT = 1 / 32
 # mean before them.
 _LOAD_STEPS = 16
 _GROWN = 1.25
-# After a reset a budget holds half its capacity, at least `_LEAST_STEPS`. So a load that comes and
-# goes does not cancel a loss again and again.
+# A reset halves a budget's capacity and fills it, unless half of it is less than `_LEAST_STEPS`. So
+# a load that comes and goes does not cancel a loss again and again.
 _LEAST_STEPS = 1.0
 
 
@@ -57,7 +58,7 @@ class _Budget:
     """Whether drafting may go on. An exhausted budget opens again at `_REOPEN_STEPS`."""
 
     def add(self, steps: float) -> None:
-        """Add steps that were gained; below 0, steps that were lost."""
+        """Add steps that were gained; a negative number of steps was lost."""
         self.steps += steps
         if self.steps > self.most:
             self.most = min(self.most + _SAVED * (self.steps - self.most), _MOST_STEPS)
@@ -69,7 +70,7 @@ class _Budget:
             self.open = True
 
     def reset(self) -> None:
-        """Begin anew, if exhausted, with half the capacity; do nothing if that is too little."""
+        """If exhausted, begin anew with half the capacity, unless that is below `_LEAST_STEPS`."""
         half = self.most / 2.0
         if not self.open and half >= _LEAST_STEPS:
             self.most = half
@@ -207,8 +208,9 @@ class SpeculationBudget:
     def _refill(self, size: int, steps: float) -> None:
         """Divide the refill of `steps` baseline steps among the exhausted budgets of this size.
 
-        A drafter set that goes by the exhausted budget of another size gets its own budget for this
-        size: the other budget is not refilled as long as no batch has its size.
+        A drafter set without a budget for this size is judged by the budget of the nearest size. If
+        that budget is exhausted, the set gets a budget of its own for this size, because the other
+        budget is refilled only while batches have its size.
         """
         sets = [drafters for drafters in self._budgets if not self._allows(size, drafters)]
         closed = [self._budget(size, drafters) for drafters in sets]

@@ -15,7 +15,8 @@ _SAMPLES = 7
 # Siblings from these depths and ranks on share a measurement.
 _DEPTHS = 4
 _RANKS = 8
-# Weight of the prior of claims, in guesses that were expected to be right, and decay of its sums.
+# The prior of claims weighs as much as this many guesses that were expected to be right. The sums
+# of claims decay by `_CLAIM_DECAY`.
 _CLAIM_WEIGHT = 1.0
 _CLAIM_DECAY = 0.995
 # Prior share of wrong main guesses that have a right sibling, and its weight in main guesses.
@@ -57,10 +58,10 @@ class AcceptanceRate:
     ) -> None:
         """Keep `count` positions. The prior weighs 4 drafts, observations at most 1 / (1 - decay).
 
-        If the prior is another rate, each position follows the prior's position as that changes. If
-        the prior is a number, or has no such position, a position without data inherits the
-        estimate of the position before it. Otherwise positions that are never reached would keep an
-        optimistic prior.
+        If the prior is another rate, each position follows the same position of the prior, which
+        may change. If the prior is a number, or lacks the position, a position without data
+        inherits the estimate of the position before it. Otherwise positions that are never reached
+        would keep an optimistic prior.
         """
         self._prior = _FixedRate(prior) if isinstance(prior, float) else prior
         self._decay = decay
@@ -68,7 +69,7 @@ class AcceptanceRate:
         self._judged = [0.0] * count
         self.version = 0
         """Grows with each draft that changes a rate."""
-        # The lists below hold for this sum of two versions: this rate's and the prior's.
+        # The lists below are valid while the versions of this rate and of its prior have this sum.
         self._valid = -1
         self._rates: list[float] = []
         self._cumulative: list[float] = []
@@ -142,9 +143,9 @@ class AcceptanceRate:
         return cumulative[count - 1] if count < len(cumulative) else cumulative[-1]
 
     def tokens_worth(self, threshold: float, limit: int) -> int:
-        """How many draft tokens, at most `limit`, have a cumulative acceptance of `threshold`.
+        """How many draft tokens, at most `limit`, have at least `threshold` cumulative acceptance.
 
-        It falls with each position, so these are the first draft tokens.
+        Cumulative acceptance falls with each position, so these are the first draft tokens.
         """
         count = 0
         for prob in self.cumulative[:limit]:
@@ -158,8 +159,9 @@ class SiblingRates:
     """How far one drafter's claims about siblings of the main guess hold, by depth and rank.
 
     A claim is an estimate, made before the commit, of the probability that a guess is right if its
-    parent is: the drafter's confidence, or a prior. The factor between claims and commits corrects
-    it. The factor comes from sums in which older guesses count less, and begins at 1.
+    parent is right. The claim is the drafter's confidence, or a prior. A factor corrects claims:
+    the number of right guesses divided by the number that was claimed. In both numbers older
+    guesses count less. The factor begins at 1.
     """
 
     __slots__ = ("_claimed", "_rescued", "_right", "_wrong", "rescued_share")

@@ -39,9 +39,9 @@ _MESSAGE_BYTES = 1024
 _TOKEN_BYTES = 16
 _ENTRY_BYTES = 256
 MOST_ANSWERS = 2**16
-"""The most proposals, and the most skips, that a drafter may have left to send: allowances that it
-does not use add up to this at most. A drafter that answers each message stays below, even if it
-reads a thousand steps of 64 sequences at once."""
+"""Each message to a drafter allows it some proposals and skips. Allowances that it does not use add
+up to at most this number of each. A drafter that answers each message stays below the number, even
+if it reads a thousand steps of 64 sequences at once."""
 
 
 def held_bytes(byte_count: int, batch: DraftBatch | None = None) -> int:
@@ -71,7 +71,7 @@ class Drafter:
     source: str = ""
     """Whose drafter it is: the common name of its certificate, or without TLS its address."""
     round_trip: Latency = field(default_factory=Latency)
-    """From a verdict that asks for a draft to its first message, without the drafting time."""
+    """Time from a verdict that asks for a draft to the answer, without the time of drafting."""
     token_time: Latency = field(default_factory=Latency)
     """Time to draft one token."""
     rates: dict[tuple[bool, bool, bool], list[AcceptanceRate]] = field(default_factory=dict)
@@ -99,8 +99,8 @@ class Drafter:
     busy_until: float = 0.0
     """Until when it is expected to draft, to fill all windows that it was told (seconds)."""
     draining: bool = False
-    # One more than the messages to it allow, so that an id that was never opened gets its own
-    # error.
+    # One more than the messages to it allow, so that an id that was never opened gets the error
+    # about ids.
     proposals_left: int = 1
     """Proposals that it may send before it is told more."""
     skips_left: int = 1
@@ -118,9 +118,9 @@ class Drafter:
     silent: bool = False
     """Whether it has stopped answering."""
     paused: bool | None = None
-    """Whether it was last not asked for any draft; None before the first step with it."""
+    """Whether the last step asked it for no draft; None before the first step with it."""
     turn: int = 0
-    """When it last got a sequence, in a count of all such events of the verifier."""
+    """When it last got a sequence, in a count of all the verifier's assignments."""
     answer_rate: float = 1.0
     """Share of its answers that held a draft, as a running mean over all its sequences."""
     verified_count: int = 0
@@ -134,7 +134,7 @@ class Drafter:
 
     @property
     def blamed(self) -> str:
-        """The name under which its faults count. With TLS, another id does not reset them."""
+        """The name under which its faults count. With TLS, a new id does not reset the count."""
         return self.holder or self.id
 
     @property
@@ -149,7 +149,7 @@ class Drafter:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it fell silent, or failed its trial: late, wrong or skipping.
+        """Whether it fell silent, or failed its trial because it was late, wrong or skipped.
 
         It is only probed, on one sequence at a time.
         """
@@ -196,7 +196,7 @@ class Drafter:
 
         Raises OutriderError(PROTOCOL_VIOLATION) for more entries than the messages to it allow.
         """
-        # A message without an entry counts as one.
+        # A message without entries counts as one proposal.
         self.proposals_left -= max(len(batch.proposals), 1 - _entry_count(batch))
         self.skips_left -= len(batch.skips)
         if self.skips_left < 0:

@@ -21,7 +21,7 @@ class MaskWork:
     """
 
     def __init__(self, compute: Compute, draft: DraftTree, drafter_id: str) -> None:
-        """`compute` gives the masks of `draft`, whose main path that drafter proposed."""
+        """`compute` gives the masks of `draft`, whose main path `drafter_id` proposed."""
         self.draft = draft
         self.drafter_id = drafter_id
         self.mask: npt.NDArray[np.int32] | None = None
@@ -58,7 +58,7 @@ class MaskWork:
         self._clock = clock
         try:
             self.mask = self._compute()
-        # The sequence ends with it.
+        # The sequence ends with this error.
         except BaseException as error:  # noqa: BLE001
             self.failure = error
         self._seconds = clock() - self._began

@@ -1,7 +1,8 @@
 """The tries of all drafters of one sequence as one trie, in which equal prefixes merge.
 
-The trie whose main path is to be verified comes first. Its main guesses are the merged trie's.
-Another drafter's main guess is the merged trie's only where the tries before it have no guess.
+The trie whose main path is to be verified comes first. Its main guesses are also the main guesses
+of the merged trie. The main guess of a later trie becomes the merged trie's main guess only where
+the tries before it have no guess.
 """
 
 from __future__ import annotations

@@ -30,11 +30,12 @@ _LEAST_CHANCE = 0.1
 _SILENT_LATENCIES = 8.0
 # Weight of the newest answer in `answer_rate`.
 _RECENT = 0.2
-# Steps between two probes: after a probe that was right, at first, and at most.
+# Steps between two probes: after a probe whose guesses were right, at the beginning, and at most.
 _EAGER_BACKOFF = 2
 FIRST_BACKOFF = 8
 _LONGEST_BACKOFF = 256
-# Drafts after runs of less than 1, of 1 to 3, and of 4 and more tokens have a rate each.
+# There are three classes of drafts, each with its own rate: drafts after a run of 0, of 1 to 3, and
+# of at least 4 tokens.
 _RUNS = (1, 4)
 RUN_CLASSES = len(_RUNS) + 1
 
@@ -81,9 +82,9 @@ class Assignment:
     backoff: int = FIRST_BACKOFF
     """Steps between two probes. A power of two, so that many sequences are probed in one step."""
     asked_at: dict[int, float] = field(default_factory=dict)
-    """When the drafter was asked to draft after a committed length (seconds), by that length.
+    """By committed length, when the drafter was asked to draft after it (seconds).
 
-    Only lengths after which the trie was empty, until the drafter answers.
+    Only lengths after which the trie was empty are here, until the drafter answers.
     """
     answered_length: int = 0
     """The greatest committed length that it answered.
@@ -96,7 +97,7 @@ class Assignment:
     An answer that is long overdue counts as a skip.
     """
     feature_position: int = 0
-    """Its drafter has, or will get, no more features of tokens before this position."""
+    """No further features of tokens before this position are taken for the drafter."""
     held_features: list[Features] = field(default_factory=list)
     """Features that wait for the verdict of their tokens."""
     told_at: float = 0.0
@@ -109,7 +110,7 @@ class Assignment:
     drafter's guesses for other texts do.
     """
     idle_steps: int = 0
-    """Steps since the last step that committed one of its guesses; counted only where `run` is."""
+    """Steps since the last step that committed a guess of it; counted only for quick drafters."""
     rate: AcceptanceRate = field(init=False)
     """The rate of `rates` that holds for a draft after the present run."""
 
@@ -124,8 +125,8 @@ class Assignment:
     def follow(self, guessed: int, right: int, decode_step_s: float, *, skipped: bool) -> None:
         """Update a quick drafter's run after a commit that judged `guessed` of its main guesses.
 
-        The first `right` of them were right. Without a guess the run goes on, unless the drafter
-        said that it has none.
+        The first `right` of these guesses were right. If there was no guess, the run goes on,
+        unless the drafter `skipped`.
         """
         if not self.drafter.is_quick(decode_step_s):
             return
@@ -143,20 +144,20 @@ class Assignment:
         return self.opened and self.drafter.feature_width > 0
 
     def back_off(self) -> None:
-        """Note a probe: the next one is twice as far away."""
+        """Note a probe, and double the number of steps until the next probe."""
         self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
 
     def prob_all_accepted(self, count: int, draft_tokens: int) -> float:
         """Probability that the next `count` tokens of a draft are right.
 
-        0 if the trie has no room for them and `draft_tokens` more.
+        0 if the trie has no room for these tokens after `draft_tokens` other tokens.
         """
         if draft_tokens + count > self.trie.window.depth:
             return 0.0
         return self.rate.prob_all_accepted(count)
 
     def promise(self, draft_tokens: int) -> tuple[float, float]:
-        """How many tokens a draft should have if `draft_tokens` are asked for, and how many right.
+        """How many tokens, and how many right tokens, to expect if `draft_tokens` are asked for.
 
         A drafter that sends few tokens is credited with few, even if they are nearly always right.
         """
@@ -166,9 +167,10 @@ class Assignment:
         return sum(lengths), sum(map(mul, lengths, self.rate.cumulative))
 
     def final_length(self, draft_tokens: int) -> tuple[int, int]:
-        """How many tokens it was asked for and has offered, if it offers no more before a verdict.
+        """How many tokens the drafter was asked for, and how many its draft has in the end.
 
-        The step verifies at most `draft_tokens`. 0 where there is no draft, or more may come.
+        Both count at most `draft_tokens`, since the step verifies no more. The second number is 0
+        if there is no draft, or if the draft may still grow before the next verdict.
         """
         if draft_tokens == 0 or not self.asked:
             return 0, 0
@@ -260,7 +262,8 @@ class Assignment:
     def chance(self) -> float:
         """Probability that asking brings a draft, to compare drafters.
 
-        Not near 0: a drafter whose texts are hard for a while costs little and is still asked.
+        It is never near 0, because a drafter whose texts are hard for a while costs little and
+        should still be asked.
         """
         return max(self.answer_rate, _LEAST_CHANCE)
 
@@ -298,10 +301,10 @@ class Sequence:
     """Ids of drafters that lost the sequence to other drafters. None of them gets it again."""
     cached_token_count: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
-    """Block hashes of its full pages, as far as it had to wait for pages."""
+    """Block hashes of its full pages. They are computed only while it waits for pages."""
     unsent: TokenChunk | None = None
     matcher: Matcher | None = None
-    """The state of the request's grammar after the committed output but its last `grammar_lag`."""
+    """The state of the request's grammar after the output without its last `grammar_lag` tokens."""
     grammar_lag: int = 0
     """How many of the last committed tokens the next mask's work gives to the grammar."""
     mask_width: int = 0
@@ -321,9 +324,9 @@ class Sequence:
     submitted_at: float = 0.0
     """When the request came (monotonic seconds)."""
     scheduled_at: float | None = None
-    """When it was first part of a batch, without the time unread (monotonic seconds)."""
+    """When it was first part of a batch (monotonic seconds). Time unread moves it forward."""
     unread_at: float | None = None
-    """Since when its caller does not read (monotonic seconds); None if it does."""
+    """Since when its caller does not read (monotonic seconds); None if the caller reads."""
 
     @property
     def has_begun(self) -> bool:

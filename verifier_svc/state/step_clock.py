@@ -39,7 +39,7 @@ class StepClock:
         self._clock = clock
         self._next_wait_s = 0.0
         self._phase_began = 0.0
-        # When the last two steps ended; -infinity before an idle period.
+        # When the last two steps ended; -infinity for a step before the last idle period.
         self._ended = (-math.inf, -math.inf)
 
     def waited(self, seconds: float) -> None:
@@ -54,7 +54,7 @@ class StepClock:
         self._phase_began = self._clock()
 
     def end(self, phase: str) -> None:
-        """End a phase and begin the next one; a phase that a step enters twice adds up."""
+        """End a phase and begin the next one; the times of a phase that occurs twice add up."""
         now = self._clock()
         seconds = max(now - self._phase_began, 0.0)
         self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
@@ -81,5 +81,5 @@ class StepClock:
         return busy_until <= self._ended[0]
 
     def times(self) -> StepTimes:
-        """The times of the step. They stay as they are if no further phase of it ends."""
+        """The times of the step. They change if a further phase of the step ends."""
         return StepTimes(self.wait_s, self.phases_s)

@@ -34,7 +34,7 @@ class DraftTree:
     drafter_ids: list[str] = field(default_factory=list)
     """Each token's drafter; empty if the main path's drafter guessed them all."""
     main_length: int | None = None
-    """Length of a main path that a grammar cut; None if the path is the first children."""
+    """Length of a main path that a grammar cut; None if it consists of the first children."""
 
     def first(self, count: int) -> DraftTree:
         """The first `count` tokens, which are a tree as well."""
@@ -153,8 +153,8 @@ class Trie:
         self._check_base(proposal.base_length, len(committed))
         added = AddResult()
         parents = proposal.parents
-        # The parent of the next token: its depth below the root, at most 0 if it is committed, and
-        # its node; a committed token has the root. `places` has both for each token of a tree.
+        # `depth` and `node` are those of the next token's parent. A committed token has a depth of
+        # at most 0, and the root as its node. `places` has both for each token of a tree.
         depth = proposal.base_length - len(committed)
         node = self._root
         places = [(depth, node)]

@@ -201,15 +201,15 @@ def check_tokenizer(hello: Hello, expected: str) -> None:
 
 
 def _address(peer: str) -> str:
-    """The address of gRPC's name for a peer, such as ipv4:10.0.0.1:5000, without the port."""
+    """The address in gRPC's name for a peer, such as ipv4:10.0.0.1:5000, without the port."""
     return peer.rpartition(":")[0] if peer.startswith("ip") else peer
 
 
 def _messages(step: drafts_pb2.StepBatch) -> Iterator[drafts_pb2.StepBatch]:
     """Split a step whose prompts or features are too long for one message.
 
-    The first parts open sequences, the next ones have features; the last part has the verdicts and
-    the closed sequences.
+    The first parts open sequences, the next parts have features, and the last part has the verdicts
+    and the closed sequences.
     """
     if step.ByteSize() <= _MAX_MESSAGE_BYTES:
         yield step

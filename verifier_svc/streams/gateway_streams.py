@@ -21,7 +21,8 @@ from outrider.process.network import rpc_errors
 from outrider.protocol.wire.batches import take_batch
 from outrider.v1 import verifier_pb2
 
-# A caller that does not read cannot fill the verifier's memory. The parts of one step are far less.
+# A bound, so that a caller that does not read cannot fill the verifier's memory. The parts of one
+# step are far smaller.
 MOST_UNSENT_BYTES = 64 * 2**20
 
 Requests = AsyncIterator[token_streams_pb2.StreamTokensRequest]

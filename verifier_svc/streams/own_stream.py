@@ -43,7 +43,7 @@ class OwnVerifier:
 
     @asynccontextmanager
     async def connect(self, info: ModelInfo) -> AsyncIterator[_Own]:
-        """Open a line; the block's end removes the drafter."""
+        """Connect a drafter; it is removed when the block ends."""
         transport = _Own(self._engine, info)
         try:
             yield transport

@@ -1,4 +1,4 @@
-"""The span and the access line of one sequence that a caller asked for, refused ones too."""
+"""The span and the access line of one sequence that a caller asked for, even if it was refused."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ _HEALTH_POLL_S = 5.0
 MOST_UNREAD_S = 60.0
 _NEVER_S = 1e9
 JOIN_S = 10.0
-"""How long after its start a verifier holds requests that name a drafter which has not joined:
-drafters that start with it find it ready a moment after clients do."""
+"""How long after its start a verifier holds requests that name a drafter which has not joined.
+Drafters that start together with the verifier find it ready a moment later than clients do."""
 _JOIN_POLL_S = 0.1
 _Chunks = ReadAhead[TokenChunk | OutriderError]
 """The chunks of one sequence; an error ends them."""
@@ -221,7 +221,7 @@ class VerifierServicer(
         traceparent: str,
         most_unread_s: float = _NEVER_S,
     ) -> AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]:
-        """Yield the tokens that each step commits for one sequence; closing this frees it.
+        """Yield the tokens that each step commits for a sequence; closing this frees the sequence.
 
         Raises OutriderError if the request is refused, its sequence fails, or nothing is read for
         `most_unread_s`.
@@ -242,7 +242,7 @@ class VerifierServicer(
         served: ServedSequence,
         most_unread_s: float,
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one sequence; closing this frees it. Raises as `_generate` does."""
+        """Yield one sequence's chunks; closing this frees the sequence. Raises as `_generate`."""
         engine = self._taking_requests()
         parsed = wire_requests.request_from_proto(
             request, vocab_size=self.info.vocab_size, context_length=self.info.context_length

@@ -2,10 +2,10 @@
 
 Knows logits, drafts and noise; not sequences, pages or streams.
 
-The rules GREEDY (at temperature 0) and COUPLED (above) draw the target's own token at every
-position, with noise that depends only on seed and position. They accept a draft token that equals
-the target's own. Nothing of the draft enters the output, so a seed gives the same text with any
-drafter. The rules for sampled drafts of trusted drafters, and the lossy rules, are in
+The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) draw the target's own token
+at every position, with noise that depends only on seed and position. They accept a draft token that
+equals the target's own token. Nothing of the draft enters the output, so a seed gives the same text
+with any drafter. The rules for sampled drafts of trusted drafters, and the lossy rules, are in
 `verifier_svc.verification.rules`.
 """
 
@@ -37,9 +37,10 @@ Beside = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class Acceptance:
-    """Accepts or rejects every draft of a batch; laid out on the host before the forward.
+    """Accepts or rejects every draft of a batch.
 
-    So the device gets one copy before its logits are there, and gives one copy back.
+    It is laid out on the host before the forward. So there is one copy to the device, before the
+    logits are there, and one copy back.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class Acceptance:
         """With `synthetic_rates`, drafts are accepted at these rates whatever the target says.
 
         A draft's tokens up to position i are all accepted with the probability of rate i. Only
-        benchmarks need that; in a tree, only first children are accepted. `counts` has the counts
-        of the tokens of the sequences' texts. Raises ValueError for a tree that was sampled.
+        benchmarks need that; in a tree, only first children are accepted. `counts` has how often
+        each token occurs in the sequences' texts. Raises ValueError for a tree that was sampled.
         """
         self._drafts = drafts
         self._is_synthetic = bool(synthetic_rates)
@@ -174,7 +175,7 @@ def _with_errors(
 
 
 def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
-    """Results if every draft's rule is GREEDY; `tokens` has the target's likeliest of each row.
+    """Results if every draft's rule is GREEDY; `tokens` has each row's likeliest token.
 
     Runs on the host, which takes less time than laying out tensors.
     """
@@ -234,7 +235,7 @@ class _Draws:
         tokens_R: torch.Tensor,
         whole: Mapping[int, Sequence[int]],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Which rows' draft tokens are accepted, bool [R]; and the last of `TargetProbs.probs`.
+        """Which rows' draft tokens are accepted, bool [R]; and `TargetProbs.probs`' last result.
 
         `tokens_R` comes in as the rows' argmax, and goes out as the target's own tokens.
         """
@@ -406,9 +407,10 @@ def _judged(rule: AcceptanceRule, rows: Rows) -> list[tuple[int, SpeculationOpti
 
 
 def _chances(rates: Sequence[float]) -> np.ndarray:
-    """The chance of each position's token after all tokens before it; the last chance goes on.
+    """The chance of each position's token after all tokens before it.
 
-    Each rate is the probability of the whole draft up to a position.
+    Each rate is the probability of the whole draft up to a position. The last chance holds for all
+    later positions too.
     """
     before = (1.0, *rates[:-1])
     return np.array([rate / (last or 1.0) for rate, last in zip(rates, before, strict=True)])

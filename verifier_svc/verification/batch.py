@@ -102,7 +102,8 @@ class DraftVerifier:
         request = sequence.request
         tree = scheduled.draft
         assignment = scheduled.assignment
-        # A distribution counts only if the drafter was asked for it: a false one can force a token.
+        # A distribution counts only if the drafter was asked for it, because a false distribution
+        # can force a token.
         sampled = None
         asked = assignment is not None and assignment.distribution is DraftDistribution.SPARSE
         if asked and tree.distributions:

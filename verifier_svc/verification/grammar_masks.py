@@ -41,8 +41,8 @@ class GrammarMasks:
     A sequence whose masks are not there in time is left out of the step: nothing of it is accepted
     or drawn. It comes back with the same draft when the masks are there, and the same noise, which
     depends only on seed and position. So its text does not depend on how long masks take, even
-    where that depends on the values of sampled draft tokens. Whether later steps draft at all may
-    depend on that time, because their drafts are sampled only afterwards.
+    where that time depends on the values of sampled draft tokens. Whether later steps draft at all
+    may depend on that time. This is harmless, because their drafts are sampled only afterwards.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class GrammarMasks:
         if not masked:
             return lambda: list(batch)
         by_tenant: dict[str, list[MaskWork]] = {}
-        # Quick masks come first: a tenant's other masks wait for its slow masks.
+        # Quick masks come first, because they would wait for slow masks of the same tenant.
         for scheduled in sorted(masked, key=lambda each: each.sequence.mask_row_s):
             sequence = scheduled.sequence
             if sequence.mask_work is None:
@@ -139,7 +139,7 @@ class GrammarMasks:
                     scheduled = replace(scheduled, mask=work.mask[:rows])
                 else:
                     if work.mask is not None:
-                        # A mask of the draft is too expensive. A later step has no draft.
+                        # A mask of the draft is too expensive, so the step is repeated without it.
                         work.draft, work.drafter_id = NO_DRAFT, ""
                     scheduled.is_late = True
                     work.wake_when_done(self._wake)
@@ -148,7 +148,7 @@ class GrammarMasks:
 
 
 def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment | None) -> MaskWork:
-    """The work for a sequence's masks after each token of a draft; it is the sequence's now."""
+    """Make the work for a sequence's masks after each token of a draft, and set `mask_work`."""
     assert sequence.matcher is not None
     late = sequence.tokens[len(sequence.tokens) - sequence.grammar_lag :]
     sequence.grammar_lag = 0
@@ -171,11 +171,11 @@ def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
 def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
     """For each draft token in order, whether the grammar allows it after its ancestors.
 
-    Meanwhile the matcher stands after the token, if it is allowed; afterwards it stands where it
-    was.
+    At each result the matcher stands after that token, if the token is allowed. In the end the
+    matcher stands where it stood before.
     """
-    # The rows of the path on which the matcher stands. In a depth-first order, rows after the
-    # parent are done with.
+    # The rows of the path on which the matcher stands. In a depth-first order, rows after the next
+    # token's parent are no longer needed.
     path = [0]
     parents = draft.parents or range(len(draft.token_ids))
     try:
@@ -186,7 +186,7 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
                 left += 1
             if left:
                 matcher.rollback(left)
-            # A parent that is not on the path was forbidden itself.
+            # A parent that is not on the path was forbidden, and so is its child.
             allowed = path[-1] == parent and matcher.accept(token)
             if allowed:
                 path.append(row)
@@ -196,7 +196,7 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
 
 
 def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
-    """Cut a tree to the tokens that `kept` marks: all but some, and each with its parent."""
+    """Cut a tree to the tokens that `kept` marks. It leaves out at least one, but no parent."""
     token_ids: list[int] = []
     parents: list[int] = []
     drafter_ids = list(compress(draft.drafter_ids, kept))
@@ -220,7 +220,8 @@ def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -
 
     Returns only the first row if a later row is too expensive: without the draft, the text may
     never come there. A sampled draft cannot be dropped because of its tokens, since that would bias
-    the text. So it raises MaskLimit for a sampled draft, and for the first row.
+    the text. So this raises MaskLimit if a row of a sampled draft, or the first row of any draft,
+    is too expensive.
     """
     for token in late:
         if not matcher.accept(token):

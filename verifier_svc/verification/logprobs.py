@@ -17,9 +17,9 @@ _ROWS_AT_ONCE = 64
 
 
 class Logprobs:
-    """The log probabilities that a batch's requests want, at least one, laid out beforehand.
+    """The log probabilities that at least one request of a batch wants, laid out beforehand.
 
-    They are computed for all rows of a draft, since only the device knows which of these will be
+    They are computed for all rows of a draft, since only the device knows which rows will be
     committed. So they come with the same copy as the rest of the step's results.
     """
 
@@ -62,8 +62,8 @@ class Logprobs:
     def tensors(self, logits_RV: torch.Tensor, committed_R: torch.Tensor) -> list[torch.Tensor]:
         """Log probabilities [N, 1 + K], and ranks and ids [N, 1 + K].
 
-        `logits_RV` are all of the batch. `committed_R` has the token after each row that is drawn
-        from, in case the row is committed.
+        `logits_RV` are all the batch's logits. `committed_R` has the token after each row from
+        which a token is drawn, in case the row is committed.
         """
         index_N = self._rows_N.tensor
         tokens_N = torch.cat([self._tokens_S.tensor, committed_R[self._drawn_D.tensor]])

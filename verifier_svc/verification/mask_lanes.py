@@ -58,7 +58,7 @@ class Inline:
 
 
 class Threads:
-    """Computes masks on threads; both libraries let other threads run meanwhile."""
+    """Computes masks on threads; LLGuidance lets other threads run meanwhile."""
 
     def __init__(self) -> None:
         self._fast = TenantThreads(_FAST_THREADS, "masks", each=1, nice=_FAST_NICE)

@@ -19,7 +19,7 @@ def walk(
 ) -> list[int]:
     """The rows of the accepted draft tokens, in order.
 
-    `own` has each row's own token of the target; a negative one equals no draft token.
+    `own` has the target's own token after each row; a negative number equals no draft token.
     `accepts_first` tells for each row whether a rule accepts its first child, whatever the target's
     own token is. Otherwise the walk goes to the child that equals that token, and stops if there is
     none.

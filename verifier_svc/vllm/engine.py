@@ -55,7 +55,7 @@ class VllmEngine:
         self._llm = llm
         self._hub = hub
         self._eos_token_ids = tuple(eos_token_ids)
-        # The sequence by vLLM's name of its request, and that name by the sequence's id.
+        # Sequences by vLLM's names of their requests, and these names by sequence id.
         self._sequences: dict[str, Sequence] = {}
         self._names: dict[int, str] = {}
         self._name_count = 0
@@ -150,7 +150,7 @@ class VllmEngine:
         """Take a sequence out of vLLM until `resume`, because its caller does not read.
 
         A sequence with a grammar goes on, since vLLM could not resume it in the middle of the
-        grammar. Every sequence goes on once the hub has failed, since the hub counts its tokens. If
+        grammar. Once the hub has failed, every sequence goes on, since pausing needs the hub. If
         more than `max_waiting` sequences are unread, one of them ends, see `SequenceBook.pause`.
         """
         if sequence.request.grammar is not None or self._hub.failed:
@@ -236,7 +236,7 @@ class VllmEngine:
         self._hub.book.emit(sequence, chunk)
 
     def _note(self, sequence: Sequence, new: list[int], reason: FinishReason | None) -> None:
-        """Keep the books of a sequence after the hub, which else keeps them, has failed."""
+        """Record what a step committed of a sequence, once the hub, which else does it, failed."""
         sequence.tokens += new
         sequence.stats.record(0, 0)
         self._hub.waiting.pop(sequence.id, None)
@@ -358,7 +358,7 @@ def _logprobs(
 
 
 def _finish_reason(reason: str | None) -> FinishReason | None:
-    """Why a sequence ended; None for an end that is no answer's."""
+    """Why a sequence ended; None for an end without an answer, such as an abort."""
     return {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}.get(reason or "")
 
 

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds the sequences and drafts of one engine; all are counts."""
+    """The bounds of one engine's sequences and drafts; all are counts."""
 
     vocab_size: int
     max_sequences: int
@@ -83,7 +83,7 @@ class DraftHub:
     """
 
     is_own: ClassVar[bool] = True
-    """Whether the requests are our own gateways', which may name their sequences."""
+    """Whether our own server sends the requests. Only its requests may name their sequences."""
 
     def __init__(
         self,
@@ -144,8 +144,8 @@ class DraftHub:
         self.preemption_count = 0
         """How often vLLM has preempted a request."""
         self.bad_draft_count = 0
-        """Drafts with ids that the vocabulary lacks. The exchange refuses them before, so each is a
-        fault of ours."""
+        """Drafts with ids that the vocabulary lacks. The exchange should have refused such a draft,
+        so each is a fault of our code."""
         self._kv_cache_usage = 0.0  # at the last step
 
     # --- requests ---
@@ -252,7 +252,7 @@ class DraftHub:
         return list(draft.token_ids)
 
     def drop(self, request_id: str, draft: list[int]) -> None:
-        """Count a draft that `choose` gave and that cannot be verified; the request has none."""
+        """Count a draft of `choose` that cannot be verified. The request then has no draft."""
         self._chosen.pop(request_id, None)
         self.bad_draft_count += 1
         if self.bad_draft_count == 1:
@@ -324,7 +324,7 @@ class DraftHub:
     def commit(self, outcomes: Iterable[Outcome], occupancy: Occupancy) -> None:
         """Commit a step: send its verdicts, and learn from what became of its drafts.
 
-        `occupancy` is vLLM's now; its count of preemptions is the hub's own.
+        `occupancy` is what vLLM holds now. Only its count of preemptions comes from the hub.
         """
         committed = 0
         self.judged.clear()

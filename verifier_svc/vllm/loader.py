@@ -27,7 +27,7 @@ from verifier_svc.vllm import parameters, plugin, runner, versions
 from verifier_svc.vllm.engine import VllmEngine
 from verifier_svc.vllm.hub import DraftHub, Limits
 
-# Settings of the native engine that vLLM lacks, and the values that ask for nothing.
+# Settings of the native engine that vLLM lacks, and the values that change nothing.
 _NATIVE_ONLY = {
     "device": "auto",
     "sampled_rule": "block",
@@ -37,7 +37,7 @@ _NATIVE_ONLY = {
     "synthetic_acceptance_rates": [],
     "page_count": None,
 }
-# Arguments on which drafts, noise and log probabilities depend.
+# Arguments that Outrider sets, because drafts, noise and log probabilities depend on them.
 _OURS = (
     "scheduler_cls",
     "speculative_config",
@@ -54,7 +54,7 @@ class VllmLoader:
     def __init__(
         self, settings: VerifierSettings, servicer: VerifierServicer, metrics: VerifierMetrics
     ) -> None:
-        """Raises OutriderError for settings that vLLM cannot keep, or another version of it."""
+        """Raises OutriderError for settings that vLLM lacks, and for an unsupported vLLM."""
         versions.check_version(installed_version())
         for name, nothing in _NATIVE_ONLY.items():
             if getattr(settings, name) != nothing:
@@ -145,8 +145,8 @@ class VllmLoader:
     def _info(self, llm: Any, policy: DraftTokensPolicy, eos: tuple[int, ...]) -> ModelInfo:
         config = llm.vllm_config
         model = config.model_config
-        # A verifier continues another's answer only if the engine, its weights' types and its
-        # devices are the same.
+        # A verifier continues another verifier's answer only if both have the same engine, types of
+        # weights and number of devices.
         settings = self._settings.acceptance_settings | {
             "engine": f"vllm {installed_version()}",
             "engine-arg": " ".join(sorted(self._settings.engine_arg)),
@@ -185,7 +185,7 @@ def installed_version() -> str:
 
 
 def _read(texts: list[str]) -> dict[str, Any]:
-    """`KEY=VALUE` arguments; a value that is JSON is read as such, and any other is text."""
+    """`KEY=VALUE` arguments; a value that is JSON is read as JSON, and any other value is text."""
     arguments: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

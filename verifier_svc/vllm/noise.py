@@ -3,7 +3,7 @@
 vLLM takes the likeliest token of each row, and accepts a draft token that equals it. So the tokens
 are drawn here, as our own engine draws them, from the logits as they come from the model and the
 grammar; then each drawn token is made its row's likeliest. vLLM measures log probabilities before
-that. A batch without requests of ours that need it costs only a look at its requests.
+that. If no request of a batch needs our noise, the batch costs only a look at its requests.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class _Batch:
         self._row_count = 0
 
     def add(self, row_count: int, draft: Draft | None) -> None:
-        """Add the rows of the next request; None if vLLM draws its tokens."""
+        """Add the rows of the next request; `draft` is None if vLLM draws its tokens."""
         if draft is not None:
             self._drafts.append(draft)
             self._rows += range(self._row_count, self._row_count + row_count)
         self._row_count += row_count
 
     def draw(self, logits_RV: torch.Tensor, counts: TokenCounts) -> torch.Tensor | None:
-        """The drawn token of each row, int64 [R], and -1 where vLLM draws; None if it draws all."""
+        """The drawn token of each row, int64 [R], -1 where vLLM draws; None if vLLM draws all."""
         if not self._drafts:
             return None
         if len(self._rows) == self._row_count:
@@ -169,7 +169,7 @@ class V1Noise:
     def _own(
         self, logits_RV: torch.Tensor, sampling_metadata: Any, predict_bonus_token: bool
     ) -> torch.Tensor:
-        """The sampler's logits: of each request the row after its draft."""
+        """The sampler's logits: for each request, the row after its draft."""
         logits_RV = self._process_own(logits_RV, sampling_metadata, predict_bonus_token)
         chosen_R = self._chosen_R
         if chosen_R is None:
@@ -212,7 +212,7 @@ class CoupledNoise(LogitsProcessor):  # type: ignore[misc]  # vLLM may be missin
     def begin_step(self, output: SchedulerOutput, places: Mapping[str, int]) -> None:
         """Note the committed length and the draft of each request of a step, by its place.
 
-        It comes before the forward is launched, so that reading texts waits for nothing.
+        Call it before the forward is launched, so that reading texts waits for nothing.
         """
         self._steps.clear()
         if self._texts.keys().isdisjoint(places[each] for each in output.num_scheduled_tokens):

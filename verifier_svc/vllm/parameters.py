@@ -1,9 +1,9 @@
 """Our requests in vLLM's parameters.
 
-vLLM gets a greedy request. How its tokens are drawn stands in `SamplingParams.extra_args`, as plain
-data under the key "outrider", where `noise` finds it in vLLM's workers. vLLM itself applies only a
-request's length, end tokens, grammar and log probabilities. Our code does all else that changes the
-logits, so the order of the steps is as in `outrider.sampling`.
+vLLM gets a greedy request. `SamplingParams.extra_args` says how its tokens are drawn, as plain data
+under the key "outrider", where `noise` finds it in vLLM's workers. vLLM itself applies only a
+request's length, end tokens, grammar and log probabilities. Our code makes all other changes to the
+logits, so the order of the changes is as in `outrider.sampling`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.Samplin
         stop_token_ids=sorted(sequence.end_ids),
         ignore_eos=True,
         logprobs=request.top_logprobs,
-        # An answer that goes on after its caller did not read has sent them.
+        # A sequence that had a forward before it was unread has sent them already.
         prompt_logprobs=None if sequence.stats.forward_count else request.prompt_logprobs,
         structured_outputs=structured,
         detokenize=False,
@@ -76,7 +76,7 @@ def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.Samplin
 
 
 def _plain(sequence: Sequence) -> dict[str, Any]:
-    """What a worker has to know of a sequence. Only the sequence's id if vLLM's draw is right."""
+    """What a worker has to know of a sequence: only its id if vLLM itself may draw the tokens."""
     request = sequence.request
     sampling = request.sampling
     plain: dict[str, Any] = {"sequence_id": sequence.id}
@@ -121,5 +121,5 @@ def _ours(parameters: vllm.SamplingParams) -> Mapping[str, Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """The value with tuples in place of lists, which they become between processes."""
+    """The value with its lists turned into tuples; between processes, tuples become lists."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value

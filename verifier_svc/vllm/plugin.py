@@ -47,7 +47,7 @@ _own: list[Callable[[Any], DraftHub]] = []
 
 @contextmanager
 def own_hub(make: Callable[[Any], DraftHub]) -> Iterator[None]:
-    """Give the scheduler that is made within the block its hub: our own server runs vLLM here."""
+    """Within the block, `make` makes a new scheduler's hub: our own server runs vLLM here."""
     _own.append(make)
     try:
         yield
@@ -81,7 +81,7 @@ def target_device(vllm_config: Any) -> TargetDevice:
         except NotImplementedError:
             return TargetDevice()  # not a GPU of NVIDIA's
     if parallel.distributed_executor_backend == "mp":
-        return TargetDevice()  # its worker processes leave a core each to the scheduler
+        return TargetDevice()  # each of its worker processes leaves a core to the scheduler
     return TargetDevice.of_cpu(torch.get_num_threads())
 
 

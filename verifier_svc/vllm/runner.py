@@ -2,8 +2,9 @@
 
 vLLM verifies drafts only beside a drafter of its own, so each runner gets one that never drafts.
 The first runner takes its class by name. The second has a closed list of drafters, so `install`,
-a general plugin of vLLM, puts ours in the place of the n-gram drafter. It also hands the drafts of
-the scheduler to that runner, which would otherwise look only at its own drafter's drafts.
+a general plugin of vLLM, puts ours in the place of the n-gram drafter. `install` also hands the
+scheduler's drafts to the second runner, which would otherwise look only at its own drafter's
+drafts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def engine_arguments(draft_tokens: int, *, v2: bool) -> dict[str, Any]:
     drafter: dict[str, Any] = {"method": "custom_class", "model": f"{__name__}.NoProposer"}
     arguments: dict[str, Any] = {"scheduler_cls": SCHEDULER}
     if v2:
-        # The numbers of a lookup are required; `install` replaces what would use them.
+        # vLLM requires the numbers of a lookup, but `install` replaces the drafter that uses them.
         drafter = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
         arguments["logits_processors"] = ["verifier_svc.vllm.noise:CoupledNoise"]
     drafter["num_speculative_tokens"] = draft_tokens
@@ -56,7 +57,7 @@ def check_config(vllm_config: VllmConfig) -> None:
 
 
 def is_ours(vllm_config: VllmConfig) -> bool:
-    """Whether an engine has our scheduler, or one made of it."""
+    """Whether the class of an engine's scheduler has the name of our scheduler."""
     scheduler = vllm_config.scheduler_config.scheduler_cls
     name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__qualname__", "")
     return name.rpartition(".")[2] == SCHEDULER.rpartition(".")[2]

@@ -121,7 +121,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
             tokens = hub.choose(request.request_id, self._room(request))
             if not tokens:
                 continue
-            # vLLM checks no ids, and a wrong one would end its engine.
+            # vLLM checks no ids, and a wrong id would end its engine.
             if not all(type(each) is int and 0 <= each < hub.limits.vocab_size for each in tokens):
                 hub.drop(request.request_id, tokens)
                 continue
@@ -206,7 +206,7 @@ def _decodes(request: Request) -> bool:
 
 
 def _open(hub: DraftHub, request: Request) -> None:
-    """Tell the hub of a request; one that is not our gateway's gets a new sequence."""
+    """Tell the hub of a request; a request that is not our gateway's gets a new sequence."""
     sequence = hub.sequences.get(sequence_id_of(request.sampling_params) or 0)
     if sequence is None:
         sequence = hub.new_sequence(_foreign(request), _drop, NO_SPAN, ())

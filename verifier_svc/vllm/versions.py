@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.errors import invalid
 
 SUPPORTED = ("0.32", "0.33")
-"""Minor versions. Tests run the first; of the others, the code of the used parts was read."""
+"""Minor versions. Tests run the first. For the others, the code of the used parts was read."""
 
 
 def check_version(version: str) -> None:

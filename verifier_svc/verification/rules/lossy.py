@@ -40,7 +40,7 @@ def relaxed(
 
 @dataclass(frozen=True, slots=True)
 class LossyRule:
-    """A rule, and the settings of a request that it takes after probabilities and tokens."""
+    """A rule, and the request's settings that it takes as its last arguments."""
 
     judge: Callable[..., torch.Tensor]
     settings: Callable[[SpeculationOptions], tuple[float, ...]]
