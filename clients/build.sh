@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Generates and builds every client, those in Java and C++ only with --release. Writes a file for
-# each language to clients/build, which check.sh reads: the seconds of its build. Needs Node 20 and
-# the packages that install.sh installs.
+# Generates and builds every client; the clients in Java and C++ only with --release. For each
+# language it writes a file with the seconds of the build to clients/build, which check.sh reads.
+# Needs Node 20 and the packages that install.sh installs.
 set -euo pipefail
 cd "$(dirname "$0")"
 root=$(cd .. && pwd)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Generates, builds and runs every client against a real stack without TLS and, except for Java,
-# against one with mutual TLS; each must pass nine checks. Those in Java and C++ only with --release.
-# Needs Node 20, and Debian with root or with the packages of clients/*/client/packages.txt
-# installed. With --built, install.sh and build.sh have run.
+# against one with mutual TLS; each must pass nine checks. The clients in Java and C++ run only with
+# --release. Needs Node 20, and Debian with root or with the packages of
+# clients/*/client/packages.txt installed. With --built, it takes what install.sh and build.sh have
+# made.
 set -euo pipefail
 cd "$(dirname "$0")"
 root=$(cd .. && pwd)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the packages that the clients need and that are missing: those of clients/*/*/packages.txt,
-# of Java and C++ only with --release. Needs Debian and root.
+# Installs the packages of clients/*/*/packages.txt that are missing; the packages for Java and C++
+# only with --release. Needs Debian and root.
 set -euo pipefail
 cd "$(dirname "$0")"
 lists=(*/client/packages.txt)

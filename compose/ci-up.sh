@@ -36,7 +36,7 @@ rows=()
 : >"$log"
 
 # Variables of compose.yaml. The checks compare texts, so numbers must not depend on the batch:
-# float32. The bundled target is faster than the grown one, which has a check of its own.
+# float32. The bundled target is faster than the grown target, which has a check of its own.
 export COMPOSE_PROJECT_NAME=outrider-ci COMPOSE_PROFILES=cpu PYTHONPATH=$PWD
 export OUTRIDER_TAG=outrider-ci OUTRIDER_DTYPE=float32 OUTRIDER_TARGET=models/target
 export OUTRIDER_HTTP_PORT=${OUTRIDER_HTTP_PORT:-18000}
@@ -115,8 +115,8 @@ compose() { compose/compose.sh "${files[@]}" "$@"; }
 
 # --- images
 
-# Prints a docker command that can pass secrets to a build. Newer ones need a plugin for that, older
-# ones do not.
+# Prints a docker command that can pass secrets to a build. Newer versions of Docker need a plugin
+# for that, older versions do not.
 builder() {
   local candidate
   for candidate in $(which -a docker); do
@@ -131,7 +131,8 @@ builder() {
 have_image() { docker image inspect "$1" >/dev/null 2>&1 || timeout 300 docker pull --quiet "$1"; }
 
 # If the official image cannot be pulled, builds one from the same release of Debian. Debian's own
-# Python is another 3.11; its headers are installed, as the official image has them too.
+# Python is another build of 3.11. Its headers are installed, because the official image has headers
+# too.
 base_image() {
   have_image "$base" && return
   local root=$work/root
@@ -349,7 +350,7 @@ cluster() {
   pool_fills redis-cluster-1
 }
 
-# Prometheus finds gateway, verifier and three drafters by the names of their services alone.
+# Prometheus finds gateway, verifier and three drafters only by the names of their services.
 scraped() {
   local up api=http://127.0.0.1:$OUTRIDER_PROMETHEUS_PORT/api/v1
   compose up --detach --no-build prometheus
@@ -379,7 +380,7 @@ pool() {
   echo "note: $keys keys in $1"
 }
 
-# Makes certificates, and gives each service those of its role, as README.md does.
+# Makes certificates, and gives each service the files of its role, as README.md does.
 certificates() {
   local as_root=() role owner
   [ "$(id -u)" = 0 ] || as_root=(sudo)
@@ -463,7 +464,7 @@ clean_up() {
   trap - EXIT
   outside_down
   [ $status = 0 ] || compose logs --no-color --tail 100 >>"$log" 2>&1 || true
-  # All profiles, since `down` removes only the services of active ones.
+  # All profiles, since `down` removes only the services of active profiles.
   export COMPOSE_PROFILES=cpu,redis-cluster,observability
   if [ -z "$keep" ] && engine_answers; then
     compose down --volumes --remove-orphans >>"$log" 2>&1 || true

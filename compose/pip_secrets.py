@@ -1,8 +1,8 @@
 """Turns this machine's pip configuration into the build secrets "pip" and "ca".
 
 `python3 compose/pip_secrets.py DIRECTORY` writes DIRECTORY/pip and DIRECTORY/ca, then runs until it
-is killed. A build cannot see directories of this machine. This script therefore serves those that
-hold indexes or wheels over loopback, for builds with `--network host`.
+is killed. A build cannot see directories of this machine. This script therefore serves the
+directories that hold indexes or wheels over loopback, for builds with `--network host`.
 """
 
 from __future__ import annotations

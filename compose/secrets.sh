@@ -2,8 +2,8 @@
 # Makes what the processes of a cluster need to know each other: certificates, an operator's API key,
 # which it prints, a password for Redis, and the secret from which the n-grams' keys are made.
 #   compose/secrets.sh DIRECTORY [NAME...]
-# NAMEs are those under which clients outside reach the gateway. Run again, it renews the certificates
-# and keeps everything else. Keep DIRECTORY/ca.key off the cluster. Needs `outrider` and openssl.
+# Clients outside reach the gateway under each NAME. A second run renews the certificates and keeps
+# everything else. Keep DIRECTORY/ca.key off the cluster. Needs `outrider` and openssl.
 set -euo pipefail
 umask 077
 [ $# -gt 0 ] || { sed -n '2,6s/^# *//p' "$0" >&2; exit 2; }

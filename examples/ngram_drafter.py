@@ -1,4 +1,4 @@
-"""A whole drafter. It guesses the tokens that followed the text's last tokens before.
+"""A whole drafter. It guesses the tokens that followed the text's last tokens earlier in the text.
 
 python examples/ngram_drafter.py 127.0.0.1:50051
 """
@@ -23,7 +23,7 @@ def guess(text: Sequence[int], count: int) -> Sequence[int]:
 def followers(text: Sequence[int], size: int, count: int) -> Sequence[int]:
     """The tokens that followed an earlier occurrence of the last `size` tokens.
 
-    Take the newest one that `count` tokens follow, else the one that the most tokens follow.
+    Take the newest occurrence before `count` tokens, else the occurrence before the most tokens.
     """
     best: Sequence[int] = []
     for start in range(len(text) - size - 1, -1, -1):

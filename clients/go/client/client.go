@@ -28,8 +28,8 @@ import (
 	pb "outrider.dev/go/outrider/v1"
 )
 
-// channel returns a channel. With TLS the server's certificate must have the given name. If it is
-// empty, the certificate must have the host's name. With gRPC 1.63 or later, dial.New is
+// channel returns a channel. With TLS the server's certificate must have the given name. If the
+// name is empty, the certificate must have the host's name. With gRPC 1.63 or later, dial.New is
 // grpc.NewClient.
 func channel(address, name string) *grpc.ClientConn {
 	var security *tls.Config

@@ -29,14 +29,14 @@ type Config struct {
 	MaxDraftTokens int // most guesses for one step; 16 unless given
 	Distributions  []pb.DraftDistribution
 	// Features are the target's hidden states that strategies read, if any: see FeatureReader. A
-	// verifier whose features have another number than FeatureWidth is refused.
+	// verifier whose features have another width than FeatureWidth is refused.
 	Features     *pb.FeatureRequest
 	FeatureWidth int
 	// Open makes the strategy of a sequence. With several verifiers it must be safe for
 	// concurrent use.
 	Open        func(*pb.Opened) Strategy
 	TLS         *tls.Config                              // mutual TLS, as Files makes it; none unless given
-	DialOptions []grpc.DialOption                        // they come after the package's own
+	DialOptions []grpc.DialOption                        // they come after the package's own options
 	Logf        func(format string, args ...interface{}) // such as log.Printf; silent unless given
 }
 

@@ -2,7 +2,7 @@ package drafter
 
 import pb "outrider.dev/go/outrider/v1"
 
-// The least confidence that is sent: the contract has none of 0.
+// The least confidence that is sent: the contract allows no confidence of 0.
 const leastConfidence = 1e-6
 
 // proposal returns the unsent guesses as a proposal that is complete in itself, with the strategy's
@@ -15,7 +15,7 @@ func (s *sequence) proposal() *pb.Proposal {
 	proposal := &pb.Proposal{SequenceId: s.id, BaseLength: int32(len(s.committed)), TokenIds: tokens}
 	s.sent = len(s.guesses)
 	if len(s.distributions) > 0 {
-		// A distribution without ids stands for the one that was sent with the same token before.
+		// A distribution without ids stands for the distribution that came with the same token before.
 		before := len(s.guesses) - len(s.distributions)
 		proposal.Distributions = make([]*pb.SparseDistribution, before, len(s.guesses))
 		for i := range proposal.Distributions {

@@ -57,7 +57,8 @@ func isFinal(info *errdetails.ErrorInfo) bool {
 	return final[info.Reason]
 }
 
-// next returns the pause after the next error: twice as long, or the first one after a good stream.
+// next returns the pause after the next error: twice the last pause, or the first pause after a
+// good stream.
 func next(pause, lasted time.Duration) time.Duration {
 	if pause *= 2; lasted > goodStream {
 		return firstPause

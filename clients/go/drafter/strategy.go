@@ -13,7 +13,7 @@ type Strategy interface {
 type Guesses struct {
 	Tokens []uint32
 	// Confidences is empty, or has for each token the estimated probability that the token is
-	// committed if the one before it is.
+	// committed if the token before it is.
 	Confidences []float32
 	// Distributions is empty, or has for each token the distribution that it was drawn from. They
 	// are sent where Opened.distribution is SPARSE.
@@ -27,8 +27,8 @@ type Branch struct {
 	Confidences []float32 // as in Guesses
 }
 
-// Brancher is a strategy that also offers branches beside the chain of guesses, which make a tree
-// of it.
+// Brancher is a strategy that also offers branches beside the chain of guesses. With them the chain
+// is a tree.
 type Brancher interface {
 	// Branch returns branches with at most room tokens together.
 	Branch(committed, guesses []uint32, room int) []Branch
@@ -38,7 +38,7 @@ type Brancher interface {
 type FeatureReader interface {
 	// Read gets the features of consecutive tokens from position first on, in the type that
 	// Config.Features names. The last committed token has no feature yet. Where first is higher than
-	// the end of the features before, those between never come.
+	// the end of the earlier features, the features between never come.
 	Read(first int, rows []byte)
 }
 

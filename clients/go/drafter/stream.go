@@ -77,8 +77,8 @@ func (c Config) stream(
 	}
 }
 
-// reason waits for the status of a stream that takes no more messages. The receiver reaches it only
-// while its steps are taken.
+// reason waits for the status of a stream that takes no more messages. The receiver reaches the
+// status only if its steps are read meanwhile.
 func reason(steps <-chan *pb.StepBatch, ended <-chan error) error {
 	for {
 		select {

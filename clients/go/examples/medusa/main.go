@@ -16,7 +16,7 @@ import (
 )
 
 // medusa drafts for one sequence. Only the state of the last token but one matters, so a gap in the
-// features costs nothing once the next ones are there.
+// features costs nothing once the next features have come.
 type medusa struct {
 	heads []head
 	state []float32 // the last that came
@@ -30,7 +30,7 @@ func (m *medusa) Read(first int, rows []byte) {
 	m.state, m.known = states[len(states)-width:], first+len(states)/width
 }
 
-// Guess returns a token of each head. The state of the last token but one is all that they read, so
+// Guess returns a token of each head. The heads read only the state of the last token but one, so
 // they guess nothing after guesses.
 func (m *medusa) Guess(text []uint32, count int) (found drafter.Guesses) {
 	if m.state == nil || m.known != len(text)-1 {

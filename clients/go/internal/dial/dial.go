@@ -1,6 +1,6 @@
 //go:build !grpc_before_1_63
 
-// Package dial makes a gRPC channel, with what the installed version of gRPC has for it.
+// Package dial makes a gRPC channel with the function that the installed version of gRPC has.
 package dial
 
 import (

@@ -1,7 +1,7 @@
 //go:build grpc_before_1_63
 
-// Package dial makes a gRPC channel, with what the installed version of gRPC has for it: here that
-// of Debian 12, which lacks grpc.NewClient.
+// Package dial makes a gRPC channel with the function that the installed version of gRPC has. This
+// file is for the version of Debian 12, which lacks grpc.NewClient.
 package dial
 
 import (

@@ -15,15 +15,15 @@ import {
 } from "../gen/outrider/v1/drafts_pb.js";
 
 const MAX_PROPOSAL_TOKENS = 1024;
-// The least confidence that is sent: the contract has none of 0.
+// The least confidence that is sent: the contract allows no confidence of 0.
 const LEAST_CONFIDENCE = 1e-6;
 
 /** Guessed tokens, one after the other. */
 export type Guesses = number[] | {
   tokens: number[];
-  /** For each token the estimated probability that it is committed if the one before it is. */
+  /** For each token the estimated probability that it is committed if the token before it is. */
   confidences?: number[];
-  /** The distribution that each was drawn from; sent where `Opened.distribution` is SPARSE. */
+  /** The distribution of each drawn token; sent where `Opened.distribution` is SPARSE. */
   distributions?: SparseDistribution[];
 };
 /** Guesses that `tokens` follow the first `at` guesses, instead of the other guesses. */
@@ -32,7 +32,7 @@ export type Branch = { at: number; tokens: number[]; confidences?: number[] };
 export interface Strategy {
   /** At most `count` tokens that may follow the text. The text ends with the guesses so far. */
   guess(text: readonly number[], count: number): Guesses;
-  /** Branches beside the chain, at most `room` tokens together. They make a tree of it. */
+  /** Branches beside the chain, at most `room` tokens together. With them the chain is a tree. */
   branch?(committed: readonly number[], guesses: readonly number[], room: number): Branch[];
 }
 
@@ -57,7 +57,8 @@ export class Sequence {
   }
 
   /**
-   * Applies a verdict. One without new tokens changes nothing. Throws if the verdict leaves a gap.
+   * Applies a verdict. A verdict without new tokens changes nothing. Throws if the verdict leaves a
+   * gap.
    */
   follow(verdict: Verdict): void {
     const fresh = verdict.committedLength - this.committed.length;
@@ -126,7 +127,8 @@ export class Sequence {
     const place = { sequenceId: this.opened.sequenceId, baseLength: this.committed.length };
     const proposal = create(ProposalSchema, { ...place, tokenIds: [...this.guesses] });
     if (this.distributions.length > 0) {
-      // A distribution without ids stands for the one that was sent with the same token before.
+      // A distribution without ids stands for the distribution that came with the same token
+      // before.
       const length = this.guesses.length - this.distributions.length;
       const before = Array.from({ length }, () => create(SparseDistributionSchema));
       proposal.distributions = [...before, ...this.distributions];
