@@ -152,7 +152,8 @@ class _TimedVerifier:
 def step_seconds(batch: int, *, drafts: bool) -> list[float]:
     """Return the processor time of steps of `batch` decoding sequences, without the first steps.
 
-    In seconds. A step takes drafts and makes messages to clients and drafters, but sends none.
+    In seconds. A step takes drafts, and makes messages to clients and drafters, but sends none of
+    these messages.
     """
     times = []
     for step in _steps(batch, drafts, _NullModel(), DraftVerifier(), launches=False):

@@ -17,7 +17,7 @@ def accept(
 ) -> list[AcceptResult]:
     """Accept or reject every draft of a batch at once.
 
-    The engine lays out an `Acceptance` before its forward.
+    In the engine, the `Acceptance` is laid out before the forward.
     """
     staging = Staging(logits_RV.device)
     acceptance = Acceptance(drafts, staging, TokenCounts(), synthetic_rates)

@@ -12,7 +12,7 @@ from outrider.process.security.tls import Tls
 
 
 class Site:
-    """An authority in a folder, and certificates that it or another one signed."""
+    """An authority in a folder, and certificates that this or another authority signed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

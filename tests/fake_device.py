@@ -57,7 +57,7 @@ class Far(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The fake device, whatever torch itself takes it for."""
+        """The fake device, although torch itself has another device for the tensor."""
         return DEVICE
 
     def tolist(self) -> Any:
@@ -120,7 +120,7 @@ class FakeDevice(TorchDispatchMode):
         self._patches.close()
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device, not counted."""
+        """Copy a tensor to the device, without counting the copy."""
         return Far(tensor)
 
     def _kernel(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ class FakeDevice(TorchDispatchMode):
         return call
 
     def _factory(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A function that makes a tensor of numbers, and with a device a blocking copy of it."""
+        """A function that makes a tensor of numbers and, for a device, a blocking copy of it."""
 
         def call(*args: Any, device: torch.device | None = None, **kwargs: Any) -> torch.Tensor:
             made = make(*args, **kwargs)

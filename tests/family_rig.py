@@ -27,7 +27,7 @@ def opened_sequence(
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
     **more: Any,
 ) -> Opened:
-    """A sequence of which the verifier takes `draft_tokens` a step, a greedy one by default."""
+    """A sequence of which the verifier takes `draft_tokens` a step; it is greedy by default."""
     text = list(tokens)
     return Opened(sequence_id, text, sampling, distribution, window, draft_tokens, **more)
 

@@ -14,8 +14,8 @@ missing() {
     command -v google-chrome >/dev/null || found+=(chromium)
   echo "${found[@]}"
 }
-# The JSON-Schema-Test-Suite is only in the source package of jsonschema. We take it from that of
-# the version that pyproject.toml's packages brought.
+# The JSON-Schema-Test-Suite is only in the source package of jsonschema. We take it from
+# the source package of the version that pyproject.toml's packages brought.
 suite=build/json-schema-suite
 if [ ! -d "$suite" ] && [ -x .venv/bin/jsonschema ]; then
   fetched=$(mktemp -d)

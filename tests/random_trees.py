@@ -14,8 +14,8 @@ from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
-# The share of tokens that follow the last token. And the share of the likely token among first
-# children and among others, where it is not in the tree yet.
+# The share of tokens that follow the last token. And the probabilities with which the likely token,
+# if it is not in the tree yet, becomes a first child, and a further child.
 _DEEP = 0.6
 _MAIN = 0.4
 _SIBLING = 0.9
@@ -30,7 +30,7 @@ def random_tree(
 ) -> DraftTree:
     """A tree of at most `count` tokens besides the main path, depth-first.
 
-    `likely` is a continuation of which the tree often holds a part, in a branch or first.
+    The tree often has a part of the continuation `likely`, as first children or as a branch.
     """
     token_ids = list(main_path)
     parents = list(range(len(main_path)))

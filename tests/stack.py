@@ -66,13 +66,13 @@ def prompt_texts() -> list[str]:
 
 
 def prompts(every: int = 1) -> list[list[int]]:
-    """The ids of the texts, or of each `every`th one."""
+    """The ids of the texts: of all, or of every `every`-th text."""
     tokenizer = load_tokenizer(TARGET)
     return [encoding.ids for encoding in tokenizer.encode_batch(prompt_texts()[::every])]
 
 
 class Process:
-    """One process of the stack, with its output in a file. As a context, it is stopped."""
+    """One process of the stack, with its output in a file. A `with` block stops it at its end."""
 
     def __init__(self, module: str, *arguments: str, command: Sequence[str] = ()) -> None:
         """Run a module of this repository, or `command` for another program."""
@@ -122,7 +122,7 @@ class Process:
 
 
 class GatewayProcess(Process):
-    """A gateway in front of verifiers, at these addresses."""
+    """A gateway in front of the verifiers at these addresses."""
 
     def __init__(self, *verifiers: str, flags: Sequence[str] = (), tokenizer: str = TARGET) -> None:
         port, grpc_port = free_port(), free_port()

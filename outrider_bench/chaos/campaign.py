@@ -48,9 +48,9 @@ def round_of(
     overlap: float,
     absent: frozenset[str] = frozenset(),
 ) -> list[Planned]:
-    """The faults of one round: one or two, on different processes or links, none of them absent.
+    """One or two faults for one round, on different processes or links, none of which is absent.
 
-    In `len(bag)` rounds, the first faults are all faults of the bag, in a random order.
+    Over `len(bag)` rounds, each fault of the bag is once the first of a round, in a random order.
     """
     turn, place = divmod(number, len(bag))
     order = list(bag)

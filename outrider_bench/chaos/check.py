@@ -26,7 +26,7 @@ _RESUME_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """What a campaign must not do."""
+    """Something that must not happen in a campaign."""
 
     round: int
     what: str

@@ -21,7 +21,7 @@ _HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localh"
 
 
 class Clients:
-    """Clients of gateways, by name and URL. The requests come in the order of their numbers."""
+    """Clients of gateways, given by name and URL. They send requests in the order of numbers."""
 
     def __init__(
         self, gateways: Mapping[str, str], trust: ssl.SSLContext | bool, history: History

@@ -37,7 +37,7 @@ _DRAFTS_BY = {"ngram": "lookup", SYNTHETIC: "acceptance"}
 
 
 def check(experiment: Experiment, profile: Profile) -> None:
-    """Raise ValueError if the profile cannot predict this cell; it names the field of the file."""
+    """Raise ValueError if the profile cannot predict this cell; the error names the field."""
     target = experiment.target
     cores = profile.cores
     name = str(target.model) + (" grown" if target.grown else "")
@@ -150,7 +150,7 @@ def _served_as(family: str) -> str:
 
 
 def _costs(experiment: Experiment, drafters: list[Drafter], profile: Profile, served: str) -> Costs:
-    """The profile's table while it serves in this way."""
+    """The profile's cost table while the machine serves in this way."""
     beside = any(not _elsewhere(experiment, drafter, profile) for drafter in drafters)
     found = profile.costs_at(served, beside=beside)
     made = {
@@ -202,7 +202,7 @@ def _on_target_cores(experiment: Experiment, drafter: Drafter, profile: Profile)
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
     """The effects of a drafter's place on its own speed and on the target's.
 
-    On other cores of the host, its effect on forwards is in the cost table.
+    If it is on other cores of the host, its effect on forwards is in the cost table.
     """
     if drafter.host is not None:
         return {"slowness": 1.0}

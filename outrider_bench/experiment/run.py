@@ -106,7 +106,7 @@ def missing(
 
 
 def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
-    """Cells by the verifier that can serve them, and within these by the drafters."""
+    """Cells in groups that one verifier can serve, and within a group by their drafters."""
     found: dict[str, dict[str, list[Cell]]] = {}
     for cell in cells:
         found.setdefault(cell.target_key, {}).setdefault(cell.stack_key, []).append(cell)

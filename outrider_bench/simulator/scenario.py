@@ -37,8 +37,8 @@ Acceptance = Annotated[
 ]
 """Probability that a guess is right if all guesses before it are.
 
-One number, or a list by position in the draft, whose last number holds for all further positions;
-or a mapping of these by kind of traffic, with "" for all other kinds.
+A number, or a list by position in the draft, whose last number holds for all further positions. Or
+a mapping by kind of traffic to such numbers or lists, with "" for all other kinds.
 """
 
 

@@ -136,7 +136,7 @@ async def run(settings: TableSettings, command: str, console: Console) -> Path:
 
 @dataclass(slots=True)
 class Compared:
-    """The ways that a run asks, and a line for each that is left out."""
+    """The ways that a run asks, and a line for each way that is left out."""
 
     ways: list[Way]
     missing: list[str]

@@ -1,7 +1,7 @@
-"""A verifier whose model calls a tool as a good one would, and answers from the tool's result.
+"""A verifier whose model calls a tool as a good model would, and answers from the tool's result.
 
-The bundled model is too small to call a tool by itself. With this one an agent sees a call, sends
-the tool's result back, and ends with an answer.
+The bundled model is too small to call a tool by itself. With this verifier an agent sees a call,
+sends the tool's result back, and ends with an answer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _FIRST: dict[str, Calls] = {
     "about Lisbon": [("get_weather", {"city": "Lisbon"})],
     "9.11 or 9.9": [("record_answer", {"answer": "9.9"})],
 }
-# The calls where the prompt holds a tool's result: here the last answer is a call too.
+# The calls after a tool's result, for agents whose last answer is a call too.
 _THEN: dict[str, Calls] = {
     '"name": "final_answer"': [("final_answer", {"answer": ANSWER})],
     '"name": "final_result"': [("final_result", {"sky": "clear", "windy": False})],

@@ -1,7 +1,7 @@
 """Released clients do what their users do, in their default mode. install.sh brings them.
 
 Each script of clients/ asks the bundled pair for answers of a demanded type, and a scripted model
-for calls that it chooses itself.
+for calls that this model chooses by itself.
 """
 
 from __future__ import annotations

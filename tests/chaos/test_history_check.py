@@ -1,4 +1,4 @@
-"""The check of a campaign's history finds each violation that was planted in one."""
+"""The check of a campaign's history finds each violation that a test puts into a history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANSWER = {"choices": {"0": CHOICE}, "usage": [5, 2], "code": "", "is_done": True
 
 
 def request(began: float = 1.0, ended: float = 2.0, **fields: Any) -> dict[str, Any]:
-    """A request that finished as it should, but for the fields of its event, answer or choice."""
+    """A request that finished well. `fields` replace fields of its event, answer or choice."""
     answer = {**ANSWER, "choices": {"0": {**CHOICE}}}
     made = {"event": "request", "round": 3, "number": 7, "outcome": "finished", "answer": answer}
     made["gateway"] = "gateway-1"

@@ -55,7 +55,7 @@ def write_fitted_head(folder: Path) -> Path:
     width = model.config.hidden_size
     torch.manual_seed(1)
     block = torch.randn(width, width) / width, torch.randn(width) / 10
-    # Each head's inputs, and the states that it should make of them: all texts in a row.
+    # For each head, its inputs over all texts, and the states that it should make of these inputs.
     inputs: list[list[torch.Tensor]] = [[] for _ in range(HEADS)]
     wanted: list[list[torch.Tensor]] = [[] for _ in range(HEADS)]
     for text in prompts()[:24]:

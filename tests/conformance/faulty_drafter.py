@@ -38,7 +38,7 @@ def tree(text: list[int], count: int) -> tuple[list[int], list[int]]:
 
 
 def guess(text: list[int], count: int) -> list[int]:
-    """The tokens that followed the last token before; none if it is new.
+    """The tokens after the previous occurrence of the last token; none if that token is new.
 
     With the fault "prediction-as-corpus", the prediction's second token follows a new token.
     """
@@ -101,7 +101,7 @@ class Stream:
             number, first = features.sequence_id, features.first_position
             if FAULT == "dies-of-gaps" and self.features.get(number, first) != first:
                 raise SystemExit("a gap in the features")
-            # 16 numbers of two bytes.
+            # A feature has 16 numbers of two bytes.
             self.features[number] = first + len(features.rows) // 32
         for verdict in step.verdicts:
             text = self.texts[verdict.sequence_id]

@@ -84,7 +84,7 @@ def _grow(message: Any) -> None:
 class _Relay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only stubs give it types
     """Passes calls on to a verifier, and removes or adds what only a newer version knows.
 
-    The side of the verifier or of its callers is the newer one.
+    One side, the verifier or its callers, is newer than the other side.
     """
 
     def __init__(self, channel: grpc.aio.Channel, version: Version, part: Part) -> None:

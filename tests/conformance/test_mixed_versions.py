@@ -31,7 +31,7 @@ def stack() -> Iterator[Stack]:
         yield stack
 
 
-@pytest.mark.slow  # It starts a verifier.
+@pytest.mark.slow  # This test starts a verifier.
 @pytest.mark.parametrize("version", get_args(Version))
 @pytest.mark.parametrize("part", get_args(Part))
 async def test_a_part_of_another_version_changes_no_text(

@@ -46,8 +46,8 @@ def test_likely_tokens_behind_one_shared_token_are_offered_with_it_once() -> Non
     offer_likeliest(sequence, beside)
     proposal = sequence.take_proposal()
     assert proposal is not None
-    # The branches are committed with probability 0.4, 0.24, 0.12 and 0.1. The last, with 0.09, has
-    # no room.
+    # Four branches are committed with probability 0.4, 0.24, 0.12 and 0.1. The fifth branch, with
+    # 0.09, has no room.
     assert sorted(proposal.token_ids) == [3, 4, 5, 6, 7, 8]
     parent = dict(zip(proposal.token_ids, proposal.parents, strict=True))
     assert parent[7] == parent[8] == proposal.token_ids.index(5) + 1

@@ -108,7 +108,7 @@ async def test_a_committed_branch_brings_its_cache_and_continues_like_a_chain(
 async def test_behind_a_committed_branch_new_branches_fit_their_places(
     rig: Rig, reference: Reference, prompt: list[int]
 ) -> None:
-    """The family remembers alternatives to guesses of a chain, and none to guesses of a branch."""
+    """The family remembers alternatives to guesses of a chain, but not to guesses of a branch."""
     rig.open(opened(prompt))
     at, run = (await branches_of(rig))[0]
     new = [*rig.guesses(1)[:at], run[0]]

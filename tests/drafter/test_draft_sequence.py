@@ -118,7 +118,7 @@ class Pair:
     def deliver(self, earlier: int, later: int) -> None:
         """A verdict that begins `earlier` tokens before the drafter's text ends.
 
-        It ends `later` - 2 tokens after that end. If that is negative, the verdict is a repeat.
+        The verdict ends `later` - 2 tokens after the text's end; below 0, the verdict is a repeat.
         """
         start = max(0, len(self.real.tokens) - earlier)
         end = min(len(self.committed), len(self.real.tokens) + later - 2)
@@ -135,7 +135,7 @@ class Pair:
         self.model.follow(self.committed[:end])
 
     def take(self) -> None:
-        """Take a proposal: it is valid on the wire, and has all new guesses and their parents."""
+        """Take a proposal; check that it is valid, and has all new guesses and their parents."""
         unsent = set(self.model.paths) - self.sent()
         proposal = self.real.take_proposal()
         if proposal is None:

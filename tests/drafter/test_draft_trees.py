@@ -17,7 +17,7 @@ from tests.drafter.draft_model_rig import GREEDY, Make, opened
 from tests.family_rig import Rig
 
 DEPTH = 4
-# A drafter on the target's cores gets a window for the next step only; another runs ahead.
+# A drafter on the target's cores gets a window for the next step only. Other drafters run ahead.
 WINDOWS = {"next step": Window(16, DEPTH), "ahead": Window(54, 9)}
 Reference = Callable[[list[int]], torch.Tensor]
 

@@ -130,6 +130,6 @@ async def test_a_draft_model_whose_forwards_differ_ends_it_with_a_sentence(
     assert process.returncode == 1
     assert b"registered" not in output
     assert b"Traceback" not in error
-    # Warnings about this machine may come before it.
+    # Warnings about this machine may come before the refusal.
     refusal = f"{tmp_path} cannot be served: layer 0 attends 2 times in a forward"
     assert error.decode().splitlines()[-1] == f"drafter: {refusal}"

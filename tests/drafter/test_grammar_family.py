@@ -402,7 +402,7 @@ async def test_of_a_text_longer_than_a_guess_every_guessed_token_is_the_whole_te
 async def test_guesses_that_outlive_a_commit_are_not_joined_to_another_text(
     grammars: Grammars,
 ) -> None:
-    """The verifier ranks them first. Joined to another choice's text, they would mislead it."""
+    """The verifier ranks old guesses first. Joined to another text, they would mislead it."""
     writer = Writer(grammars)
     choices = ("yes, of course", "no, never at all")
     await writer.open(Grammar(GrammarKind.CHOICE, choices=choices))
@@ -457,7 +457,7 @@ async def test_what_is_mostly_wrong_is_not_offered_until_it_is_right_again(
 ) -> None:
     """The model first writes the forced word in one-byte tokens, later as the tokenizer would.
 
-    A word at the end of a forced text is right in 70 % of all cases, before its text tells more.
+    At first, the family takes the last word of a forced text to be right in 70 % of all cases.
     """
     writer = Writer(grammars)
     word = writer.encoded("return")

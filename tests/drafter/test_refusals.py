@@ -35,7 +35,7 @@ MOST_S = 20.0
 
 
 class Refusing(TokenStreamServiceServicer):
-    """Refuses each stream of a gateway after it read one message and sent some messages."""
+    """Reads a message of each gateway's stream, sends some messages, and refuses the stream."""
 
     def __init__(self, own_messages: int = 0) -> None:
         self.own_messages = own_messages
@@ -64,7 +64,7 @@ async def refusing(servicer: Refusing) -> AsyncIterator[Any]:
 
 
 async def drafter() -> OutriderError:
-    """A drafter that runs far ahead gets a final refusal; it would redial after another error."""
+    """A drafter that runs far ahead gets a final refusal; after any other error it would redial."""
     async with serving(ScriptedVerifier()) as verifier:
         made = Drafter(verifier.port)
         running = asyncio.create_task(made.stream.run())

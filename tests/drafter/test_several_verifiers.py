@@ -126,7 +126,7 @@ async def test_its_health_and_its_gauges_are_those_of_all_its_streams(
 
 
 async def test_each_verifiers_own_socket_is_dialled(tmp_path: Path) -> None:
-    """Nothing listens at the addresses."""
+    """The verifiers listen only at their sockets, not at their addresses."""
     uds = [word for name in ("one", "two") for word in ("--uds", str(tmp_path / name))]
     async with (
         serving(ScriptedVerifier(), f"unix:{tmp_path}/one") as one,

@@ -114,7 +114,7 @@ async def joined(
     first: Coroutine[Any, Any, DraftBatch],
     second: Coroutine[Any, Any, DraftBatch],
 ) -> Drafting:
-    """Begin the second work while the first one's forward is held back, and wait for its end.
+    """Begin the second work while the forward of the first is held back; wait for the second.
 
     Returns the first work, which may go on.
     """

@@ -111,7 +111,7 @@ def test_bytes_that_are_no_text_are_read_one_by_one(folder: Save) -> None:
 def test_a_commit_encodes_the_end_of_a_text_alone(
     folder: Save, own: str, odd: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some of the texts have no words. A cut within a word costs a token here and there."""
+    """Some of the texts have no places between words. A cut elsewhere may cost a token."""
     vocabulary = vocabulary_of(folder(own), MODEL)
     tokens = load_tokenizer(str(MODEL)).encode(WORDS + odd).ids
     lengths: list[int] = []
@@ -157,7 +157,7 @@ def test_a_commit_keeps_the_tokens_that_are_still_right(folder: Save, own: str) 
         assert cache[same : same + 1] != now[same : same + 1] or same == len(cache)
         kept += same
         read += len(cache)
-    # Only about the last word is ever read again.
+    # Little more than the last word is read again.
     assert kept > read - 4 * count
 
 

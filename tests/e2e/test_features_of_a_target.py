@@ -86,7 +86,7 @@ async def test_a_wrong_request_is_refused_by_its_field(
         assert (error.reason, error.field) == (Reason.INVALID_VALUE, field)
 
 
-@pytest.mark.slow  # It loads a verifier.
+@pytest.mark.slow  # This test starts a verifier.
 def test_a_verifier_refuses_to_keep_a_state_that_its_target_lacks() -> None:
     with Process("verifier_svc", "--target", TARGET, "--feature-states", "1,7") as process:
         assert process.popen.wait(120) == 1

@@ -23,7 +23,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow  # It starts a stack of its own.
+@pytest.mark.slow  # This test starts a separate stack.
 def test_serve_answers_and_leaves_no_process_behind(tmp_path: Path) -> None:
     with serving(tmp_path / "log", *FLAGS) as (process, url):
         body = {"model": "small", "prompt": "def main(", "max_tokens": 8, "temperature": 0}
@@ -37,6 +37,6 @@ def test_serve_answers_and_leaves_no_process_behind(tmp_path: Path) -> None:
         printed = (tmp_path / "log").read_text()
         assert "leaked" not in printed
         assert printed.startswith("loading models/target ...\n")
-        # Nothing in it looks like a failure, or comes from a progress bar.
+        # Nothing in the output looks like a failure, or comes from a progress bar.
         for word in ("refused", "unavailable", "UNAVAILABLE", "Loading weights", "0 of 1"):
             assert word not in printed

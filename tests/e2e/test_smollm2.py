@@ -43,7 +43,7 @@ WAYS = {
     "all at once": SpeculationOptions(always_draft=True),
 }
 FREE = {name: options for name, options in WAYS.items() if name != "grammar"}
-"""For requests without a grammar."""
+"""The ways for requests without a grammar."""
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"topic": {"type": "string", "maxLength": 20}, "ok": {"type": "boolean"}},

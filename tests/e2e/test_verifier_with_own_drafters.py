@@ -77,12 +77,12 @@ async def test_operators_see_each_as_a_drafter(stack: Stack, family: str) -> Non
         rows = re.findall(rf"^outrider:{name}\{{(.*)\}} ([\d.e+]+)$", page, re.MULTILINE)
         counts = [float(n) for labels, n in rows if f'drafter="{own.drafter_id}"' in labels]
         assert sum(counts) > 0
-    # Two drafters share the page, where each name may begin once.
+    # Two drafters share the page, which may declare each metric only once.
     names = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)
     assert len(names) == len(set(names))
 
 
-@pytest.mark.slow  # It loads a target; tests/heads/test_reading.py has the sentences.
+@pytest.mark.slow  # This test loads a target; tests/heads/test_reading.py has the refusals.
 def test_a_bad_head_is_refused_at_the_start() -> None:
     with Process(MODULE, "--target", TARGET, "--in-process", f"head={TARGET}") as process:
         assert process.popen.wait(120) == 1

@@ -64,7 +64,8 @@ def test_draft_times_are_those_of_the_published_bandwidths_and_rates(name: str) 
         cost = costs.load("gb200").drafting[way]
         assert cost.prompt_token_s == pytest.approx(2 * parameters / rate)
         for count, seconds in cost.token_s.items():
-            # Weights once, keys and values of 1024 tokens for each sequence, all of two bytes.
+            # A step reads the weights once, and keys and values of 1024 tokens of each sequence.
+            # Each number has two bytes.
             read_s = 2 * (parameters + count * 2 * keys * 1024) / bytes_s
             computed_s = 2 * parameters * count / rate
             assert seconds == pytest.approx(max(read_s, computed_s) + 0.0003)

@@ -59,7 +59,7 @@ def scenario(way: str = DRAFTED, **more: Any) -> Scenario:
 
 def test_a_link_of_the_cell_is_added_to_the_profiles_round_trip() -> None:
     [drafter] = scenario().drafters
-    # 0.5 ms as served over TCP, and 20 ms.
+    # The profile has 0.5 ms over TCP, and the link adds 20 ms.
     assert drafter.round_trip_ms == pytest.approx(0.5 + 20)
     assert (drafter.jitter_ms, drafter.mbit_s, drafter.loss) == (1, 8, 0.01)
 
@@ -220,7 +220,7 @@ PLACES = load(Path(__file__).parents[2] / "bench/experiments/places.yaml")
     ("speeds", "spread", "marked"),
     [
         ([1.1, 1.4, 1.5, 1.0], 1.03, ["other-host"]),
-        # Within the spread of the fastest place.
+        # 1.46 is within the spread of 1.5, the fastest place.
         ([1.1, 1.46, 1.5, 1.0], 1.05, ["other-cores", "other-host"]),
         # No gain is larger than the spread.
         ([1.0, 1.1, 1.15, 0.9], 1.2, []),

@@ -18,7 +18,7 @@ async def gateway_process(
 ) -> AsyncIterator[tuple[GatewayProcess, Script]]:
     """Run a gateway during the block; yields it, once it is ready, and its verifier's script.
 
-    `verifier` is the name by which it finds the verifier.
+    `verifier` is the name by which the gateway finds the verifier.
     """
     script = Script(ready(prompts.fingerprint), echo)
     async with serving(script) as address:

@@ -115,7 +115,7 @@ async def running_rig(
 
 @contextlib.asynccontextmanager
 async def own_rig(prompts: Prompts, **given: Any) -> AsyncIterator[Rig]:
-    """Run a gateway with these settings, ready, before a verifier that echoes prompts."""
+    """Run a gateway with these settings, in front of a verifier that echoes prompts."""
     script = Script(ready(prompts.fingerprint), echo)
     async with (
         serving(script) as address,

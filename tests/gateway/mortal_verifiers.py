@@ -96,7 +96,7 @@ class Site:
     def writes(
         self, verifier: Verifier, until_token: int | None = None, then: Step = FOREVER
     ) -> None:
-        """Let a verifier write TEXT after what is committed; at `until_token` it does `then`."""
+        """Let a verifier continue TEXT; at the token `until_token`, it does `then` instead."""
 
         def steps(request: TokenRequest) -> list[Step]:
             done = len(request.committed)

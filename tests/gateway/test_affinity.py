@@ -37,7 +37,7 @@ def picked(router: Router, prompt: Sequence[int], tenant: str = "") -> str:
 
 
 def busy(router: Router, *counts: int) -> None:
-    """Let each replica have this number of sequences."""
+    """Give each replica its number of sequences, in the order of the replicas."""
     for replica, count in zip(router.replicas, counts, strict=True):
         replica.sequences = set(range(count))
 

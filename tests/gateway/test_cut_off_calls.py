@@ -28,7 +28,7 @@ RESULT = "the call was cut off"
 
 
 def cut_off(rig: Rig, end: int) -> None:
-    """Let the model's next answers end there."""
+    """Let the model's next answers be the first `end` characters of the call."""
     rig.says(CALL[:end], 1000, FinishReason.LENGTH)
 
 
@@ -58,7 +58,10 @@ async def after_chat(rig: Rig) -> str:
 
 
 async def after_response(rig: Rig, kind: str) -> str:
-    """The same for Responses, by items, by items without their status, or by the answer's id."""
+    """The prompt after an answer of Responses.
+
+    The answer is sent back as items, as items without their status, or as its id.
+    """
     tools = [{"type": "function", **FUNCTION}]
     answer = await post(rig, "responses", input=[ASK], tools=tools)
     results = [
@@ -77,7 +80,7 @@ async def after_response(rig: Rig, kind: str) -> str:
 
 
 async def after_message(rig: Rig) -> str:
-    """The same for Messages."""
+    """The prompt of a conversation that continues after an answer of Messages."""
     tools = [{"name": "weather", "input_schema": SCHEMA}]
     asked: Json = {"tools": tools, "max_tokens": 500}
     answer = await post(rig, "messages", messages=[ASK], **asked)
@@ -93,7 +96,7 @@ async def after_message(rig: Rig) -> str:
 
 
 async def after_rpc(rig: Rig) -> str:
-    """The same over gRPC."""
+    """The prompt of a chat over gRPC that continues after the chat's answer."""
     tool = generation_pb2.Tool(name="weather", parameters=json.dumps(SCHEMA))
     chat = generation_pb2.Chat(tools=[tool])
     chat.messages.add(**ASK)
@@ -175,7 +178,7 @@ async def answer_to(rig: Rig, arguments: str) -> Any:
     ids=lambda text: text[:20],
 )
 async def test_what_no_prompt_can_hold_is_left_out(rig: Rig, text: str) -> None:
-    """A model writes it now and then, and the conversation must go on."""
+    """Models write such arguments now and then, and the conversation must go on."""
     answer = await answer_to(rig, text)
     assert answer.status_code == 200, answer.text
     assert '{"name": "weather", "arguments": {}}' in prompt_of(rig)

@@ -40,7 +40,7 @@ async def freed(rig: Rig, count: int) -> None:
 
 
 def unread_and_placed(rig: Rig) -> tuple[float, int]:
-    """How many answers are unread by the metric, and how many have a place in the admission."""
+    """The number of unread answers by the metric, and of answers that admission counts."""
     labels = {"model_name": "models/target"}
     unread = rig.gateway.metrics.registry.get_sample_value("outrider:num_requests_unread", labels)
     counts = rig.gateway.generation.admission.counts["models/target"]

@@ -23,7 +23,7 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BODIES = {path: body for path, (_, body) in ENDPOINTS.items()}
 BODIES["/v1/messages"] = {"messages": CHAT, "max_tokens": 5}
-# By parameter: other parameters that it needs.
+# By parameter, other parameters without which it is refused.
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "max_tokens": {"prompt_logprobs": 0},

@@ -33,7 +33,7 @@ async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def rig(keyed: Rig) -> AsyncIterator[Rig]:
-    """The gateway with an echo; afterwards no sequence of a key is under way."""
+    """The gateway with an echo. After the test, no sequence of a key may be under way."""
     keyed.script.answer = echo
     yield keyed
     assert not keyed.gateway.generation.key_slots.taken

@@ -3,9 +3,9 @@
 The gateway runs as a process and measures the lag itself (`outrider:event_loop_lag_seconds`). On
 a loaded machine the loop may also be late because the process does not run. Hence the test
 
-- also allows the time for which its threads waited for a processor, which Linux counts;
+- also allows the time for which the gateway's threads waited for a processor, which Linux counts;
 - allows the lag of a second gateway, the control, which gets no requests;
-- tries each attack several times, since one that blocks the loop does so every time.
+- tries each attack several times, since an attack that blocks the loop does so every time.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ async def target(prompts: Prompts) -> AsyncIterator[Target]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def control(prompts: Prompts) -> AsyncIterator[Target]:
-    """A gateway without attacks. Its lag is the machine's."""
+    """A gateway without attacks. Only the machine can make it lag."""
     async with _target(prompts) as made:
         yield made
 

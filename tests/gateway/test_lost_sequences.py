@@ -224,7 +224,7 @@ async def test_the_statistics_are_those_of_all_verifiers(site: Site) -> None:
     assert found["num_accepted_draft_tokens"] == 3
     assert found["acceptance_histogram"] == [0, 1, 1, 0, 0]
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
-    # The lost verifier never said by which rule it accepted, but the request did.
+    # The lost verifier never told its acceptance rule, but the request names the rule.
     assert answer["speculation"] == {"rules": ["typical"], "lossless": False}
 
 

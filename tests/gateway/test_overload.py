@@ -64,14 +64,14 @@ async def test_a_full_queue_takes_no_more_of_the_tenant_that_fills_it() -> None:
 
 
 async def test_a_full_queue_lets_a_smaller_tenant_through() -> None:
-    """For the smaller tenant's request, the verifier drops one of the larger tenant."""
+    """To take the smaller tenant's request, the verifier drops a request of the larger tenant."""
     assert refusal(BUSY, {"a": 1000, "b": 88}, "b") is None
     assert refusal(BUSY, {"a": 1000, "b": 88}, "c") is None
     assert refusal(BUSY, {"a": 544, "b": 544}, "b") is not None
 
 
 async def test_a_full_queue_of_tenants_with_one_request_takes_no_further_tenant() -> None:
-    """Callers make such tenants by a different bearer token in each request without a key."""
+    """Without API keys, a caller can be a new tenant in each request by a new bearer token."""
     counts = {str(number): 1 for number in range(64 + 1024)}
     assert refusal(BUSY, counts, "new") is not None
     # Another gateway may have a larger tenant, so the verifier decides.
@@ -80,7 +80,7 @@ async def test_a_full_queue_of_tenants_with_one_request_takes_no_further_tenant(
 
 async def test_a_request_that_would_be_late_is_refused_with_the_time_of_the_queue() -> None:
     counts = {"a": 128}
-    # The queue takes 6.5 s and an answer 6.4 s, and both may take twice as long.
+    # The queue takes 6.5 s and an answer 6.4 s. The gateway assumes twice these times.
     assert refusal(BUSY, counts, timeout=ClientTimeout(total_s=26.0)) is None
     late = refusal(BUSY, counts, timeout=ClientTimeout(total_s=25.0))
     assert late is not None
@@ -111,7 +111,7 @@ async def test_a_large_tenant_waits_longer_beside_small_ones() -> None:
 async def test_shares_are_max_min_fair(places: int, rivals: list[int]) -> None:
     share = fair_share(places, rivals)
     assert share > 0.0
-    # The rivals take exactly what the tenant leaves, and none takes more than the tenant.
+    # The rivals take exactly what the tenant leaves, and no rival takes more than the tenant.
     assert share + sum(min(each, share) for each in rivals) == pytest.approx(places)
 
 
@@ -151,7 +151,7 @@ async def test_a_queue_at_one_verifier_leaves_the_places_of_another() -> None:
 
 @contextlib.asynccontextmanager
 async def crowded(rig: Rig, count: int, **load: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """`count` requests run at a verifier that takes two, one of them in its queue."""
+    """Send `count` requests to a verifier with room for two: one runs, and one is in the queue."""
     reported = Load(0, 0, 1, 1, **load)
     rig.script.info = replace(rig.script.info, load=reported)
     await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
@@ -183,11 +183,11 @@ def sum_of(counts: dict[str, Counter[str]]) -> int:
 
 
 async def test_a_burst_that_would_be_late_is_refused_unread_beside_another_tenant(rig: Rig) -> None:
-    """Two run; of 15 more, one begins every 2 s, and all within half of a minute's patience."""
+    """Two requests begin at once, then one every 2 s: 17 in 30 s, half of a caller's minute."""
     host, _, port = rig.gateway.http_url.removeprefix("http://").partition(":")
 
     async def begin(number: int) -> asyncio.StreamReader:
-        """The answer to headers whose body never comes."""
+        """Send headers without their body; return the reader of the answer."""
         reader, writer = await asyncio.open_connection(host, int(port))
         writers.append(writer)
         head = (
@@ -205,8 +205,8 @@ async def test_a_burst_that_would_be_late_is_refused_unread_beside_another_tenan
     heads = [asyncio.create_task(reader.readuntil(b"\r\n\r\n")) for reader in readers]
     counts = rig.gateway.generation.admission.counts
     await until(lambda: sum(head.done() for head in heads) + sum_of(counts) == 60)
-    # 17 begin within half a minute. Of the others, eight at a time may show a longer timeout in
-    # their bodies.
+    # 17 begin within half a minute. The gateway reads the bodies of up to eight others at a time,
+    # because a body may have a longer timeout.
     assert 17 <= sum_of(counts) <= 17 + 8
     refused = [head.result() for head in heads if head.done()]
     assert all(head.startswith(b"HTTP/1.1 429") for head in refused)
@@ -256,7 +256,8 @@ async def test_callers_that_name_no_timeout_have_a_minute_until_their_first_toke
 async def test_refusals_take_milliseconds(rig: Rig) -> None:
     """`pytest -s` prints how much each of 200 refusals in a row took.
 
-    It is processor time of client and gateway together, so the machine's load hardly matters.
+    The test checks the processor time of client and gateway, on which the machine's load has
+    little effect.
     """
     body = BODY | {"prompt": "x " * 1500}
     times = []

@@ -71,7 +71,7 @@ async def set_limits(site: Site, which: int, **limits: int) -> None:
 
 
 def script_picks(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the router pick the first replica once and then the second. Returns picked addresses."""
+    """Let the router pick the first replica once, then the second; list the picked addresses."""
     router = site.gateway.router
     picked: list[str] = []
 

@@ -65,7 +65,7 @@ def chat_tools(tools: Sequence[Json]) -> list[Json]:
 
 
 def asked_of(rig: Rig) -> TokenRequest:
-    """The verifier's last request, without what tells requests apart."""
+    """The verifier's last request, without the fields that differ in every request."""
     return replace(rig.script.requests[-1], request_id="", traceparent="", noise_seed=0)
 
 

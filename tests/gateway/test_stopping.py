@@ -116,7 +116,7 @@ async def test_a_request_that_ends_in_time_is_not_cut_off(prompts: Prompts) -> N
 
 
 async def test_idle_clients_do_not_delay_the_stop(prompts: Prompts) -> None:
-    """A client reads nothing of its answer, another has sent half a body."""
+    """One client reads nothing of its answer, and another client has sent half a body."""
     async with gateway_process(prompts, "--drain-seconds", "0.2") as (gateway, script):
         script.answer = lambda _: [*[plain([5] * 5)] * 400, 600.0]
         where = urlsplit(gateway.url)

@@ -1,4 +1,4 @@
-"""Tenants come in turn to the work on requests for text."""
+"""Tenants take turns at the work on requests for text."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_long_run_of_invalid_bytes_does_not_grow_the_tail(
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's: "<unk>", "<s>", "▁Hello", "▁world", and the bytes of 😀 and é."""
+    """A tokenizer like Llama 2's: <unk>, <s>, "▁Hello", "▁world", and the bytes of 😀 and é."""
     words = ["<unk>", "<s>", "▁Hello", "▁world", *(f"<0x{byte:02X}>" for byte in "😀é".encode())]
     tokenizer = Tokenizer(
         models.BPE(
@@ -167,11 +167,11 @@ def listed(offsets: TokenOffsets, ids: Sequence[int]) -> list[tuple[str, bytes, 
 def test_wherever_a_text_is_cut_its_parts_join_to_the_text(
     kind: str, text: str, cut: int, bos: bool
 ) -> None:
-    """The text, and the lists of tokens; the offsets say where each token is."""
+    """The lists of tokens join too, and the offsets say where each token is in the text."""
     table = kind_table(kind)
     ids = ([1] if bos else []) + tokenizer(kind).encode(text).ids
     whole = tokenizer(kind).decode(ids)
-    # What an echo shows of a prompt.
+    # The part of a prompt that an echo shows.
     prompt, answer = ids[:cut], ids[cut:]
     shown = [token for token in prompt if token != 1]
     echo = table.decode(shown[: table.whole_characters(shown)])
@@ -217,7 +217,7 @@ def test_the_text_of_a_grammar_keeps_its_first_space_without_a_prompt_too(kind: 
 
 
 def cut_at_stop(text: str, stops: list[str]) -> str:
-    """The definition: cut at the stop string that ends first; of several, at the longest."""
+    """The definition: cut at the stop string that ends first; if several do, at the longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -107,7 +107,7 @@ def calls_of(parts: list[Part]) -> list[tuple[str, str]]:
 
 
 def check_walk(libraries: Libraries, form: ToolFormat, compiled: Compiled, seed: int) -> bool:
-    """Read a random text of forced calls back; whether it was complete."""
+    """Read a random text of forced calls back; return whether the text was complete."""
     text, complete = walk(libraries, compiled.matcher(), seed)
     parts = parts_of(form, text)
     assert not any(isinstance(part, Content) for part in parts), text
@@ -119,7 +119,7 @@ def check_walk(libraries: Libraries, form: ToolFormat, compiled: Compiled, seed:
             assert isinstance(value, dict), text
             assert {key: type(found) for key, found in value.items()} == TYPES, text
     assert calls or not complete, text
-    # Wherever the text is cut, the calls before the cut stay, and the last is a beginning.
+    # Wherever the text is cut, each call that is read is the beginning of a call of the whole text.
     for end in range(len(text)):
         for (name, begun), (full_name, full) in zip(
             calls_of(parts_of(form, text[:end], step=1000)), calls, strict=False
@@ -314,7 +314,7 @@ ONE_THOUGHT = [
 @pytest.mark.parametrize("form", ONE_THOUGHT, ids=lambda form: form.name)
 @pytest.mark.parametrize("step", [1, 4, 1000])
 def test_an_answer_has_one_thought_at_most(form: ToolFormat, step: int) -> None:
-    """A thought's marks in the content are text: the model may write them, but not hide text."""
+    """Marks of a thought in the content are text: a model cannot hide text by them."""
     assert form.thought is not None
     begin, end = form.thought.begin, form.thought.end
     again = f"{begin}again{end}"
@@ -355,7 +355,7 @@ def test_a_call_within_a_thought_ends_the_thought(libraries: Libraries, form: To
             assert not matcher.accept(EOS)
 
 
-# A section's mark has no other use.
+# A section's mark always begins a section, so no thought can speak of it.
 SPOKEN = [form for form in THINKING if not form.sections]
 
 

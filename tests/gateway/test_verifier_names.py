@@ -99,8 +99,8 @@ async def running_fleet(
 ) -> AsyncIterator[Fleet]:
     """Run `count` verifiers, the first of them behind the name, and a gateway.
 
-    It is given the addresses of the verifiers numbered `plain_addresses` too. The resolver answers
-    with `error` at first.
+    The gateway also gets the addresses of the verifiers numbered `plain_addresses`. At first, the
+    resolver answers with `error`.
     """
     fleet = Fleet(prompts, [Verifier(prompts) for _ in range(count)], error=error)
     async with contextlib.AsyncExitStack() as stack:

@@ -52,7 +52,7 @@ async def test_a_request_that_ends_each_verifier_is_given_up(site: Site, progres
 async def test_a_sequence_does_not_go_on_where_it_cannot(
     site: Site, changes: dict[str, Any]
 ) -> None:
-    """A prompt token and 500 more do not fit into 500; another model would write another text."""
+    """1 + 500 tokens do not fit into a context of 500; another model would write another text."""
     await change_second(site, **changes)
     asked = await site.begin(3, stream=True)
     await site.first.kill()

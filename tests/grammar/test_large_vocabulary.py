@@ -1,7 +1,7 @@
 """With a vocabulary as large as Llama 3's, everyday schemas are admitted and masked in time.
 
 `python -m tests.grammar.test_large_vocabulary FIGURES.csv` measures masks with a made-up vocabulary
-(see `large_vocabulary`), or with that of a tokenizer: `… FIGURES.csv FOLDER`. All times are
+(see `large_vocabulary`), or with a tokenizer's vocabulary: `… FIGURES.csv FOLDER`. All times are
 processor time, so that a busy machine matters less.
 """
 
@@ -28,7 +28,7 @@ from outrider.grammar.trial import Trial, compile_only
 from tests.grammar.everyday import EVERYDAY, grammar_for
 from tests.grammar.large_vocabulary import write
 
-# For a measurement; a test uses fewer.
+# Texts of a measurement; a test uses fewer texts.
 TEXTS = 20
 REPETITIONS = 3
 # Half of the compiler's 5 s, since a worker shares the processors with the engine.

@@ -364,7 +364,7 @@ def medusa_sharing() -> Files:
 
 
 def medusa_vllm() -> Files:
-    """Under vLLM's names."""
+    """Medusa heads under vLLM's names."""
     _, tensors = medusa_official()
     config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3}
     names: dict[str, str] = {}

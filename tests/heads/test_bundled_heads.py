@@ -59,7 +59,7 @@ def greedy_text(name: str) -> tuple[list[int], int, list[torch.Tensor]]:
 def test_a_bundled_head_guesses_much_of_a_greedy_text(
     of: str, folder: str, mean: float, whole: float
 ) -> None:
-    """Drafts have over `mean` right tokens on average; a share over `whole` is right entirely."""
+    """Drafts have over `mean` right tokens on average; over `whole` of the drafts have no error."""
     text, start, states = greedy_text(of)
     path = target(of)[0]
     head = read(MODELS / folder, LlamaConfig.from_pretrained(path))

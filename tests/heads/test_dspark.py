@@ -1,4 +1,4 @@
-"""DSpark's memory of earlier tokens begins at the token where its training begins it."""
+"""DSpark's memory of earlier tokens begins at the same token as in DSpark's training."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_the_memory_begins_with_the_anchors_row(anchor_predicts: bool, tmp_path:
     model.extend([Extension(sequence, [], features[: length - 1], 0)])
     model._reserve([(sequence, length + 8)])
     rows = model.block([sequence])[0]
-    # The token before each row: the anchor for the anchor's row and, if that row guesses nothing,
-    # for the next row.
+    # The place of the token before each row. Before the anchor's row it is the anchor; so it is
+    # before the next row, if the anchor's row guesses nothing.
     before = [length - 1 + max(0, row - (not anchor_predicts)) for row in range(steps + 1)]
     memory, expected = torch.zeros(RANK), []
     for row, at in enumerate(before):

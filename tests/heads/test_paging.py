@@ -187,7 +187,7 @@ def test_prefixes_are_shared_only_with_the_same_tenant_and_first_token(paged: Ri
 
 
 def test_after_a_gap_the_head_goes_on_with_the_text_behind_it(rig: Rig) -> None:
-    """The head's guesses are then those for a text that begins after the gap."""
+    """The head then guesses as for a text that begins after the gap."""
     text = rig.text(30)
     features = rig.features(text)
     model = rig.model()

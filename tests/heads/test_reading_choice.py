@@ -35,9 +35,9 @@ class Texts:
         return load(self.head, self.weights, page_count=20)
 
     def own_answers(self, spec: HeadSpec) -> list[int]:
-        """The target's tokens if the head, in this reading, were right with its first two guesses.
+        """A text in which the head, in this reading, is right with each draft's first two guesses.
 
-        The target's third token is right too: it is the first guess two tokens later.
+        There is a draft for every second token. So the third token is the next draft's first guess.
         """
         model = load(replace(self.head, spec=spec), self.weights, page_count=400)
         features = torch.cat([self.states[i] for i in spec.aux_layers], dim=-1)

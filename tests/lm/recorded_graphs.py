@@ -1,7 +1,7 @@
 """A recording of operators that replaces a CUDA graph on a CPU.
 
 Like a graph, it repeats the operators on the same memory with the numbers of the recording. So a
-test fails if a forward takes anything from the new batch other than its inputs' memory.
+test fails if a forward reads anything of the new batch outside the memory of its inputs.
 """
 
 from __future__ import annotations

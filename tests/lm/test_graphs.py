@@ -180,7 +180,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
 
 
 def poison(runner: ModelRunner, slices: list[SequenceSlice]) -> None:
-    """Make every page NaN that no slice has, the page for padding included."""
+    """Fill each page that belongs to no slice with NaN, also the page for padding."""
     owned = {page for part in slices for page in part.pages}
     for array in runner._cache_arrays():
         pages = array.view(-1, runner.page_size, *array.shape[1:])

@@ -77,7 +77,7 @@ def llama(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> Any:
 
 
 class Recurrent(LlamaForCausalLM):
-    """Adds half of the previous embedding to each; a cut or packed row does not hold it."""
+    """Adds half of the previous token's embedding, which a cut or packed row does not hold."""
 
     def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         embedded = self.model.embed_tokens(input_ids)
@@ -104,7 +104,7 @@ class OneTokenApart(LlamaForCausalLM):
 
 
 class ForgetsTheFarPast(LlamaForCausalLM):
-    """Its mask hides tokens more than 20 back, but the runner's attention does not know."""
+    """Hides tokens more than 20 back by a mask, which the runner's attention does not have."""
 
     def forward(self, attention_mask: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         if attention_mask is not None:

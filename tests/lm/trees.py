@@ -19,7 +19,7 @@ from tests.tree_paths import path_to
 
 @dataclass(frozen=True)
 class Part:
-    """A slice: `before` tokens are in the cache; `text` tokens come before the tree's."""
+    """A slice: `before` tokens are in the cache; `text` tokens come before the tree's tokens."""
 
     before: int
     text: int

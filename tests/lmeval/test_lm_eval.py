@@ -1,4 +1,4 @@
-"""lm-evaluation-harness gets the same figures of SmolLM2 plain and drafted, on a local task."""
+"""lm-evaluation-harness gets equal figures of SmolLM2 with and without drafts, on a local task."""
 
 from __future__ import annotations
 

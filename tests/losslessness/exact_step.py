@@ -256,7 +256,7 @@ def set_coupled_counts(trials: Sequence[Trial], count: int) -> None:
 def find_steps(
     pairs: Sequence[tuple[Trial, int]], count: int, vocab: int, patch: pytest.MonkeyPatch
 ) -> None:
-    """Find up to which random number a trial draws a token after `count` accepted ones."""
+    """Find up to which random number a trial draws a token after `count` accepted tokens."""
     batch = Batch([trial for trial, _ in pairs], patch)
     coins = batch.coins(0.5)
     for n, (trial, _) in enumerate(pairs):
@@ -279,7 +279,7 @@ def find_steps(
 
 
 def joint_probs(trials: Sequence[Trial], target: NextProbs, vocab: int, length: int) -> Probs:
-    """The joint distribution of `length` tokens, the step's and then the target's; [V] * length."""
+    """The joint distribution of the step's tokens and then the target's, [V] * length."""
     committed: dict[Text, float] = defaultdict(float)
     for trial in trials:
         sampled = trial.scenario.drafter is not None
@@ -356,5 +356,5 @@ def predicted_count(trial: Trial, accept_coins: Probs, draw_coins: Probs) -> int
 
 
 def drawn_token(trial: Trial, count: int, draw_coins: Probs) -> int:
-    """The token that a trial draws after `count` accepted ones."""
+    """The token that a trial draws after `count` accepted tokens."""
     return int((trial.steps[count] <= draw_coins[count]).sum())

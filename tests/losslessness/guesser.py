@@ -34,12 +34,13 @@ from verifier_svc.engine.loop import Engine
 class Guesser:
     """A drafter that runs ahead in runs of a random length, drawn as the verifier asked.
 
-    Messages from and to it arrive up to `late` ticks later, in order. It drafts nothing in a share
-    `silent` of the ticks. `stops` ends a run before a token by its probability, and `ends` a
-    chain after such a token. With `branches` it also drafts one-hot branches beside its chain,
-    and with `sampled_branches` another sampled run beside each token of its chain. `claims` is the
-    distribution that it claims, if not `draft_probs`. If it `always_samples`, it samples even
-    when the verifier asks for the likeliest token.
+    Messages from the drafter and to it arrive up to `late` ticks later, in order. In a share
+    `silent` of the ticks it drafts nothing. `stops` tells from a token and its probability whether
+    a run ends before that token; `ends` tells whether a chain ends after a token. With `branches`
+    it also drafts one-hot branches beside its chain, and with `sampled_branches` another sampled
+    run beside each token of its chain. `claims` is the distribution that it claims, if not
+    `draft_probs`. If it `always_samples`, it samples even when the verifier asks for the likeliest
+    token.
     """
 
     trusted = True

@@ -1,8 +1,8 @@
 """Heads of every kind change no text, whatever happens to their messages and features.
 
 The real engine, a real target with hidden states, and the real family `head`. Messages pass through
-protobuf. The target and the heads have random weights and 40 tokens. Requests allow only the first
-five, so that texts can be enumerated.
+protobuf. The target and the heads have random weights and 40 tokens. Requests allow only the
+first five tokens, so that texts can be enumerated.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def must_be_those_of(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_logprobs_of_all_token_sources_are_the_targets(temperature: float) -> None:
-    """Log probabilities are those before any sampling setting."""
+    """Log probabilities are taken before any sampling setting is applied."""
     engine = traffic(SamplingParams()).engine
     guesser = drafter(engine)
     request = TokenRequest(

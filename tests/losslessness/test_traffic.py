@@ -195,7 +195,7 @@ def test_the_engine_uses_no_coin_twice(rule: AcceptanceRule, dies: bool) -> None
 
 
 def test_a_thousand_requests_without_a_seed_have_different_texts() -> None:
-    """Of 2^64 seeds none is drawn twice; of a few hundred, most would be."""
+    """Among 2^64 seeds, no seed is drawn twice; among a few hundred, most would be."""
     traffic = Traffic(fixed(*[1 / VOCAB] * VOCAB), prompts=((2,),), length=24)
     texts = traffic.run_with_the_systems_seeds(1_000)
     assert len({tuple(text) for text in texts.tolist()}) == 1_000

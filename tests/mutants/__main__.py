@@ -1,4 +1,4 @@
-"""Plants known bugs, one at a time, in a copy of the code, and reports which the tests notice.
+"""Plants known bugs, one at a time, in a copy of the code, and reports which bugs the tests notice.
 
     python -m tests.mutants            # all of `tests/mutants/table.py`
     python -m tests.mutants A2 T3      # these

@@ -17,7 +17,7 @@ def pool_of(text: list[int], **options: Any) -> MemoryPool:
 
 
 def newest_by_search(text: list[int], size: int, length: int) -> list[int]:
-    """The tokens after the newest occurrence, with enough tokens, of the longest known suffix."""
+    """The tokens after the longest known suffix, at the newest place with enough tokens."""
     for n in range(min(size, len(text)), 0, -1):
         places = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-16:]
         if places:
@@ -66,7 +66,7 @@ def test_shares_are_a_distribution_over_different_first_tokens(
 
 def test_shares_count_the_longest_suffix_first() -> None:
     pool = pool_of([3, 1, 2, 9, 1, 2, 9, 8, 2, 7, 1, 2])
-    # 9 followed 1 2 twice of two times; 7 followed 2, but not 1 2.
+    # Both times, 9 followed 1 2. Once, 7 followed a 2 without a 1 before it.
     share, [other] = pool.shares([1, 2], 2, 9)
     assert share == 2 / 3
     assert (other.tokens, other.confidences) == ([7, 1], [1 / 3 / 2, 1 / 2])
@@ -74,6 +74,6 @@ def test_shares_count_the_longest_suffix_first() -> None:
 
 def test_the_least_recently_used_ngrams_are_evicted_first() -> None:
     pool = MemoryPool(NgramOptions(max_matching_ngram_size=1), 3)
-    pool.index([1, 2, 3, 4], 0)  # knows 1, 2 and 3
-    pool.index([1, 5, 6], 0)  # uses 1 again, and 5 needs room
+    pool.index([1, 2, 3, 4], 0)  # the pool now knows 1, 2 and 3
+    pool.index([1, 5, 6], 0)  # 1 is used again, and 5 needs room
     assert [pool.continuation([token], 1) for token in (1, 2, 3, 5)] == [[5], [], [4], [6]]

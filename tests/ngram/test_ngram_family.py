@@ -64,7 +64,7 @@ async def test_a_call_in_the_prompt_is_drafted_when_the_model_calls(earlier: str
 
 
 async def test_another_continuation_is_a_branch_and_can_be_committed() -> None:
-    """After 1 2 came 8 9, later 3 4. The newer continuation is the chain, the older a branch."""
+    """8 9 followed 1 2, later 3 4 did. The newer continuation is the chain, the older a branch."""
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=9))
     *_, last = (await rig.drafts()).proposals
@@ -89,7 +89,7 @@ async def test_where_trees_are_verified_branches_come_with_the_chain() -> None:
     assert proposal.token_ids[:3] == [8, 9, 7]
     paths = list(zip(proposal.parents, proposal.token_ids, strict=True))
     of = dict(zip(paths, proposal.confidences, strict=True))
-    # After 1 2 came 8 twice and 3 once; a fourth part is left for any other token.
+    # 1 2 was followed by 8 twice and by 3 once; a quarter is left for all other tokens.
     assert of[0, 8] == pytest.approx(2 / 4)
     assert of[0, 3] == pytest.approx(1 / 4)
     at = paths.index((0, 3))

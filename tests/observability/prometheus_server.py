@@ -23,7 +23,7 @@ def prometheus(
     """Run Prometheus with the shipped configuration; yields its URL.
 
     Ports replace the names, which only Compose resolves, and the interval is shorter. With
-    `at_once`, alerts fire without having to last.
+    `at_once`, an alert fires as soon as its condition holds.
     """
     config = yaml.safe_load((SHIPPED / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}

@@ -76,7 +76,7 @@ async def hang_up(url: str) -> None:
 
 
 def check_logs(gateway: str, verifier: str, usage: dict[str, Any]) -> dict[str, Any]:
-    """The gateway's line, which agrees with the verifier's and with the answer."""
+    """The gateway's log line. It must agree with the verifier's line and with the answer."""
     [line] = lines(gateway, "gateway.access")
     [served] = lines(verifier, "verifier.access")
     assert line["status"] == "200"

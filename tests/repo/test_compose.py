@@ -27,7 +27,7 @@ MORE: dict[str, dict[str, Any]] = {
     **yaml.safe_load((COMPOSE / "two-verifiers.yaml").read_text())["services"],
     "gateway": SERVICES["gateway"],
 }
-"""With the services of two-verifiers.yaml; of other services it changes only the gateway's env."""
+"""The services of both files. In two-verifiers.yaml, only the gateway's environment differs."""
 SETTINGS: dict[str, list[type[Settings]]] = {
     "VERIFIER": [OwnDraftersSettings],
     "DRAFTER": [settings_schema(family) for family in known_families()],
@@ -124,7 +124,7 @@ def networks(service: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("text", [TEXT, STACK_TEXT], ids=["compose.yaml", "stack.yaml"])
 def test_only_services_with_published_ports_reach_anything_outside(text: str) -> None:
-    """If an attacker makes a verifier or a drafter open an address, it reaches none."""
+    """An attacker may make a verifier or a drafter open addresses, but it reaches none."""
     document = yaml.safe_load(text)
     closed = {
         name for name, options in document["networks"].items() if (options or {}).get("internal")

@@ -167,7 +167,7 @@ def test_a_drafter_on_the_targets_gpu_and_a_head_run_in_the_verifiers_process(
     monkeypatch.setattr(stack_plan, "_has_gpu", lambda: gpu)
     children = planned(tmp_path, "--drafter", drafter, "--device", device)
     assert children["verifier"].get("--in-process") == in_process
-    # A drafter's process, besides the verifier and the gateway.
+    # Besides the verifier and the gateway, there may be a drafter's process.
     assert len(children) == 2 + (in_process is None)
 
 

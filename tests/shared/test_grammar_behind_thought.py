@@ -143,7 +143,7 @@ def test_random_texts_of_the_answer_are_checked(monkeypatch: pytest.MonkeyPatch)
 
     def check(self: Guard, compiled: Compiled, grammar: Grammar) -> None:
         checked.append(grammar)
-        # The check refuses an answer that is no JSON, so this shows that its text has no thought.
+        # The check refuses what is no JSON, so this shows that the checked text has no thought.
         was(self, compiled, grammar)
 
     monkeypatch.setattr(Guard, "check", check)

@@ -163,7 +163,7 @@ def test_the_longest_chain_of_rules_does_not_end_the_process() -> None:
 
 
 def compiled_unchecked(grammar: Grammar) -> Compiled:
-    """The grammar, without the trial of its masks."""
+    """The compiled grammar, without a trial of its masks."""
     libraries = compiler()._libraries
     return libraries.compile(translate(grammar, libraries.specials))
 

@@ -113,7 +113,7 @@ def test_a_verifier_that_slows_down_loses_its_speed_and_no_more(
 
 @pytest.mark.parametrize(("batch", "rate"), [(32, 60.0), (128, 170.0)])
 def test_speculation_is_shed_with_load_and_is_no_loss(batch: int, rate: float) -> None:
-    """The share of speculation falls with the batch, as rows become expensive."""
+    """In a large batch, rows are expensive, so a smaller share of tokens is drafted."""
     _, calm = run(rate / 30, 0.5, batch)
     plain, _ = run(rate, PLAIN, batch)
     drafted, verified = run(rate, 0.5, batch)
@@ -122,7 +122,7 @@ def test_speculation_is_shed_with_load_and_is_no_loss(batch: int, rate: float) -
 
 
 def test_a_flood_leaves_another_tenants_slowest_answers(tmp_path: Path) -> None:
-    """Compared with a verifier that is busy, but has no queue."""
+    """The comparison is with a verifier that is busy, but has no queue."""
     busy = tenants(tmp_path / "busy", {"a": 14.0, "b": 4.0})
     flooded = tenants(tmp_path / "flooded", {"a": 60.0, "b": 4.0})
     refused = [request for request in flooded["a"] if request.error is not None]

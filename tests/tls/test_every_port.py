@@ -221,7 +221,7 @@ async def talk(made: Served) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.slow  # It starts a second stack.
+@pytest.mark.slow  # This test starts a second stack.
 async def test_without_tls_every_wire_can_be_read(tmp_path: Path) -> None:
     """This shows that the next test's capture would find readable text."""
     async with served(tmp_path, encrypted=False) as made:

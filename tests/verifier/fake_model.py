@@ -124,7 +124,7 @@ class TableModel:
         flat[targets] = flat[sources]
 
     def _slots(self, part: SequenceSlice, positions: Positions) -> tuple[Positions, Positions]:
-        """The pages and the places in them of a slice's slots."""
+        """For slots of a slice: their pages, and their places in these pages."""
         pages = np.array(part.pages)
         return pages[positions // self.page_size], positions % self.page_size
 

@@ -200,7 +200,7 @@ def test_pages_of_a_prompt_belong_to_its_tenant(max_batch_tokens: int) -> None:
 
 
 def test_the_youngest_of_a_tenants_sequences_is_preempted() -> None:
-    """Both sequences outgrow the cache. The older never gives its pages away."""
+    """Together, the two sequences outgrow the cache. The older never gives its pages away."""
     engine, _ = make_engine(page_count=8, page_size=4, eos_bias=-99)
     older = engine.submit(request([1, 2], 24), Client())
     younger = engine.submit(request([3, 4], 24), Client())
@@ -213,7 +213,7 @@ def test_the_youngest_of_a_tenants_sequences_is_preempted() -> None:
 def test_a_text_that_waits_for_pages_is_hashed_once_and_shares_pages_as_soon_as_that_suffices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two requests of one prompt fit the cache only once the first has written most of it."""
+    """Two requests with one prompt fit the cache only after one has written most of the prompt."""
     config = EngineConfig(max_batch_tokens=4)
     engine, model = make_engine(page_count=12, page_size=4, eos_bias=-99, config=config)
     hashed: list[bytes] = []

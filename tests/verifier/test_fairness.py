@@ -132,7 +132,7 @@ def test_pages_are_not_taken_from_a_tenant_that_would_then_have_less() -> None:
 
 
 def test_a_sequence_that_grows_takes_pages_from_the_tenant_with_the_most() -> None:
-    """The youngest of all sequences, the small tenant's, keeps its pages."""
+    """The small tenant's sequence is the youngest of all, and keeps its pages."""
     engine, _ = make_engine(eos_bias=-99, page_count=16, page_size=4)
     flood, _ = submit(engine, "flood", 5, max_tokens=30)
     [small], _ = submit(engine, "small", max_tokens=30)

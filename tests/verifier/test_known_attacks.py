@@ -26,7 +26,7 @@ from verifier_svc.state.sequence import Sequence
 
 PROMPT = [1, 2, 3]
 Ended = tuple[list[int], FinishReason | None]
-# -1 as an id: a C++ or Java drafter's int32, and a 64-bit varint of another implementation.
+# -1 as an id: as a C++ or Java drafter's int32, and as another implementation's 64-bit varint.
 MINUS_ONE = {
     "of 32 bits": drafts_pb2.Proposal(token_ids=[3, 2**32 - 1]).SerializeToString(),
     "of 64 bits": b"\x18\x03" + b"\x18" + b"\xff" * 9 + b"\x01",

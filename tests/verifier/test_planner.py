@@ -166,7 +166,7 @@ def test_only_a_drafter_on_the_targets_own_gpu_waits_for_the_verdict_before_it_d
 
 
 def test_a_new_drafter_on_the_targets_gpu_is_asked_like_a_proven_one() -> None:
-    """Nobody waits for a trial's tokens, so its speed while the GPU is free would not be seen."""
+    """Nobody waits for a drafter on trial, so its speed on a free GPU would stay unknown."""
     engine, _ = make_engine(config=EngineConfig(DraftTokensPolicy("auto", 4)))
     engine.drafting._target_device = TargetDevice(gpu_uuids=frozenset({"GPU-a"}))
     proven = ScriptedDrafter(engine, "proven", "proven").handle

@@ -180,7 +180,8 @@ def test_a_load_that_grows_again_and_again_forgives_no_more_than_six_steps() -> 
         losses += count_until(
             lambda: not steps.budget.allows(BATCH, DRAFTER_SET), lambda: steps.lose(2.0)
         )
-    # The budgets of 3 and 1.5 steps, and what 0.5 % of 1,600 steps refill: each loses one more.
+    # The budgets are 3 and 1.5 steps, and 0.5 % of 1,600 steps refill them. Each budget is exceeded
+    # by a last loss.
     assert 6 <= losses <= 4 + 2 + 20 * 80 * 0.005 + 1
 
 

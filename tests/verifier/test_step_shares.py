@@ -109,7 +109,7 @@ def test_floods_add_a_quarter_to_the_steps_of_a_light_tenant(
 
 
 def test_steps_stay_short_while_another_tenant_may_come_back() -> None:
-    """The other tenant would have to wait for the step's end. The flood's sequences take turns."""
+    """A tenant that comes back waits for the step's end, so the flood's sequences take turns."""
     engine = busy_engine()
     engine.step()
     engine.scheduler.use.charge({"light": 1}, 0.001, 0.0)

@@ -197,7 +197,7 @@ def test_the_load_has_vllms_use_of_the_kv_cache(hub: TestHub) -> None:
 
 
 def test_a_padded_row_is_no_draft(hub: TestHub) -> None:
-    """vLLM pads the row of a prompt whose last token comes alone with ids of -1."""
+    """If a step has only the last token of a prompt, vLLM pads the row with ids of -1."""
     hub.add_drafter()
     opened(hub, "a")
     compute(hub, 5 + 4, 10, draft=[-1] * 4)

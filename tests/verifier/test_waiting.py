@@ -78,7 +78,7 @@ def test_goodput_is_the_faster_of_waiting_and_going_on() -> None:
     assert rate(0.09) == rate(0.1) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.1))
     # A drafter on the target's cores hides nothing.
     assert rate(0.09, busy_s=0.09) == pytest.approx(3 / 0.21)
-    # The engine waits for a short rest of a draft after a plain step; else it steps again.
+    # After a plain step, the engine waits if a draft is nearly done; else it takes a plain step.
     assert rate(0.13) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.13))
     assert rate(0.17) == pytest.approx((0.8 * 3 + 2) / (0.8 * 0.12 + 0.2))
     assert rate(60.0) > 1 / 0.1, "plain decoding is the least"

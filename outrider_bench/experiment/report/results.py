@@ -77,7 +77,7 @@ class Results:
     rows: list[Row] = field(default_factory=list)
 
     def found(self) -> list[tuple[Cell, Source]]:
-        """The cells that have results, each with its source in tables: measured, else predicted."""
+        """Cells that have results, with the source that tables show: measured, else predicted."""
         known = [[s for s in SOURCES if (cell.key, s) in self.measurements] for cell in self.cells]
         return [(cell, of[0]) for cell, of in zip(self.cells, known, strict=True) if of]
 

@@ -45,7 +45,7 @@ class Answer:
 
 @cache
 def request_of(number: int) -> TokenRequest:
-    """The catalogue's request `number`. Many prompts begin alike, as for a prefix cache."""
+    """The catalogue's request `number`. Many prompts begin alike, to test the prefix cache."""
     draw = Random(f"request {number}")
     stem = Random(f"stem {draw.randrange(3)}").choices(range(VOCAB), k=_LONGEST_PROMPT - 8)
     prompt = stem[: draw.choice([0, 5, len(stem)])]

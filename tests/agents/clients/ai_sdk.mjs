@@ -8,7 +8,7 @@ import * as common from "./common.mjs";
 
 const apiKey = common.KEY;
 const providers = {
-  // Without the setting it asks for any JSON, and hopes that the model keeps to the schema.
+  // Without this setting, the SDK asks for any JSON, and hopes that the model keeps to the schema.
   compatible: (baseURL) =>
     createOpenAICompatible({ name: "outrider", baseURL, apiKey, supportsStructuredOutputs: true }),
   responses: (baseURL) => createOpenAI({ baseURL, apiKey }),

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes build/speculators, an environment for code of others that trains heads: it needs an older
-# transformers than Outrider's tests. All else comes from the environment that `make` has installed,
-# torch among it. What is there already is left alone.
+# Makes build/speculators, an environment for others' code that trains heads. That code needs an
+# older transformers than Outrider's tests. All else, torch too, comes from the environment that
+# `make` has installed. What is there already is left alone.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../../.."
 into=build/speculators
