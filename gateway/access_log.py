@@ -28,8 +28,8 @@ _PREFIXES = {
     "/outrider.v1.GenerationService/GenerateText": "text",
 }
 _SHOWN_CHARACTERS = 200
-# Probes and scrapers ask these paths every few seconds, and a view of the page asks for many files.
-# Good answers are logged at debug.
+# Probes and scrapers request these paths every few seconds, and opening the page requests many
+# files. Their successful answers are logged at debug.
 _QUIET = (
     "/livez",
     "/readyz",
@@ -61,7 +61,7 @@ class Access:
     error: str = ""
     """The reason of the error with which the answer ended, in lower case; "" without one."""
     refusal: OutriderError | None = None
-    """The error that the connection itself sent, whatever the application does."""
+    """The error that the connection sent in place of the application's answer."""
     traceparent: str = ""
     began: float = field(default_factory=time.perf_counter)
 

@@ -43,11 +43,11 @@ def create_app(
     api_errors.install(app)
     openapi.install(app)
     app.add_middleware(BodyLimit)
-    # Inside the check of keys, which tells whose request it is.
+    # This runs inside the check of keys, because the key tells whose request it is.
     app.add_middleware(
         AdmissionMiddleware, admission=generation.admission, preparing=generation.preparing
     )
-    # Inside CORS: a browser asks for permission without a key.
+    # This runs inside CORS, because a browser asks for permission without a key.
     app.add_middleware(RequireKey, gate=gate)
     if settings.allowed_origins:
         app.add_middleware(
@@ -70,7 +70,7 @@ def create_app(
 class LogResponses:
     """ASGI middleware that gives each request an id, and counts and logs its response.
 
-    It also answers for a bug of ours: only here can that answer have the id too.
+    It also answers after a bug of ours, because only here can that answer get the id.
     """
 
     def __init__(self, app: ASGIApp, log: AccessLog) -> None:

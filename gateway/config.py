@@ -38,8 +38,8 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     verifier: list[str] = Field(min_length=1)
     """Addresses of the verifier's replicas: host:port, unix:/path, or dns:NAME:PORT for all
     addresses that NAME has at the time. Separate them with commas or repeat the flag. A request
-    goes to the ready replica that probably has its prompt's prefix cached, unless that one has
-    clearly more to do than the others; else to the least busy one."""
+    goes to the ready replica that probably has its prompt's prefix cached. If that replica has
+    clearly more to do than the others, the request goes to the least busy replica."""
 
     tokenizer: str
     """Directory, GGUF file or hub id of tokenizer and chat template. It must be the target's."""
@@ -63,15 +63,15 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     when it changes."""
 
     keys: str = ""
-    """Keys in the form of that file, as text, for an environment that holds secrets; they count
-    beside those of the file."""
+    """Text in the form of `keys_file`, for an environment that holds secrets. Its keys are valid in
+    addition to the file's keys."""
 
     open: bool = False
     """Let everybody in without a key, on addresses beyond the loopback interface too."""
 
     published_on: str = ""
-    """Address of the host on which a container's ports are published. It says in place of the
-    listening addresses whether keys are needed."""
+    """Address of the host on which a container's ports are published. This address, and not the
+    listening addresses, then decides whether keys are needed."""
 
     public_tls_cert: Path | None = None
     """PEM file with the certificate that clients see on the HTTP and gRPC ports, and the
@@ -88,7 +88,7 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     allowed_hosts: list[str] = Field(default_factory=list)
     """Names under which clients reach the gateway, such as llm.example.com or *.example.com.
     IP addresses, localhost and the name in http_host are always allowed. Names without a dot are
-    allowed unless the gateway listens on the loopback interface alone. * allows all."""
+    allowed unless the gateway listens only on the loopback interface. * allows all."""
 
     allowed_origins: list[str] = Field(default_factory=list)
     """Origins of other websites whose scripts may call the gateway (CORS), such as
@@ -99,22 +99,22 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     acceptance there (guidellm, aiperf). Without it a request asks by `speculation.metrics`."""
 
     unknown_parameters: Literal["refuse", "ignore"] = "refuse"
-    """How the gateway treats a parameter that does not exist here. With refuse it answers 400, so
-    that no setting is lost in silence. Ignore is for clients that send parameters of other
-    servers."""
+    """How the gateway treats a parameter that it does not know. With refuse it answers 400, so that
+    no setting is lost in silence. Ignore is for clients that send parameters of other servers."""
 
     ping_seconds: float = Field(default=15.0, ge=0.0)
     """After how long a pause a stream gets a ping, before its first token too, so that proxies keep
     the connection. Most of them give up after 60 s. 0 sends none."""
 
     keep_alive_seconds: float = Field(default=75.0, gt=0.0)
-    """How long a connection may stay idle after an answer. A proxy that keeps connections for
-    longer than its upstream now and then sends a request into a closed one; most have 60 s. At
-    most 1,024 connections stay idle; a further one closes the one that was idle for longest."""
+    """How long a connection may stay idle after an answer. A proxy should close idle connections
+    sooner, or some of its requests meet a closed connection; most proxies have 60 s. At most 1,024
+    connections stay idle; a further idle connection closes the longest idle connection."""
 
     patience_seconds: float = Field(default=60.0, ge=0.0)
     """How long callers that choose no timeout wait for their first token. A request that might wait
-    longer in the queue is refused at once with 429, its body unread. 0 lets them wait for ever."""
+    longer in the queue is refused at once with 429, and its body is not read. 0 lets callers wait
+    for ever."""
 
     resume_seconds: float = Field(default=30.0, ge=0.0)
     """How long a sequence that has begun and has lost its verifier waits for a verifier that

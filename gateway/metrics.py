@@ -315,7 +315,7 @@ class SequenceClock:
         if not coalesced:
             self._draft_token_count += chunk.draft_token_count
         elif chunk.stats is not None:
-            # A lost verifier's statistics never come; its drafts count as little as its steps.
+            # A lost verifier's statistics never come, so neither its drafts nor its steps count.
             self._draft_token_count += chunk.stats.draft_token_count
         if coalesced and chunk.stats is not None:
             self._add_accepted(chunk.stats.histogram)
@@ -364,7 +364,7 @@ class SequenceClock:
     def close(self, *, is_late: bool = False) -> None:
         """Record the end of the sequence.
 
-        It was cancelled if it neither finished nor failed, by its deadline if it `is_late`.
+        If it neither finished nor failed, it was cancelled: by its deadline if it `is_late`.
         """
         if not self._ended and is_late:
             self.failed(Reason.DEADLINE_EXCEEDED.name)

@@ -170,7 +170,7 @@ class Gateway:
 
 
 def _context(tls: Tls, *_: object) -> ssl.SSLContext:
-    """The context that uvicorn asks for; it offers its configuration and its default."""
+    """The TLS context for uvicorn, which passes its configuration and its default context."""
     return http_context(tls)
 
 

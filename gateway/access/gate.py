@@ -122,7 +122,7 @@ def key_in(authorization: str) -> str:
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to callers without a key, but for `OPEN_PATHS`.
+    """ASGI middleware that answers 401 to callers without a key, except on `OPEN_PATHS`.
 
     Every other path needs a key, so a new route is closed unless somebody opens it here.
     """
@@ -162,7 +162,7 @@ def identity_in(scope: Scope) -> Identity:
 
 
 def operators_only(request: HTTPConnection) -> None:
-    """A route's dependency. Raises OutriderError(INSUFFICIENT_PERMISSIONS) without the role."""
+    """A route's dependency. Raises OutriderError(INSUFFICIENT_PERMISSIONS) for other callers."""
     if not identity_of(request).is_operator:
         message = "this shows all tenants, so it needs a key with the role operator"
         raise OutriderError(Reason.INSUFFICIENT_PERMISSIONS, message)

@@ -1,4 +1,4 @@
-"""Refuse gRPC calls without a valid API key, but for checks of health."""
+"""Refuse gRPC calls without a valid API key, except health checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.access.gate import Gate
 from outrider.errors import OutriderError
 from outrider.process.network.rpc_checks import refusal
 
-# Not Watch, which never ends: strangers could hold any number of such calls.
+# Watch is not open: a call of Watch never ends, and strangers could hold any number of them.
 _OPEN = (f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/List")
 
 
@@ -34,5 +34,5 @@ class RequireKeyInCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
 
 def text_metadata(metadata: Any) -> dict[str, str]:
-    """A call's metadata but for binary values, by name."""
+    """A call's metadata by name, without binary values."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}

@@ -40,7 +40,7 @@ _NEW_FILE_MODE = 0o600
 
 
 def _at_midnight(value: Any) -> Any:
-    """A date without a time stands for its beginning in UTC."""
+    """Turn a date without a time into the beginning of that day in UTC."""
     if isinstance(value, date) and not isinstance(value, datetime):
         return datetime.combine(value, time(tzinfo=UTC))
     return value
@@ -72,7 +72,7 @@ class KeyEntry(BaseModel):
     """The key is refused from this time on."""
 
     concurrent_sequences: Annotated[int | None, Field(ge=1, le=10**12)] = None
-    """The most sequences, prompts times n, that the key has under way at once at a gateway."""
+    """The most sequences (prompts times n) that the key may have under way at once at a gateway."""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,7 +111,7 @@ def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
     try:
         return _Keys.model_validate(yaml.safe_load(text) or {}).keys
     except yaml.YAMLError as error:
-        # Without its cause, whose text quotes the file.
+        # The error has no cause, since the cause's text quotes the file.
         raise invalid(source, f"is not YAML{_place_of(error)}") from None
     except ValidationError as error:
         raise invalid(source, f"holds no valid keys: {_first_problem(error)}") from error
@@ -162,7 +162,8 @@ def changing_keys(path: Path) -> Iterator[Path]:
     Raises OSError.
     """
     path = Path(os.path.realpath(path))
-    # Not the file itself, which gets replaced, nor a file beside it, with another owner and mode.
+    # Lock the folder. The file itself gets replaced, and a lock file beside it would have another
+    # owner and mode.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

@@ -18,7 +18,7 @@ _RELOAD_S = 1.0
 
 _Stamp = tuple[int, int, int, int] | None
 """A file's inode, size, and times of modification and of change in ns; None without a file. The
-time of change also follows mode and owner.
+time of change also changes with mode and owner.
 """
 
 
@@ -26,7 +26,7 @@ class KeyRing:
     """The keys of a file and of a setting. Raises OutriderError(INVALID_VALUE) for bad keys."""
 
     def __init__(self, file: Path | None, text: str) -> None:
-        """`text` holds entries as the file does; "" holds none."""
+        """`text` holds entries in the file's form, and may be empty."""
         self._file = file
         self._given = parse_keys(text, "keys") if text else ()
         self._stamp = self._failed = self._current_stamp()

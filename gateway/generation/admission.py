@@ -19,11 +19,11 @@ from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load, retry_after_s, wait_s
 
-# Safety factor on both estimates: recent answers were measured at a smaller batch. A slower
-# verifier would otherwise make every admitted answer late.
+# Safety factor on both estimates, because recent answers may have been measured in smaller batches.
+# Without it, a verifier that became slower would make every admitted answer late.
 _MARGIN = 2.0
-# The clients of OpenAI and Anthropic send this timeout (seconds) if nobody has chosen one. Nobody
-# may want to wait for so long.
+# The clients of OpenAI and Anthropic send this timeout (seconds) if nobody has chosen a timeout.
+# Perhaps nobody wants to wait for so long.
 _UNCHOSEN_S = 600.0
 
 
@@ -171,12 +171,13 @@ def check(
     """
     own = counts.get(tenant, 0)
     under_way = sum(counts.values()) + foreign_count
-    # Nobody waits, however many choices the request wants. Its deadline ends it if it is late.
+    # No sequence is under way, so the request is admitted however many choices it wants. Its
+    # deadline ends it if it is late.
     if under_way == 0:
         return
     # A full queue drops a request of the tenant that uses most for a tenant that uses less, so
-    # the verifier must see this request. If this tenant has no requests here, another gateway may
-    # have the largest tenant.
+    # the verifier must see this request unless its tenant uses most. If the tenant has no requests
+    # here, the tenant that uses most may be at another gateway.
     is_largest = own + count >= max(counts.values(), default=0) and (own > 0 or foreign_count == 0)
     if under_way + count > load.most and is_largest:
         waiting = max(0, under_way - load.places)

@@ -37,7 +37,8 @@ _MOST_LOST = 4
 _REQUEST_TOKENS_AT_ONCE = 400_000
 # The call that carries a gateway's sequences, for their spans.
 _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"
-# gRPC ends calls by its own clock: a caller that leaves this shortly before the deadline is late.
+# gRPC ends calls by its own clock, perhaps slightly before our deadline. So a caller that leaves
+# less than this before the deadline counts as late.
 _EARLY_S = 0.1
 
 # How long a client may leave an answer unread once the buffers are full. Meanwhile the answer has
@@ -159,7 +160,7 @@ class _Sequence:
         # Whether the sequence has no slot, because the verifier does nothing for it.
         self._is_unread = False
         self._builder: DeltaBuilder | None = None
-        # If the request has no seed, every replica draws with this one.
+        # If the request has no seed, every replica draws with this seed.
         self._noise_seed = secrets.randbits(64)
         self._committed: list[int] = []
         # Tokens of the prompt whose log probabilities have arrived, and how many of them the
@@ -167,13 +168,14 @@ class _Sequence:
         self._scored = 0
         self._scored_again = 0
         self._lost_count = 0
-        # Since the last token: the number of refusals (not by full queues), and until when to wait.
+        # Since the last token: how many replicas refused the sequence (not because of a full
+        # queue), and until when it waits for a replica.
         self._refused_count = 0
         self._deadline: float | None = None
         self._go_to(pick)
 
     def _go_to(self, pick: Pick) -> None:
-        """Count as running at the pick's replica.
+        """Count the sequence as running at the pick's replica.
 
         Before the first chunk, the request is built for that replica's model, and checked.
         """
@@ -184,7 +186,7 @@ class _Sequence:
         pick.replica.sequences.add(self)
 
     def leave(self) -> None:
-        """Stop counting as running."""
+        """Stop counting the sequence as running."""
         self._pick.replica.sequences.discard(self)
         if not self._left:
             self._left = True
@@ -273,8 +275,8 @@ class _Sequence:
     def _set_unread(self, is_unread: bool) -> None:
         """Give the slot back while the verifier has nothing to do.
 
-        That is while the client does not read, and once the verifier has ended its answer. A client
-        that reads nothing cannot keep the slot.
+        The verifier has nothing to do while the client does not read, and once it has ended the
+        answer. So a client that reads nothing cannot keep the slot.
         """
         if is_unread == self._is_unread:
             return
@@ -315,8 +317,8 @@ class _Sequence:
     def _moves(self, reason: Reason) -> bool:
         """Whether the sequence goes to another replica after an error.
 
-        A full queue is a reason for a sequence that has begun, since it was accepted once, and for
-        a sequence that another replica has room for.
+        If a full queue refused the sequence, it goes to another replica in two cases: it has begun,
+        so it was accepted once, or another replica has room for it.
         """
         if reason is not Reason.OVERLOADED:
             return reason in RETRYABLE

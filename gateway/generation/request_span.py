@@ -49,7 +49,7 @@ def describe_settings(span: Span, request: TextRequest) -> None:
 
 
 def describe(span: Span, access: Access, totals: UsageTotals) -> None:
-    """Put the finish reasons and the usage on a request's span, and the usage into its line."""
+    """Put finish reasons and usage on a request's span, and the usage into its access line."""
     usage = totals.usage()
     reasons = [
         "stop" if finish.reason is FinishReason.STOP else "length"

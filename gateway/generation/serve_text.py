@@ -30,7 +30,7 @@ from outrider.process.observability.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
 from outrider.protocol.unsupported import check_supported
 
-# More characters than the mark of a thought and the blanks after it.
+# The mark of a thought and the blanks after it have fewer characters than this.
 _END_CHARACTERS = 128
 
 

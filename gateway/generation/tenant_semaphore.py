@@ -21,10 +21,11 @@ from contextlib import asynccontextmanager
 AT_ONCE = 8
 """Requests whose work is under way at once: some wait for another thread, or for Redis."""
 OF_A_TENANT = 2
-"""Requests of a single tenant among them. Each adds its work to a round of the event loop."""
-# How long requests that come in, round after round, may hold slots back: enough to accept some
-# thousand connections. Slots are then given regardless for a while, since requests may never stop
-# coming in (seconds of processor time: on a busy machine, it takes longer to accept them).
+"""How many of these may be a single tenant's. Each adds its work to a round of the event loop."""
+# While requests come in, round after round, no slots are given for at most `_HOLD_S`: enough time
+# to accept some thousand connections. Then slots are given for `_GIVE_S` all the same, since
+# requests may never stop coming in. Both are seconds of processor time, because a busy machine
+# takes longer to accept requests.
 _HOLD_S = 0.4
 _GIVE_S = 0.1
 
@@ -32,7 +33,7 @@ _GIVE_S = 0.1
 class TenantSemaphore:
     """Lets `at_once` requests do their work at once, at most `of_a_tenant` of each tenant.
 
-    Tenants come in turn (round-robin), once no more requests come in.
+    Tenants get slots in turn (round-robin), once no more requests come in.
     """
 
     def __init__(self, at_once: int, of_a_tenant: int) -> None:

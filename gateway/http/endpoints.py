@@ -25,7 +25,7 @@ from outrider import __version__
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Stage
 
-# The least limit of tokens: it holds for models with a shorter context.
+# The smallest limit on a text's tokens. It also holds for models with a shorter context.
 _MAX_TOKENIZED = 65_536
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 """Statuses of errors of /tokenize and /detokenize."""

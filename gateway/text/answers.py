@@ -31,24 +31,24 @@ class AnswerOptions:
     thinks: bool = True
     """False if the chat asks for no thought."""
     binds_thought: bool = False
-    """Whether the answer's grammar holds from the first token, so that there is no thought."""
+    """Whether a grammar binds the answer from the first token, so that there is no thought."""
     continued: str = ""
-    """The text of the last message, if the answer goes on with it."""
+    """The text of the last message, if the answer continues that message; else empty."""
     tools_field: str = "tools"
     choice_field: str = "tool_choice"
-    """The caller's names of the tools and of the choice, for errors."""
+    """`tools_field` and `choice_field` are the caller's names of these fields, for errors."""
 
 
 def asks_for_thought(variables: Mapping[str, Any]) -> bool:
     """Whether the variables of a chat template allow a thought."""
-    # Templates call the same switch by either name.
+    # Some templates have one of these two names for the switch, other templates the other.
     return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
 
 def with_calls_and_thought(
     request: TextRequest, options: AnswerOptions, prompt: Prompt, answers: AnswerFormat
 ) -> TextRequest:
-    """The request with the grammar of its calls, and with how to read its answer.
+    """The request with a grammar of calls and thought, and with `reading` for its answer.
 
     Raises OutriderError that names the tools or the choice: INVALID_VALUE if they contradict each
     other, UNSUPPORTED_PARAMETER if nobody knows how the model writes calls.
@@ -107,10 +107,10 @@ def _behind_thought(
     prompt: Prompt,
     thought: Thought | None,
 ) -> TextRequest:
-    """The request whose grammar binds what follows the thought, and how to read the answer."""
+    """The request, with a grammar that lets a free thought come first, and with `reading`."""
     state = _state(thought, prompt, options, is_bound=True)
     if thought is None or state == "over" or grammar.thought is not None:
-        # The grammar holds from the first token, so its text is content.
+        # The grammar binds the answer from the first token, so all text is content.
         return request
     begin = "" if state == "open" else thought.begin
     free = FreeThought(begin, thought.end, thought.after)
@@ -129,7 +129,7 @@ def _behind_thought(
 def _state(
     thought: Thought | None, prompt: Prompt, options: AnswerOptions, *, is_bound: bool
 ) -> ThoughtState:
-    """Where the answer begins. If `is_bound`, a grammar binds all of it except for a thought."""
+    """Where the answer begins. If `is_bound`, a grammar binds all text except a thought."""
     if thought is None or (is_bound and options.binds_thought):
         return "over"
     state = thought.state(prompt.end, options.continued)

@@ -108,8 +108,8 @@ class UsageTotals:
         """The `speculation` field of an answer. Empty without speculation.
 
         It names the acceptance rules used, and says whether all are lossless. If most steps of a
-        choice verified no draft, it says why. If this holds for several choices, it speaks of the
-        choice with the most steps without a draft.
+        choice verified no draft, it says why. If several choices had such steps, it gives the
+        reason of the choice with the most steps without a draft.
         """
         stats = [finish.stats for finish in self.finishes if finish is not None]
         described: dict[str, Any] = {}

@@ -47,7 +47,7 @@ class FinishInfo:
 class LogprobToken:
     """A token with its log probability and its likeliest alternatives (`top`), best first.
 
-    `raw` has the token's bytes; a token of part of a character has no other text than U+FFFD.
+    `raw` has the token's bytes. If they are only part of a character, the token's text is U+FFFD.
     `logprob` is None for the first token of a prompt. `offset` is where the token begins in the
     answer's text, in characters; it is 0 for alternatives.
     """
@@ -66,9 +66,10 @@ class AttributedToken:
     """The text that a token adds, in whole characters, and the token's source.
 
     `drafter_id` is empty if the step verified no draft. `part` is the field of the answer's message
-    that the token belongs to, such as tool_calls[0], with the marks around it; None within blanks
-    and beginnings of marks: they belong to the part of the next token that has a part, or else of
-    the last token. It is empty if an answer can have only content.
+    that the token belongs to, such as tool_calls[0]. The marks around a call belong to its field.
+    `part` is empty if an answer can have only content. It is None for blanks and for possible
+    beginnings of marks. Such a token has the part of the next token whose `part` is not None; if
+    none follows, of the last token before it.
     """
 
     text: str
@@ -119,7 +120,7 @@ class DeltaBuilder:
             self._end_ids |= frozenset(info.eos_token_ids)
         reading = request.reading
         prompt = tokens.prompt
-        # The text of a grammar has the grammar's spaces, whatever precedes it.
+        # A grammar's text keeps a first space, whatever text precedes it.
         within = tokens.grammar is not None
         self._text = TextStream(
             table,
@@ -129,12 +130,13 @@ class DeltaBuilder:
             prompt=prompt,
             within=within,
         )
-        # Decodes token by token to find the text of each.
+        # Decodes token by token to find the text of each token.
         hidden = None if reading is None else table.hidden_ids(reading.literals)
         self._attribution = None
         if request.attributed:
             self._attribution = Detokenizer(table, hidden, prompt=prompt, within=within)
-        # Places the tokens in the answer's parts, of which `_text` knows whole texts only.
+        # Finds the part of the answer that each token belongs to. `_text` gives only the text of
+        # parts, not of tokens.
         places = request.attributed and reading is not None
         self._attribution_reader = AnswerReader(reading) if places and reading else None
         self._echo = request.echo or ""
@@ -246,7 +248,7 @@ class DeltaBuilder:
         ]
 
     def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> LogprobToken:
-        """The token with its log probability as far as it is known; None if it is not."""
+        """The token with its log probability, which is None if `known` is None."""
         text, raw = offsets.text_and_bytes(token)
         if known is None:
             return LogprobToken(token, text, raw, None, offset=offsets.push(token))

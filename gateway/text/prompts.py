@@ -63,7 +63,7 @@ class Prompts:
         self._longest_token = max(map(len, names), default=1)
         self._turns = asyncio.Semaphore(_CONCURRENT_TEXTS)
         # Long texts have separate turns, so they neither wait for short texts nor delay them. Only
-        # one runs at a time, which leaves a processor to the event loop.
+        # one long text runs at a time, which leaves a processor to the event loop.
         self._long_turns = asyncio.Semaphore(1)
 
     async def encode(
@@ -146,8 +146,8 @@ class Prompts:
     ) -> str:
         """`render_blocking` with `options`, off the event loop, in the tenant's turn.
 
-        Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation
-        cannot have as few as `max_tokens` tokens.
+        Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation must
+        have more than `max_tokens` tokens.
         """
         length = sum(len(message["content"]) for message in messages if message["content"])
         if length > max_tokens * self._longest_token:

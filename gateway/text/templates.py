@@ -21,11 +21,11 @@ DEFAULT = "default"
 """The name of a model's template, if it has only one."""
 TOOL_USE = "tool_use"
 """The name of the template for requests with tools, as in `transformers`."""
-# The bundled template takes 0.1 ms, and 2 ms for 64 messages.
+# The limits of one rendering. The bundled template takes 0.1 ms, and 2 ms for 64 messages.
 _SECONDS = 2.0
 _MEMORY_BYTES = 256 * 2**20
-# A tenant has one of the workers. Tenants whose conversations make the template hang share half of
-# the workers.
+# A tenant uses at most one worker at a time. Tenants whose conversations make the template hang
+# share half of the workers.
 _WORKER_COUNT = 4
 _SPARE_WORKERS = 2
 

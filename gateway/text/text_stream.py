@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from gateway.text.token_table import REPLACEMENT, TokenTable
 from gateway.tools.reader import AnswerReader, Content, Part, Reading
 
-# An unfinished UTF-8 character has at most 3 bytes. A decoder shows each of them as a
+# An unfinished UTF-8 character has at most 3 bytes. A decoder shows each of these bytes as a
 # replacement character.
 _UNSURE_CHARACTERS = 3
 # How many tokens may wait for the end of a character. Decoders of byte tokens show a whole run of
 # them as replacement characters until the last character of the run is complete.
 _LONGEST_WAIT = 128
 _BORDER_SEARCH = 8
-# How many of a prompt's last tokens with text are the context of an answer, and among how many
-# tokens they are searched.
+# An answer's first token is decoded after this many of the prompt's last tokens that have text.
+# They are searched among the prompt's last `_PROMPT_SEARCH` tokens.
 _PROMPT_CONTEXT = 8
 _PROMPT_SEARCH = 1024
 
@@ -39,8 +39,8 @@ class Detokenizer:
         """Begin after the ids of a prompt. The prompt's text is not returned again.
 
         If the prompt ends within a character, the first text has the whole character. `hidden` are
-        the tokens without text; by default all special tokens. `within` keeps a first space that
-        the decoder would strip, though the prompt has no text.
+        the tokens without text; by default all special tokens. `within` keeps a first space, which
+        the decoder would strip after a prompt without text.
         """
         self._table = table
         self._hidden = table.hidden_ids() if hidden is None else hidden
@@ -114,7 +114,7 @@ class Detokenizer:
 class TokenOffsets:
     """Finds where the tokens of a text begin, in characters.
 
-    Tokens that are parts of one character all begin where the character does.
+    All tokens that are parts of one character begin where the character begins.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class TokenOffsets:
 
 
 class StopScanner:
-    """Finds the first complete stop string; of stop strings that end together, the longest.
+    """Finds the first complete stop string. If several end at one place, it finds the longest.
 
-    Hence the result does not depend on how the text is cut into chunks. Text that may begin a
-    stop string is held back.
+    So the result does not depend on how the text is cut into chunks. Text that may begin a stop
+    string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -189,7 +189,7 @@ class StopScanner:
         return text[:certain]
 
     def _hits(self, text: str) -> list[tuple[int, int]]:
-        """(end, begin) of the first of each stop string that does not end in early text."""
+        """For each stop string, (end, begin) of the first occurrence that ends after early text."""
         found = []
         for stop in self._stops:
             at = text.find(stop, max(self._early - len(stop) + 1, 0))

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 """Decoders show this in place of bytes that are not a character."""
-# A tokenizer names a byte that is no text either with a special name (the byte fallback of
-# sentencepiece), or with a letter (byte-level tokenizers). The letters are GPT-2's: a printable
-# byte is its own letter, and the other bytes are the letters from 256 on.
+# Tokenizers have two ways to name a byte that is no text: a special name (the byte fallback of
+# sentencepiece), or a letter (byte-level tokenizers). The letters are GPT-2's: a printable byte is
+# its own letter, and the other bytes are the letters from 256 on.
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _PRINTED = [
     *range(ord("!"), ord("~") + 1),
@@ -49,7 +49,10 @@ class TokenTable:
         self._before_length = len(self.decode(self._before))
 
     def _plain_word(self) -> list[int]:
-        """A token of letters or digits, unchanged by later tokens; empty if there is none."""
+        """A list with one token of letters or digits; empty if no token has only these.
+
+        Such a token has the same text whatever token follows.
+        """
         letters = map(self._tokenizer.token_to_id, string.ascii_letters + string.digits)
         for index in (*letters, *range(min(_SEARCHED, self._tokenizer.get_vocab_size()))):
             if index is None or index in self._special:

@@ -62,7 +62,8 @@ class _JsonReader(ArgumentReader):
         return text, ""
 
 
-# Python's words and numbers that a model may write, and JSON's for them.
+# Words of Python that a model may write, with JSON's word and its type. `_WHOLE` finds a whole
+# number that is written as a float, such as 1.0.
 _PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
 _WHOLE = re.compile(r"-?[0-9]+(?=\.0+$)")
 _JSON_MARK = r'\\.|"'
@@ -146,7 +147,7 @@ class _Value:
         """Add text. Returns the text after the closing tag; None before the tag has come."""
         text = self._tail + text
         if self._is_json is None:
-            # If the value may be a text, JSON has nothing before it but a line break of the layout.
+            # Before a JSON value that may also be a text, there may be only a line break of layout.
             start = text.removeprefix("\n") if self._tags.trims else text
             if not start:
                 self._tail = text
@@ -184,7 +185,7 @@ class _Value:
         if self._tags.trims:
             text = text.removeprefix("\n").removesuffix("\n")
         solid = text.strip()
-        # If the value may be a text, JSON has no blanks around it.
+        # If the value may also be a text, blanks around JSON make it a text.
         if self._types != {"string"} and ("string" not in self._types or solid == text):
             kind = _json_kind(solid, finite="string" in self._types)
             if kind is not None and self._takes(kind):
@@ -195,7 +196,7 @@ class _Value:
 
     def _takes(self, kind: str) -> bool:
         if kind == "string":
-            # A quoted text keeps its quotes if the value may be a plain text, and else loses them.
+            # Quotes belong to the text if the value may be a plain text, and otherwise to JSON.
             return "string" not in self._types
         return kind in self._types or (kind == "integer" and "number" in self._types)
 

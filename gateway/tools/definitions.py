@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 MAX_TOOLS = 128
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
-"""The names that a tool may have: OpenAI's, longer ones, and dots."""
+"""The names that a tool may have: as at OpenAI, but they may be longer and have dots."""
 
 
 @dataclass(frozen=True, slots=True)

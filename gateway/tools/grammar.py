@@ -21,7 +21,7 @@ Json = dict[str, Any]
 # With one of these keywords, a schema means more than the properties that it names.
 _OPEN = {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "$ref"}
 _ANY_OBJECT: Json = {"type": "object"}
-# References within the whole schema lead to these.
+# A schema's references lead to definitions under these keys of the whole schema.
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -146,8 +146,8 @@ class _Calls:
 def _after_thought(
     thought: Thought, state: ThoughtState, body: Json, calls: _Calls, *, is_text: bool
 ) -> Json:
-    """A thought before the body. A call that begins within the thought ends it."""
-    # A message of content and a message with a call begin differently.
+    """A thought before the body. A call that begins within the thought ends the thought."""
+    # Messages of content and messages with a call begin differently, so `after` is no layout there.
     is_layout = thought.after and not thought.is_message
     after = [_const(thought.after)] if is_layout and not is_text else []
     ended = {"type": "tag", "begin": thought.end, "content": _sequence([*after, body]), "end": ""}

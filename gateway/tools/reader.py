@@ -96,8 +96,8 @@ class AnswerReader:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._buffer = ""
-        # Blanks that belong to the content only if more content follows; the same for line breaks
-        # of a thought. There may be thousands of pieces.
+        # Blanks that belong to the content only if more content follows, or line breaks that belong
+        # to the thought only if it goes on. There may be thousands of pieces.
         self._blanks: list[str] = []
         # Whether line breaks that follow belong to the layout, as after a thought.
         self._trims = reading.begins_in_thought
@@ -278,7 +278,7 @@ class AnswerReader:
         return True
 
     def _plain(self, parts: list[Part]) -> bool:
-        """Take content without any search in it; its blanks belong to it."""
+        """Take all text as content, its blanks included, without searching it."""
         text = "".join([*self._blanks, self._buffer])
         self._blanks, self._buffer = [], ""
         if self._trims:

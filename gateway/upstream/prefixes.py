@@ -1,4 +1,4 @@
-"""Which replica was last sent which beginnings of prompts: its prefix cache probably has them.
+"""To which replica each beginning of a prompt was last sent: its prefix cache probably has it.
 
 It knows replicas only by their addresses, and knows no requests.
 """
@@ -35,7 +35,7 @@ def prefixes(tenant: str, token_ids: Sequence[int]) -> list[bytes]:
 
 
 class PrefixRecord:
-    """The address that each prefix was last sent to. The least recently used prefix goes first."""
+    """The address that each prefix was last sent to. The least recently used is dropped first."""
 
     def __init__(self, most: int = _MOST_PREFIXES) -> None:
         self._most = most

@@ -44,8 +44,8 @@ class Replica:
             Reason.NOT_READY, f"verifier {address} has not answered yet"
         )
         self.sequences: set[object] = set()
-        """The sequences that run on this replica, or have waited for another replica since it was
-        lost."""
+        """The sequences that run on this replica, or that wait for another replica since this
+        replica was lost."""
         self.unread_count = 0
         """How many of these sequences have no place there: they are paused or have ended, and their
         clients have not read the rest yet."""
@@ -112,10 +112,10 @@ class Replica:
     async def refresh(self, fingerprint: str) -> None:
         """Ask the verifier for its model and stage, and update `info` and `problem`.
 
-        `fingerprint` is that of the gateway's tokenizer, and must equal the verifier's.
+        `fingerprint` is the gateway's tokenizer's, and must equal the verifier's.
         """
         if self._files is not None and self._files.refresh():
-            # A channel keeps its first certificate.
+            # A channel keeps the certificate that it began with, so changed files need a new one.
             self.redial()
         asked = time.perf_counter()
         request = verifier_pb2.GetModelRequest()
@@ -207,7 +207,7 @@ def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError |
 
 
 def for_callers(problem: OutriderError) -> OutriderError:
-    """A new error of the same reason, without addresses, files and causes.
+    """A new error with the same reason, without addresses, files and causes.
 
     Any tenant may see it. The log and /readyz have the rest.
     """

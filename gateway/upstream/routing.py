@@ -37,7 +37,7 @@ _STARTUP_S = 30.0
 # of the mean load, plus `_SPARE_LOAD`.
 _MOST_LOAD = 1.25
 _SPARE_LOAD = 1 / 16
-# Errors of one replica with which a sequence moves to another replica.
+# Errors of one replica after which a sequence moves to another replica.
 RETRYABLE = (
     Reason.VERIFIER_UNAVAILABLE,
     Reason.NOT_READY,
@@ -125,10 +125,10 @@ class Router:
         self._polls[replica] = keep_running(poll, f"polling verifier {replica.address}")
 
     async def _take(self, addresses: Sequence[str]) -> None:
-        """Add the replicas of new addresses, and let those without an address go.
+        """Add the replicas of new addresses, and give up replicas whose addresses are missing.
 
-        A replica that goes gets no new requests, and is forgotten once its sequences have ended.
-        The sequences may stay: a verifier that is about to stop says so, and then they move.
+        Such a replica gets no new requests, and is forgotten once its sequences have ended. The
+        sequences may stay: a verifier that is about to stop says so, and then they move.
         """
         known = {replica.address: replica for replica in self.replicas}
         for address in addresses:
@@ -199,7 +199,7 @@ class Router:
                     await replica.poll_now.wait()
 
     def _move(self, replica: Replica, problem: OutriderError) -> None:
-        """Move sequences from a replica to another one that can continue them all, if one is ready.
+        """Move sequences from a replica to another ready replica that can continue all of them.
 
         All sequences leave a replica that says it drains or hangs. Only sequences without a chunk
         leave a replica that does not answer polls, since it may just be slow; after `_SILENT_S` all
@@ -266,7 +266,7 @@ class Router:
         return name, max(infos, key=lambda info: info.context_length)
 
     def pick(self, model: str | None, prefixes: Sequence[bytes] = ()) -> Pick:
-        """The ready replica for a request with these prompt `prefixes`, which goes there now.
+        """The ready replica for a request with these prompt `prefixes`; notes it in `sent`.
 
         None or "" stands for any model. Raises OutriderError: NOT_READY, DRAINING or
         VERIFIER_UNAVAILABLE if no replica is ready, MODEL_NOT_FOUND if no replica serves the model.
@@ -277,9 +277,10 @@ class Router:
         return pick
 
     def _holder(self, picks: Sequence[Pick], prefixes: Sequence[bytes]) -> Pick | None:
-        """The replica that was sent the longest of the prefixes, and has its share of load at most.
+        """The replica that was sent the longest of the prefixes, unless it has too much to do.
 
-        None if no replica was sent any of them, or if all that were have more than their share.
+        Then the replica that was sent the next shorter prefix is considered, and so on. None if no
+        replica is left.
         """
         loads = {pick.replica.address: (pick, *pick.busyness()) for pick in picks}
         most = _MOST_LOAD * sum(load for _, _, load in loads.values()) / len(loads) + _SPARE_LOAD
@@ -331,11 +332,11 @@ class Router:
         ready = self.ready_picks()
         if not ready:
             unknown = OutriderError(Reason.NOT_READY, "no verifier is ready")
-            # Raise a new error for each request: a shared exception collects the tracebacks of all.
+            # Raise a new error for each request, because an exception collects tracebacks.
             problems = [each.problem for each in self.replicas if each.problem is not None]
             raise for_callers(problems[0] if problems else unknown)
         serving = [pick for pick in ready if model in (None, "", pick.model)]
-        # A model's own name comes before the further names of others.
+        # A model whose own name this is comes before models with this name as an alias.
         serving = serving or [pick for pick in ready if model in pick.info.aliases]
         if not serving:
             names = ", ".join(sorted({name for pick in ready for name in pick.info.names}))

@@ -218,7 +218,7 @@ class _StreamCall:
         """End all sequences and the call."""
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        # A task that is cancelled before it begins does not hang up.
+        # A task that is cancelled before it begins does not hang up, so this does.
         self._hang_up(_HUNG_UP)
 
     async def _requests(self) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
@@ -251,7 +251,7 @@ class _StreamCall:
             if gone and error.reason is Reason.VERIFIER_UNAVAILABLE:
                 error = self._on_lost(error)
             elif error.reason is Reason.SLOW_READER:
-                # The gateway read too slowly, not the clients. Their sequences go on in a new call.
+                # The gateway read too slowly, not the clients, whose sequences go on in a new call.
                 error = replace(error, reason=Reason.VERIFIER_UNAVAILABLE)
         except OutriderError as violation:
             # The gateway's caller is not at fault.

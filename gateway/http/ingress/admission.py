@@ -81,7 +81,8 @@ class AdmissionMiddleware:
     """ASGI middleware that refuses a request for text, before reading it, when the batch is full.
 
     A request counts as one sequence until its body says how many choices it wants. Where the
-    gateway serves several models, only the body names the model, so nothing counts before it.
+    gateway serves several models, only the body names the model, so no request counts before its
+    body is read.
     """
 
     def __init__(self, app: ASGIApp, admission: Admission, preparing: TenantSemaphore) -> None:
@@ -108,7 +109,7 @@ class AdmissionMiddleware:
             scope[_SCOPE_KEY] = request
 
             async def answer(message: Message) -> None:
-                # A client that does not read its answer delays no other.
+                # A client that does not read its answer must not delay other clients.
                 request.end()
                 await send(message)
 
@@ -121,7 +122,7 @@ class AdmissionMiddleware:
             return []
         timeout = ClientTimeout(first_s=client_seconds(Headers(scope=scope)))
         if scope["path"] not in _GENERATING:
-            # Such a request needs no verifier.
+            # Requests on the other paths need no verifier, so they cannot be late.
             return [self._admission.admit(model, tenant, 1, _ENDLESS)]
         if timeout.is_chosen or self._unchecked[tenant] >= _READ_AT_ONCE:
             return [self._admission.admit(model, tenant, 1, timeout)]

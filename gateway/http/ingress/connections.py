@@ -21,17 +21,18 @@ MAX_HEADERS = 128
 MAX_IDLE = 1024
 """The most connections of a gateway that stay open between two requests."""
 UNSENT_BYTES = 16 * 1024
-"""A connection is full when it holds this many unsent bytes, and the kernel as many."""
+"""A connection is full when it holds this many unsent bytes, and the kernel holds this many too."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds on headers and on the time in which bytes must arrive."""
 
-    # So that a slow sender cannot hold a connection. An honest sender is done far earlier.
+    # These limits keep a slow sender from holding a connection. An honest sender is done far
+    # earlier.
     header_seconds = 10.0
     body_seconds = 60.0
-    # So that a client cannot hold an unread answer for ever. Answers end earlier for a slow reader,
-    # but their last chunks and error may wait in the connection.
+    # This limit keeps a client from holding an unread answer for ever. A slow reader's answer ends
+    # earlier, but its last chunks and its error may wait in the connection.
     unread_seconds = 120.0
     needs_certificate: bool
     log_access: AccessLog
@@ -40,7 +41,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The parser may refuse bytes before uvicorn sets it.
+        # The parser may refuse bytes before uvicorn sets the URL.
         self.url = b""
         self._refusal: OutriderError | None = None
         self._peer: Peer | None = None
@@ -167,8 +168,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Give the client `unread_seconds` to read the end of the answer.
 
-        The connection is idle now, unless its next request has come. If too many are, the one that
-        was idle for longest is closed.
+        The connection is idle now, unless its next request has come. If too many connections are
+        idle, the longest idle connection is closed.
         """
         super().on_response_complete()
         self._expect_reading()
@@ -228,8 +229,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _log_refusal(self, error: OutriderError, *, running: bool) -> str:
         """Write the refusal's access line; returns the request's id.
 
-        If the application has begun the request, it writes the line, and ends soon, since the
-        client counts as gone.
+        If the application has begun the request, the application writes the line. It ends soon,
+        since the client counts as gone.
         """
         scope = cast(dict[str, Any] | None, self.scope) or {}
         access: Access | None = scope.get(access_log.SCOPE_KEY)

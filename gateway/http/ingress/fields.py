@@ -76,7 +76,7 @@ TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 Choice = Annotated[Text, WithJsonSchema({"type": "string", "minLength": 1})]
 Filled = Annotated[str, Field(min_length=1)]
 _Item = TypeVar("_Item")
-# Validation stops at the first bad item. Describing thousands of them would take seconds.
+# Validation stops at the first bad item. Describing thousands of bad items would take seconds.
 Listed = Annotated[list[_Item], Field(fail_fast=True)]
 
 

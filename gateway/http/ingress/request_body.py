@@ -11,8 +11,8 @@ from gateway.api_errors import error_response
 from outrider.errors import OutriderError, Reason
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""The largest body, decompressed: the text of a context of a million tokens. A gateway of 1 GiB
-holds the bodies of all requests that arrive at once."""
+"""The largest body, decompressed: the text of a context of a million tokens. A gateway with 1 GiB
+of memory holds the bodies of all requests that arrive at once."""
 
 _Headers = Iterable[tuple[bytes, bytes]]
 

@@ -20,8 +20,8 @@ from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
 NAMES = {"response_format": "output_config.format", "continue_final_message": "messages"}
-"""A chat's parameters that have another name here."""
-# Their translation takes a few milliseconds.
+"""A chat's parameters that have another name in Anthropic's API."""
+# Translating this many turns takes a few milliseconds.
 _TURNS_AT_ONCE = 256
 _Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
@@ -167,7 +167,7 @@ class CountTokensBody(Body):
     speed: Any = ignored()
 
     async def chat(self, **more: Any) -> ChatBody:
-        """The same request as a chat's body, with more of its fields.
+        """The same request as a chat's body, with `more` fields of a chat.
 
         Lets other requests run while it translates a long conversation. Raises
         OutriderError(INVALID_VALUE) that names a field of Anthropic's request.

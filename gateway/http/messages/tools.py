@@ -23,7 +23,7 @@ def ignored(about: str = "Ignored.") -> Any:
 
 
 def unsupported(problem: str) -> PydanticCustomError:
-    """The error of a value that is valid at Anthropic."""
+    """The error of a value that is valid at Anthropic, but not supported here."""
     return PydanticCustomError(UNSUPPORTED, "{problem}", {"problem": problem})
 
 
@@ -99,7 +99,7 @@ def _schema(required: list[str], **properties: Mapping[str, Any]) -> dict[str, A
 
 
 def _editor(insertion: str, *more: str) -> dict[str, Any]:
-    """The input of an editor, whose command `insert` has its text in this property."""
+    """The input of an editor. Its command `insert` takes its text from the property `insertion`."""
     commands = ["view", "create", "str_replace", "insert", *more]
     properties: dict[str, Mapping[str, Any]] = {
         "command": {"type": "string", "enum": commands},

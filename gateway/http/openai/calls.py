@@ -154,8 +154,9 @@ def client_timeout(
 ) -> ClientTimeout:
     """The timeout of a request with this `timeout` in its body and these headers.
 
-    OpenAI's clients wait for the first byte as long as their header says. Without `stream`, that is
-    the whole answer. Raises OutriderError(INVALID_VALUE) for a timeout below LEAST_TIMEOUT_S.
+    OpenAI's clients wait for the first byte as long as their header says. Without `stream`, the
+    first byte comes only when the whole answer is there. Raises OutriderError(INVALID_VALUE) for a
+    timeout below LEAST_TIMEOUT_S.
     """
     if timeout is not None and not timeout >= LEAST_TIMEOUT_S:
         raise invalid("timeout", f"must be at least {LEAST_TIMEOUT_S} (seconds), not {timeout}")

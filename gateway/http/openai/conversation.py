@@ -96,7 +96,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(checked_json)]
 
 
 def _no_calls(value: object) -> object:
-    """Refuse a call in OpenAI's oldest form. `Message` has dropped an empty one before."""
+    """Refuse a call in OpenAI's oldest form. `Message` has dropped empty calls before."""
     raise PydanticCustomError(UNSUPPORTED, "is not supported: use tool_calls")
 
 
@@ -115,11 +115,11 @@ _OBJECT = re.compile(r'\s*\{\s*("|\}|$)')
 
 
 def read_arguments(text: str) -> Arguments | None:
-    """The arguments of a call, whose end `max_tokens` may have cut off.
+    """The arguments of a call. `max_tokens` may have cut off their end.
 
-    If cut off, they are the complete values, as in Anthropic's clients. They are empty if no prompt
-    can hold what the model wrote, such as endless digits or brackets. None if the text does not
-    even begin an object.
+    Cut arguments hold only the complete values, as in Anthropic's clients. Arguments are empty if
+    no prompt can hold what the model wrote, such as endless digits or brackets. None if the text
+    does not even begin an object.
     """
     text = text or "{}"
     if not _OBJECT.match(text):
@@ -176,7 +176,8 @@ class ToolCall(Body):
 class Message(Body):
     """One turn of a conversation. `developer` is OpenAI's newer name for `system`."""
 
-    # Only the first complaint is reported, and beside a call the content is null.
+    # The calls come before the content, since only the first complaint is reported. In a message
+    # with a call the content is null.
     role: Literal["system", "developer", "user", "assistant", "tool"]
     function_call: _NoCalls = None
     tool_calls: Listed[ToolCall] | None = None
@@ -197,7 +198,7 @@ class Message(Body):
             if key not in _EMPTY_IN_MESSAGE or value not in (None, [])
         }
         if kept.get("role") == "assistant":
-            # Clients send back an answer without text with null as its content, or without one.
+            # An answer without text comes back with null as its content, or without content.
             kept.setdefault("content", None)
             # vLLM's name of reasoning_content.
             if "reasoning" in kept:

@@ -19,16 +19,18 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
-    """The error with another API's name for each chat's parameter in `names`, the longest first.
+    """The error with another API's names of a chat's parameters.
 
-    A path below a parameter is kept only for tools. Other parameters have another shape there.
+    `names` has that API's name for each chat parameter, the longest parameter first. Only for tools
+    the path below the parameter is kept, because other parameters have another shape in that API.
     """
     if error.field is None:
         return error
     own = _own(error.field, names)
     message = error.message.replace(error.field, own)
     for chats, name in names.items():
-        # Other parameters are named in a message too; a plain word may mean something else.
+        # The message may name more parameters than the field. A name that is a plain word is left
+        # as it is, since it may mean something else.
         if "_" in chats:
             message = message.replace(chats, name)
     return replace(error, message=message, field=own)

@@ -142,7 +142,7 @@ class TakesNeutral(Body):
 
 
 class StructuredOutputs(TakesNeutral):
-    """vLLM's grammars of the answer, of which a request gives one.
+    """vLLM's grammars of the answer. A request may give only one of them.
 
     A schema or a structural tag may be an object or a string of JSON.
     """
@@ -315,7 +315,7 @@ class ChatBody(GenerationBody, TemplateOptions):
         thinks = self.enable_thinking
         if thinks is None and self.reasoning_effort == "none":
             thinks = False
-        # Templates call the same switch by either name.
+        # Some templates have one of these two names for the switch, other templates the other.
         given = {
             "reasoning_effort": self.reasoning_effort,
             "enable_thinking": thinks,

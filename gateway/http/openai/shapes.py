@@ -29,7 +29,7 @@ def _with_top(token: LogprobToken) -> Json:
 
 
 def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
-    """Log probabilities by text, the likeliest first, and the token itself as in OpenAI's answers.
+    """Log probabilities by text, the likeliest first. The token itself is among them, as at OpenAI.
 
     Several tokens may have the same text, such as parts of characters. The likeliest is kept.
     """

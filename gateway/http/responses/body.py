@@ -143,7 +143,7 @@ class PromptBody(Body):
         return _NAMES | tools
 
     def chat(self, items: Sequence[Item], **more: Any) -> ChatBody:
-        """The chat that asks the same, with the whole conversation's items and more fields.
+        """The same request as a chat, with the whole conversation's items and `more` fields.
 
         Raises OutriderError that names a parameter as a chat does, see `names`.
         """
@@ -212,7 +212,7 @@ class ResponsesBody(PromptBody, SamplingBody):
         return self.store is not False
 
     def asked(self, items: Sequence[Item]) -> ChatBody:
-        """The chat that asks the same, as `PromptBody.chat` has it, with all settings."""
+        """The same request as a chat, like `PromptBody.chat`, with all settings."""
         same = ["stream", "seed", "speculation", "structured_outputs", "timeout"]
         same += SamplingBody.model_fields
         settings = {name: getattr(self, name) for name in same}

@@ -132,7 +132,7 @@ class FunctionCallOutput(Body):
 
 
 class ReasoningItem(Body):
-    """The thought of an earlier answer. Of another server's thought, only `content` is readable."""
+    """The thought of an earlier answer. Another server's thought is readable only in `content`."""
 
     type: Literal["reasoning"]
     content: Annotated[

@@ -22,7 +22,7 @@ from outrider.errors import OutriderError, Reason, invalid
 
 MAX_LISTED_ITEMS = 100
 MAX_REPLAYED_BYTES = 1024 * 1024
-"""The most bytes of a response whose events can be sent again. Three events each hold it whole."""
+"""The most bytes of a response whose events can be sent again. Three events each hold all of it."""
 # Encoding this many events takes a few milliseconds.
 _EVENTS_AT_ONCE = 64
 # By the type of an item, the start of its id.
@@ -112,7 +112,7 @@ async def _events(
 
 
 class _Items:
-    """The items before an answer, as OpenAI lists them. Other tasks run between their readings."""
+    """The items before an answer, as OpenAI lists them. Other tasks run between two items."""
 
     def __init__(self, kept: Sequence[bytes], response_id: str) -> None:
         self._kept = kept
@@ -142,8 +142,8 @@ class _Items:
     async def _read(self, at: int) -> Json:
         """An item with an id, a status, and its texts as parts.
 
-        The id of an item that came without one is drawn from its place, so it is the same each
-        time.
+        An item that came without an id gets an id that depends only on its place, so the id is the
+        same each time.
         """
         await asyncio.sleep(0)
         item: Json = json.loads(self._kept[at])

@@ -47,7 +47,7 @@ class _Kept(NamedTuple):
 
 
 class _Tenant:
-    """The answers of one tenant. The last one was used last."""
+    """The answers of one tenant. The most recently used answer is last."""
 
     def __init__(self) -> None:
         self.answers: OrderedDict[str, _Kept] = OrderedDict()
@@ -81,15 +81,15 @@ class _Tenant:
 
 
 class ResponseStore:
-    """The kept answers of all tenants. The least recently used answers make room for new ones.
+    """The kept answers of all tenants. The least recently used answers make room for new answers.
 
-    A tenant cannot read another's answers, and keeps at most MAX_TENANT_BYTES and
+    A tenant cannot read another tenant's answers, and keeps at most MAX_TENANT_BYTES and
     MAX_TENANT_ANSWERS.
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        # All answers by tenant and id. The last one was used last.
+        # All answers by tenant and id. The most recently used answer is last.
         self._order: OrderedDict[tuple[str, str], None] = OrderedDict()
         self.byte_count = 0
         """About how much memory the answers take."""
@@ -124,7 +124,7 @@ class ResponseStore:
         self._make_room(tenant)
 
     def _make_room(self, tenant: str) -> None:
-        """Drop the oldest answers of a tenant, and of all, until they are within the limits."""
+        """Drop the oldest answers of the tenant, and then of all tenants, until the limits hold."""
         of_tenant = self._tenants[tenant]
         answers = of_tenant.answers
         while of_tenant.byte_count > MAX_TENANT_BYTES or len(answers) > MAX_TENANT_ANSWERS:
