@@ -55,8 +55,8 @@ def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None
 
     At most `sequence.tree_room` tokens are offered. A token is committed with the probability of
     its cumulative acceptance: the product of its own confidence and the confidences of all tokens
-    before it. This falls along a path, so the likeliest tokens form a tree: the rule of EAGLE-2
-    (arXiv 2406.16858).
+    before it. The product falls along a path, so the likeliest tokens form a tree: the rule of
+    EAGLE-2 (arXiv 2406.16858).
     """
     room = sequence.tree_room
     if room == 0:
@@ -67,7 +67,7 @@ def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None
     pairs = zip(cumulative_values, branches, strict=True)
     likely = [pair for pair in pairs if pair[0][0] >= least]
     for run, branch in sorted(likely, key=lambda pair: pair[0][0], reverse=True):
-        # Equal values may be more than there is room for.
+        # More tokens may have the value `least` than there is room for.
         count = min(len([value for value in run if value >= least]), room)
         if count == 0:
             break
@@ -77,7 +77,7 @@ def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None
 
 
 def _cumulative(sequence: DraftSequence, branches: Sequence[Branch]) -> list[list[float]]:
-    """The cumulative acceptance of each token of each branch, except for those that it shares."""
+    """The cumulative acceptance of the tokens of each branch, without its `shared` tokens."""
     reached = [1.0]
     for confidence in sequence.confidences:
         reached.append(reached[-1] * (confidence or sequence.acceptance))

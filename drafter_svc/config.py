@@ -62,15 +62,15 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
     several verifiers, give one socket for each, in the same order."""
 
     id: str = ""
-    """Name of this drafter in requests, metrics and logs; unless set, made of family, host and
-    process id. With TLS, the certificate's common name and a slash are put before it."""
+    """Name of this drafter in requests, metrics and logs; by default its family, host and process
+    id. With TLS, the certificate's common name and a slash are put before it."""
 
     cores: str | None = None
     """Cores to run on, such as 0-71 or 0,2,4-7; grace for the cores and the memory of a Grace CPU.
     Unless cores or numa-node is set, the system places the process."""
 
     numa_node: int | None = Field(None, ge=0)
-    """NUMA node to take memory from, and without cores its cores too."""
+    """NUMA node to take memory from. Unless cores is set, its cores run the drafter."""
 
     threads: int | None = Field(None, ge=1)
     """Number of computing threads; unless set, one thread for each pinned core, or torch's choice
@@ -100,7 +100,7 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
 
 
 class FamilyChoice(FileSettings):
-    """The family alone. It is read before the other settings, which depend on it."""
+    """Only the family. It is read before the other settings, which depend on it."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_", extra="ignore")
 
@@ -119,7 +119,7 @@ def settings_schema(family: str) -> type[DrafterSettings]:
 
 
 def required_setting(schema: type[DrafterSettings]) -> str | None:
-    """The first setting besides `family` that has no default; None if all others have one."""
+    """The first setting besides `family` that has no default; None if all have a default."""
     required = [
         name
         for name, info in schema.model_fields.items()

@@ -32,7 +32,7 @@ class Topology:
     """The machine's cores and NUMA nodes.
 
     `online` has the numbers of the usable cores, `nodes` the cores of each NUMA node (none for a
-    node of GPU memory). `not_grace` is None on a Grace CPU, else why this is none.
+    node of GPU memory). `not_grace` is None on a Grace CPU, else it says why the CPU is not Grace.
     """
 
     online: list[int]
@@ -203,7 +203,7 @@ def choose_address(verifier: str, uds: Path | None) -> str:
         if not stat.S_ISSOCK(uds.stat().st_mode):
             raise invalid("uds", f"must be a Unix socket, which {uds} is not")
         with socket.socket(socket.AF_UNIX) as probe:
-            # It would wait for a stopped verifier that has too many connections to accept.
+            # A blocking probe would wait for a stopped verifier with too many waiting connections.
             probe.setblocking(False)
             probe.connect(str(uds))
     except OSError:

@@ -1,8 +1,8 @@
 """`outrider check-head`: says what a draft head is, and how often its first guesses are right.
 
-It loads the target, which the process of a head does not. So if the head's file may mean several
-layers of the target, it can tell on which the head was trained. A verifier with a head in its
-process finds out by the same text.
+This command loads the target, which the process of a head does not. So if the head's file may mean
+several layers of the target, it can tell on which layers the head was trained. A verifier with a
+head in its process finds this out with the same text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from outrider_cli.start_log import start_status
 
 _TOKENS = 256
 _PAGE_SIZE = 16
-# A head of the target is right far more often, even on the wrong layers of some targets.
+# A head that was trained for the target is right far more often than this. On some targets it is so
+# even when it reads the wrong layers.
 _FIT = 0.1
 
 

@@ -64,7 +64,7 @@ class Answer:
     """An answer's text and statistics.
 
     `speculative` is the answer's `metrics.speculative_decoding`, None for plain decoding. `paused`
-    says why most steps had no draft, as in docs/api.md; None if they had one.
+    says why most steps had no draft, as in docs/api.md; None if most steps had a draft.
     """
 
     text: str

@@ -199,7 +199,7 @@ async def _measure(url: str, part: Part, rows: list[Row], progress: Progress) ->
     task = progress.add_task("prompts", total=len(asked))
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         for _, question in part.questions:
-            # Unmeasured, so that every way finds the prompt cached.
+            # This request is not measured. After it, every way finds the prompt cached.
             await ask(client, question | {"model": part.target}, 1, _PLAIN)
         for question, row in asked:
             progress.update(task, description=f"{row.kind} with {row.name}")

@@ -117,8 +117,8 @@ class DrafterSpec:
     def settings_in_process(self, given: Mapping[str, Any]) -> InProcessSettings:
         """The family's settings in the verifier's process.
 
-        `given` are the verifier's settings. The family takes them over if it has such settings and
-        the text does not set them. Raises ValueError with one line per problem.
+        `given` are the verifier's settings. The family takes over each setting that it also has,
+        unless the text sets it. Raises ValueError with one line per problem.
         """
         schema = self.in_process_schema
         known = {name: value for name, value in given.items() if name in schema.model_fields}

@@ -28,7 +28,7 @@ def problem(
 
     `address` is `host:port` or `unix:/path`; an empty `service` means the whole process. With `ca`
     the call uses TLS, with the caller's certificate if there is one. The process's certificate must
-    have the role `server` or, if that is None, the dialled name or address.
+    have the role `server` or, if `server` is None, the dialled name or address.
     """
     try:
         channel = _channel(address, server, _content(cert), _content(key), _content(ca))

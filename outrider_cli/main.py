@@ -263,8 +263,8 @@ def certs(
     """Make a private authority in DIR, and a certificate for each role.
 
     If DIR has an authority, that authority signs, so the same command renews the certificates.
-    Without its files ca.pem and ca.key a new authority is made; certificates of the earlier one
-    stop working.
+    Without its files ca.pem and ca.key a new authority is made; certificates of the earlier
+    authority stop working.
     """
     from outrider.errors import OutriderError
     from outrider.process.security.certs import NAMES, run

@@ -73,7 +73,7 @@ def _name(family: str, number: int) -> str:
 
 
 class _Together(Collector):
-    """The metrics of several drafters: each name once, with the samples of all."""
+    """The metrics of several drafters: each name once, with the samples of all drafters."""
 
     def __init__(self, drafters: Sequence[DrafterMetrics]) -> None:
         self._drafters = drafters

@@ -44,7 +44,7 @@ class Family(Strategy):
     async def load(cls, settings: Any, place: PlacementPlan, metrics: DrafterMetrics) -> Loaded:
         """Load what all connections share. `settings` is an instance of `cls.settings`.
 
-        This one loads nothing, and makes instances without arguments.
+        This implementation loads nothing, and makes instances without arguments.
 
         Raises OutriderError(INVALID_VALUE) that names the setting at fault.
         """

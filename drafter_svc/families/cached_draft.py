@@ -40,7 +40,7 @@ class Guess:
 
     @property
     def others(self) -> list[tuple[int, float]]:
-        """The best tokens but `token`, each with its share or 0."""
+        """The best tokens except `token`, each with its share or 0."""
         if not self.best:
             return []
         shares = self.shares or repeat(0.0)
@@ -127,7 +127,7 @@ class CachedDraft:
 
     @property
     def begun(self) -> bool:
-        """Whether this round has guessed a token. A branch begins with one."""
+        """Whether this round has guessed a token. A branch begins with a guessed token."""
         return self.at is not None or self.guess_count > self.round_start_count
 
     @property
@@ -179,7 +179,7 @@ class CachedDraft:
         return [*committed[start : start + limit], *guessed][:limit]
 
     def extend(self, guesses: Sequence[Guess]) -> None:
-        """Guess more tokens. Either all or none have distributions, and likewise shares."""
+        """Guess more tokens. All of them have distributions or none has; the same for shares."""
         tokens = [guess.token for guess in guesses]
         distributions = [guess.distribution for guess in guesses if guess.distribution is not None]
         self.draw_count += len(distributions)

@@ -150,7 +150,9 @@ class DraftModel:
         return rounds[first:] + rounds[:first]
 
     def _forward(self, rounds: list[_Round]) -> None:
-        """Run one forward for all rounds. If it fails, run one for each round, to find the fault.
+        """Run one forward for all rounds. If it fails, run a forward for each round.
+
+        So the fault costs only the round that it is in.
 
         Within a round, drafts that lack fewer tokens go first.
         """

@@ -16,10 +16,11 @@ from tokenizers import Tokenizer
 from drafter_svc.families.layout import BLANKS, Layout, Place
 from outrider.grammar.backends import MaskLimit, TextMatcher
 
-# The most ways to go on that are guessed for a text: the values of an enum, the names of tools.
+# The most continuations of a text that are guessed, such as the values of an enum or the names of
+# tools.
 _MOST_CHOICES = 8
-# These are more than `_MOST_CHOICES`. Where each of them may follow, there are too many ways to go
-# on, and no mask is computed: masks of free text take longest.
+# These bytes are more than `_MOST_CHOICES`. Where each of them may follow, there are too many ways
+# to go on. Then no mask is computed, because masks of free text take longest.
 _PROBES = b"abcdefghi"
 # The most paths, and the most masks that are computed to find them.
 _MOST_PATHS = 8
@@ -134,7 +135,7 @@ class ForcedText:
     def _allowed(self, matcher: TextMatcher) -> tuple[bytes, bool]:
         """The bytes that may follow, and whether the text may end.
 
-        Tokens of one byte tell. A byte without a token of its own counts as forbidden.
+        The mask bits of one-byte tokens tell this. A byte without such a token counts as forbidden.
         """
         self._mask[0] = 0
         with suppress(MaskLimit):

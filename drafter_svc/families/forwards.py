@@ -363,12 +363,12 @@ class Columns:
         self._missing = (own < 0).to(device)
 
     def pick(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] of the target's tokens; -inf for those that the draft model lacks."""
+        """Logits [R, V] of the target's tokens; -inf for tokens that the draft model lacks."""
         picked = logits_RV.index_select(-1, self._indices)
         return picked.masked_fill_(self._missing, float("-inf"))
 
     def agreed(self, guesses: list[Guess], own: list[int]) -> list[Guess]:
-        """The guesses up to the first that is not the token with which the model went on."""
+        """The guesses up to the first that is not the model's own next token, with that guess."""
         goes_on = [self._own_of[guess.token] == i for guess, i in zip(guesses, own, strict=True)]
         return guesses[: goes_on.index(False) + 1] if False in goes_on else guesses
 

@@ -34,13 +34,13 @@ from outrider.tokenizer import end_token_ids, fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-# How many tokens before the forced text the tokenizer sees too, and how many tokens at the end of a
-# prompt are searched for the token that ends texts.
+# The tokenizer also sees this many tokens before the forced text. The token that ends texts is
+# searched among the last `_PROMPT_TOKENS` tokens of a prompt.
 _CONTEXT_TOKENS = 4
 _PROMPT_TOKENS = 1000
 # How many bytes of forced text a guess looks for: `_BYTES_PER_TOKEN` for each token of the window,
-# and some more, since the last word may be cut. If it is, a guess has no token of these further
-# bytes.
+# and some more, since the last word may be cut. If the word is cut, the guess has no token of the
+# additional bytes.
 _BYTES_PER_TOKEN = 6
 _MORE_BYTES = 24
 # Classes of guesses: within a forced text; at its end, where a token may become a longer token; and
@@ -54,9 +54,9 @@ _STEP = 0.25
 _LEAST = 0.4
 # A chain ends where a token's probability of being committed is less than this.
 _LEAST_CUMULATIVE = 0.3
-# Seconds of processor time. A guess takes 0.2 ms, and `_FREE_S` are free. The time beyond that adds
-# up to at most `_MOST_S` in a sequence, and to at most `_TENANTS_MOST_S` for a tenant, who gets a
-# share of it back.
+# Seconds of processor time. A guess takes 0.2 ms, and `_FREE_S` of each guess are free. The time
+# beyond that adds up to at most `_MOST_S` in a sequence, and to at most `_TENANTS_MOST_S` for a
+# tenant. In each second a tenant gets `_REFILL` seconds back.
 _FREE_S = 0.005
 _MOST_S = 0.1
 _TENANTS_MOST_S = 0.5
@@ -128,7 +128,7 @@ class _Text:
         self.guesses = None
 
     def branch(self, guesses: Sequence[_Guess], at: int) -> Branch:
-        """The guesses from `at` on as a branch there, as far as their classes are mostly right."""
+        """The guesses from `at` on as a branch there, up to a class that is mostly wrong."""
         end = next((i for i, each in enumerate(guesses) if self.rates[each.of] < _LEAST), None)
         run = guesses[at:end]
         confidences = [self.rates[each.of] * each.chance for each in run]
@@ -301,7 +301,7 @@ def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
 
 
 def _likely(branch: Branch, first: int, *, more: bool = False) -> Branch:
-    """The branch up to the token that is unlikely to be committed even if the `first` tokens were.
+    """The branch up to a token that is unlikely to be committed after the `first` tokens.
 
     With `more`, one unlikely token stays, so that there are branches beside it.
     """

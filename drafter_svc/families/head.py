@@ -112,7 +112,7 @@ class HeadFamily(Family):
         self._drafts[sequence.id] = draft
 
     def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
-        """Keep features for the next draft. The head reads a prompt's while the target reads on."""
+        """Keep features for the next draft, or, within a prompt, have the head read them."""
         draft = self._drafts[sequence.id]
         end = draft.keep(first_position, rows)
         if end < len(sequence.tokens) - 1:

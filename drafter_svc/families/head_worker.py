@@ -94,7 +94,7 @@ class HeadDraft:
     told: int = 0
     """Committed tokens that the head's thread was told of."""
     kept: list[tuple[int, SharedRows]] = field(default_factory=list)
-    """Features that the head's thread was not told of, by the position of the first."""
+    """Features that the head's thread was not told of, each with the first token's position."""
     read: HeadSequence | None = None
     reading: Future[None] | None = None
     """The work on the last features that were read before a draft needed them."""
@@ -112,9 +112,9 @@ class HeadDraft:
         return first_position + len(rows)
 
     def take_news(self) -> News:
-        """Take the committed tokens, and the features of all of them but the last.
+        """Take the committed tokens, and the features of all of them except the last.
 
-        Features before a gap are of no use any more and are left out.
+        Features before a gap are useless and are left out.
         """
         tokens = self.sequence.tokens
         most = len(tokens) - 1
@@ -285,7 +285,7 @@ class HeadWorker:
     ) -> list[Offer | None]:
         try:
             for draft, _ in news:
-                # The work before on this thread is done.
+                # Earlier work on this thread is done by now.
                 reading, draft.reading = draft.reading, None
                 if reading is not None:
                     reading.result()
@@ -328,7 +328,7 @@ class HeadWorker:
             for draft, extension in batch:
                 self._extend_alone(draft, extension)
         except Exception:  # the caller gets it from its future
-            # The head may have read a part.
+            # The head may have read a part of the news.
             self._forget(news)
             raise
 
@@ -362,7 +362,7 @@ def _joined(parts: Sequence[SharedRows], draft: HeadDraft) -> torch.Tensor:
 def _ranker(drafts: list[HeadDraft]) -> Rank | None:
     """How to rank the next tokens of each draft; None to take the likeliest.
 
-    With coupled noise the next-best tokens are those that the noise would draw next.
+    With coupled noise, tokens rank in the order in which the noise would draw them.
     """
     openings = [draft.sequence.opened for draft in drafts]
     coupled = {

@@ -70,7 +70,7 @@ class Place:
 
 
 class AfterThought:
-    """Leaves out a thought before an answer: its blanks say nothing about the answer's."""
+    """Leaves out a thought before an answer, whose blanks say nothing about the answer's blanks."""
 
     def __init__(self, thought: FreeThought | None) -> None:
         """Without a `thought` all text is the answer."""
@@ -102,7 +102,7 @@ class AfterThought:
 
 
 class Layout:
-    """Guesses the blanks before a byte, by those at earlier joints of the same kind.
+    """Guesses the blanks before a byte, by the blanks at earlier joints of the same kind.
 
     At an unknown joint it guesses by the styles of `json.dumps` that agree with the text so far.
     """
@@ -153,7 +153,7 @@ class Layout:
     def guesses(self, place: Place, byte: int) -> list[tuple[bytes, float]]:
         """The blanks that may still come between `place` and `byte`, the likeliest first.
 
-        Each has its probability. Empty if nothing is known about such a joint.
+        Each has its probability. Empty if nothing is known about joints of this kind.
         """
         joint = _joint(place.last, byte)
         known = self._known.get(joint)

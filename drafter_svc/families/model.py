@@ -130,8 +130,8 @@ class ModelFamily(Family):
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
         before = draft.committed_count
-        # How many tokens after the earlier commit still stand: fewer than `new` if the chain was
-        # wrong, else `new` and the guesses after it.
+        # How many tokens after the earlier commit are still right: fewer than `new` if the chain
+        # was wrong, else `new` and the guesses after it.
         kept = num_valid_tokens - before
         held = [*new, *sequence.guesses][:kept]
         draft.committed_count = len(sequence.tokens)
@@ -276,8 +276,8 @@ class ModelFamily(Family):
     def _offer_leaves(self, draft: CachedDraft) -> None:
         """Offer the best tokens beside those guessed in this round, where trees are verified.
 
-        Not beside a sampled chain: its tokens carry distributions, and it is verified without
-        branches.
+        It offers none beside a sampled chain, whose tokens carry distributions and which is
+        verified without branches.
         """
         sequence = draft.sequence
         if sequence.tree_room > 0 and draft.distribution is not DraftDistribution.SPARSE:

@@ -158,7 +158,7 @@ class SuffixFamily(Family):
             return  # branches begin beside a guess
         if room := sequence.tree_room:
             count = len(sequence.guesses) - first + room
-            # The factor bounds the whole draft, and a tree has as many paths as there is room for.
+            # The factor bounds the tokens of the whole draft, so it grows with the tree's paths.
             paths = sequence.tree_tokens / sequence.draft_tokens
             tree = self._speculate(sequence, context, count, paths=paths, use_tree_spec=True)
             for tokens, confidences in _leaves(tree, sequence.acceptance):

@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 from outrider.errors import OutriderError, Reason
 from outrider.tokenizer import end_token_ids, load_tokenizer
 
-# Least share of the smaller vocabulary's tokens that both must have.
+# Both vocabularies must have at least this share of the smaller vocabulary's tokens in common.
 _LEAST_SHARE = 0.05
-# Later text may move the beginnings of the last words, but of no word before them. A word pattern
-# looks ahead by a character, but blanks and the line ends after them may join to one word.
+# Later text may move the beginnings of the last `_SURE_WORDS` words, but not of earlier words. A
+# word pattern looks ahead by one character, but blanks may join with line ends after them.
 _SURE_WORDS = 4
 # How many of the target's tokens at the end of a text are encoded again for each commit, if there
 # is no beginning of a word at which both tokenizers begin a token.
@@ -172,7 +172,7 @@ class Vocabulary:
         if target.end_ids and own.end_ids and not ends:
             self._special[target.end_ids[0]] = own.end_ids[0]
         self.own_of = np.full(self.vocab_size, -1)
-        """The draft model's token for each of the target's, or -1."""
+        """The draft model's token for each token of the target, or -1."""
         for target_id, own_id in (pairs | self._special).items():
             self.own_of[target_id] = own_id
         self.end_ids = target.end_ids

@@ -35,8 +35,8 @@ class NgramOptions:
 class Continuation:
     """Tokens that followed a context, and how probable the pool's counts make each of them.
 
-    The first token's probability is conditional on the context, each further token's on the token
-    before it.
+    The first token's probability is conditional on the context. Each further token's probability is
+    conditional on the token before it.
     """
 
     tokens: list[int]
@@ -44,7 +44,10 @@ class Continuation:
 
 
 class MemoryPool:
-    """At most `max_entries` n-grams of any number of texts; the least recently used go first."""
+    """At most `max_entries` n-grams of any number of texts.
+
+    The least recently used n-grams are dropped first.
+    """
 
     def __init__(self, options: NgramOptions, max_entries: int) -> None:
         self._options = options
@@ -158,7 +161,10 @@ class MemoryPool:
         return (found,) if isinstance(found, tuple) else found
 
     def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
-        """The tokens after the newest occurrence that has `length` of them, else the most."""
+        """The `length` tokens after the newest occurrence that has so many.
+
+        If none has, the tokens after the occurrence that has the most.
+        """
         best: list[int] = []
         for text, end in reversed(occurrences):
             continuation = text[end : end + length]

@@ -33,7 +33,7 @@ _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
 # The most lookups that run at once, and so the most connections for them, which stay open. A
-# connection to a verifier waits for one lookup at a time, so all others of these are late lookups.
+# connection to a verifier waits for one lookup at a time, so the other running lookups are late.
 _MAX_RUNNING = 4
 # This many late lookups in a row count as a failure.
 _LATE_IN_A_ROW = 3
@@ -231,7 +231,7 @@ class RedisPool:
 
     async def aclose(self) -> None:
         """Stop writing and close the connections. Queued n-grams are lost."""
-        # On Python 3.11, asyncio.wait_for can lose a cancellation, and redis-py uses it.
+        # On Python 3.11, asyncio.wait_for, which redis-py uses, can lose a cancellation.
         self._is_closed = True
         tasks = [self._writer, *self._running]
         for task in tasks:
@@ -307,7 +307,7 @@ class RedisPool:
     def _record_late(self) -> None:
         """Count a lookup that took longer than its budget. After a few in a row, stop for a while.
 
-        Only a lookup in time ends this. A late lookup is of no use, even if Redis answers it.
+        Only a lookup in time resets the count. A late lookup is useless, even if Redis answers it.
         """
         self.counters.late += 1
         self._late_in_a_row += 1

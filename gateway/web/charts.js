@@ -66,7 +66,7 @@ export class Charts {
     return { shares: counts.map((count) => total ? 100 * count / total : 0), mean };
   }
 
-  /** A sentence with the tokens that a step of each shape committed, and those of side branches. */
+  /** A sentence on how many tokens steps committed, by the draft's shape, and on side branches. */
   #shapes() {
     const now = this.samples.at(-1).activity;
     const before = this.#since(this.samples.at(-1).seconds - LENGTHS_S).activity;

@@ -1,5 +1,5 @@
-// A chat with history: each message is answered with those before it, and the page computes the
-// results of the calls of tools.
+// A chat with history: the model answers each message with all earlier messages in view. The page
+// computes the results of tool calls.
 
 import { complete } from "./completion.js";
 import { Output, figures } from "./output.js";
@@ -9,7 +9,7 @@ const MESSAGES = {
   question: { text: "What is the capital of France?", tools: "none" },
   "tool call": { text: "What is the weather in Oslo?", tools: "required" },
 };
-// A model may answer each result with another call.
+// The most answers to one message: a model may answer each result with another call.
 const MOST_ROUNDS = 4;
 
 export class Chat {

@@ -44,7 +44,7 @@ export class Example {
   /** Show the commands with the addresses of this stack. */
   explain(readiness) {
     const verifier = readiness.verifiers[0];
-    // A gateway with keys shows its processes to operators alone.
+    // A gateway with keys shows its processes only to operators.
     if (!verifier) return;
     const commands = this.kind === "join" ? joining(verifier) : leaving(verifier);
     const text = JSON.stringify(commands);
@@ -89,7 +89,7 @@ export class Example {
     }
   }
 
-  /** Generate without drafts until a drafter joins, then continue with that drafter alone. */
+  /** Generate without drafts until a drafter joins, then continue with only that drafter. */
   async #join() {
     this.outcome.textContent = "Writing without drafts; waiting for a drafter to join.";
     const first = new AbortController();

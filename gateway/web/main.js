@@ -56,7 +56,7 @@ function object(properties) {
   };
 }
 
-/** The request that the form describes, or that of another prompt with the form's settings. */
+/** The request that the form describes, or a request with its settings and another prompt. */
 function request(
   prompt = $("prompt").value, endpoint = $("endpoint").value, schema = $("schema").value,
 ) {

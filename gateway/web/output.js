@@ -18,7 +18,7 @@ const PAUSES = {
   budget: "drafting made the steps slower",
   measuring: "steps without drafts were measured",
 };
-// How a part of the answer is shown; all others are calls.
+// How each part of the answer is shown. All other parts are calls.
 const PARTS = {
   content: "<div><pre></pre></div>",
   reasoning_content:
@@ -74,13 +74,13 @@ export class Output {
       heading.dataset.arguments = (heading.dataset.arguments ?? "") + call.function.arguments;
       heading.textContent = `${heading.dataset.name}(${heading.dataset.arguments})`;
     }
-    // Once a frame, since it makes the browser lay out the whole text.
+    // Follow once a frame, since it makes the browser lay out the whole text.
     this.frame ||= requestAnimationFrame(() => this.#follow());
   }
 
-  /** Show a token in its part of the answer. A null part is the next token's that has one. */
+  /** Show a token in its part of the answer. A token without a part waits for the next part. */
   #place(span, part = "content") {
-    // Blanks between two parts are better seen at the end of the first.
+    // Blanks between two parts are better seen at the end of the first part.
     const isBlank = !this.waiting.length && !span.textContent.trim();
     if (part === null && isBlank && this.latest) {
       this.latest.append(span);

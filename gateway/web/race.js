@@ -14,8 +14,8 @@ export const PLAIN = "the model alone";
  * @param {HTMLElement} parent takes the two texts
  * @param {Timeline} timeline
  * @param {AbortSignal} signal
- * @returns {Promise<object>} ratio: how many times as fast the drafted text was; forwards: those of
- *   the model with drafters and without; count: the tokens of the text; different: the first
+ * @returns {Promise<object>} ratio: how many times as fast the drafted text was; forwards: the
+ *   model's forwards with drafters and without; count: the tokens of the text; different: the first
  *   position at which the texts differ, or -1
  */
 export async function race(request, parent, timeline, signal) {
@@ -23,7 +23,8 @@ export async function race(request, parent, timeline, signal) {
   const asked = { ...request, seed: newSeed() };
   const [drafted, plain] = [DRAFTED, PLAIN].map((title) => new Output(parent, title));
   const alone = { ...asked, speculation: { enabled: false } };
-  // Unmeasured, so that both ways find the prompt cached and the gateway's workers started.
+  // This request is not measured. After it, both ways find the prompt cached and the gateway's
+  // workers started.
   await complete({ ...alone, maxTokens: 1 }, () => {}, signal);
   timeline.begin();
   const arrivals = [];

@@ -105,7 +105,7 @@ export class Timeline {
     return this.lanes.get(name);
   }
 
-  // Once a frame, since tokens may come more often.
+  // Draw once a frame, since tokens may come more often.
   #drawSoon() {
     this.frame ||= requestAnimationFrame(() => this.#draw());
   }

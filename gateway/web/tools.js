@@ -1,6 +1,6 @@
 // The example tools that a chat may offer. The page computes their results.
 
-// The bundled model was not trained with tools. Arguments that are choices keep its calls short.
+// The bundled model was not trained with tools. Arguments with few values keep its calls short.
 const PLACES = {
   Lima: { zone: "America/Lima", celsius: 19 },
   Oslo: { zone: "Europe/Oslo", celsius: 4 },
