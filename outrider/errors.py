@@ -85,8 +85,9 @@ class OutriderError(Exception):
 
     `message` names the field and the limit. `field` is the path of the parameter at fault, or
     None. `retry_after_s` is the time to wait before a retry, where the server knows it; it is
-    always set where the reason's rule is RETRY_INFO. `retry` is the reason's rule, except for a
-    peer's reason that only a later version knows.
+    always set where the reason's rule is RETRY_INFO. `retry` is the reason's rule; if a peer of a
+    later version sent a reason that this version does not know, it is the rule that came with the
+    reason.
     """
 
     reason: Reason
@@ -105,9 +106,9 @@ class OutriderError(Exception):
         return self.message
 
     def within(self, path: str) -> OutriderError:
-        """This error for a message that holds the message at fault at `path`.
+        """Return this error for an outer message that holds the message at fault at `path`.
 
-        Its field and its message, which begins with the field, become longer by the path.
+        The path is put before the field, and before the text, which begins with the field.
         """
         return OutriderError(self.reason, f"{path}.{self.message}", f"{path}.{self.field}")
 

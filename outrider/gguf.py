@@ -1,8 +1,8 @@
-"""Finds the checkpoint that a GGUF file was unpacked to; has the file unpacked the first time.
+"""Finds the checkpoint that a GGUF file was unpacked to. The first time, it has the file unpacked.
 
-No engine of ours computes GGUF's blocks. So its weights are dequantised once into a directory that
-every process reads like any other model. `outrider.lm.gguf` does that in a process of its own: the
-processes without torch need the directory too.
+No engine of ours computes GGUF's blocks. So the file's weights are dequantised once into a
+directory that every process reads like any other model. `outrider.lm.gguf` does that in a process
+of its own: the processes without torch need the directory too.
 """
 
 from __future__ import annotations

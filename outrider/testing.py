@@ -91,7 +91,7 @@ class ScriptedVerifier:
         self.answers: list[bytes] = []
         """Raw messages that GetModel answers first, in place of `model`."""
         self.refusal: status_pb2.Status | None = None
-        """While it is set, each new stream ends with it."""
+        """While a refusal is set, each new stream ends with it."""
         self.refuses_every_call = False
         """Whether GetModel ends with the refusal too, as it does for a wrong certificate."""
         self.attempts: list[float] = []
@@ -121,7 +121,7 @@ class ScriptedVerifier:
         return DraftStream(hello)
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """The numbers of a feature that this drafter is granted; 0 grants none."""
+        """How many numbers each feature for this drafter has; 0 if it gets no features."""
         return 0
 
     def check_first(
@@ -170,7 +170,7 @@ class ScriptedVerifier:
             async with asyncio.timeout(10):
                 first = await anext(requests)
         self.check_first(first, peer_of(context))
-        # Only now: whoever has counted enough attempts may kill the drafter.
+        # Count the attempt only now: a test that has counted enough attempts may kill the drafter.
         self.attempts.append(arrived)
         if first is None:
             return

@@ -66,7 +66,7 @@ def check_model_folder(model: str) -> None:
     """Check that libraries can read the files of a model directory; other names pass.
 
     Raises OutriderError(INVALID_VALUE) that names a file that is a pipe or a device, or is larger
-    than any of its kind.
+    than any real file of its kind.
     """
     if Path(model).is_dir():
         try:
@@ -109,7 +109,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a text, by the files of a model directory or hub id; the log says which.
+    """The tokens that end a text, by the files of a model directory or hub id. The log names them.
 
     The generation config comes first, then the configuration, then the tokenizer's eos_token. The
     default of the model's type never counts: it may be any token of the model. Ids of `vocab_size`
@@ -151,7 +151,7 @@ def _object_of(model: str, name: str) -> dict[str, object]:
 
 
 def token_ids(place: str, *found: object) -> tuple[int, ...] | None:
-    """The ids that a configuration has at a place: of `found`, the first that is not None.
+    """The ids that a configuration has at a place: the first entry of `found` that is not None.
 
     The value is an id or a list of ids; a negative id stands for none. Returns None if all are
     None. Raises OutriderError(INVALID_VALUE) for something else.
@@ -177,7 +177,7 @@ def _json_of(path: Path, place: str) -> object:
 
 
 def _object(found: object, place: str) -> dict[str, object]:
-    """A JSON object; null is an empty one. Raises OutriderError(INVALID_VALUE)."""
+    """A JSON object; null counts as an empty object. Raises OutriderError(INVALID_VALUE)."""
     if found is None:
         return {}
     if not isinstance(found, dict):

@@ -10,13 +10,13 @@ from outrider.conformance.stage import TEXT, Stage, begin, go_on, opened, settle
 from outrider.v1 import drafts_pb2
 
 _TREE_TOKENS = 24
-# Three tokens that two continuations follow by turns. No token is in two of the three.
+# Three tokens, which two continuations follow by turns. The three lists have no token in common.
 _CONTEXT = [51, 52, 53]
 _ONE = [*range(60, 68)]
 _OTHER = [*range(80, 88)]
 # The last token is new, so that the longest match of the text's end is the context.
 _FORK = [*[*_CONTEXT, *_ONE, *_CONTEXT, *_OTHER] * 2, 99]
-# Tokens of the text, and the only token that ever comes before each of them.
+# For each token of the text, the only token that ever comes before it.
 _BEFORE = {
     token: before
     for line in ([*_CONTEXT, *_ONE], [_CONTEXT[-1], *_OTHER])
@@ -43,9 +43,9 @@ async def trees(stage: Stage) -> None:
 def _check_trees(stage: Stage, known: TrackedSequence) -> None:
     """Compare each branch's parent with the token that comes before it in the text.
 
-    Looks only at tokens whose parent is not the token sent just before: a chain says nothing. A
-    model may guess anything, so tokens that are not in the text, and a few odd tokens, are no
-    fault.
+    Looks only at tokens whose parent is not the token sent just before, since a chain shows
+    nothing. A model may guess anything, so tokens that are not in the text, and a few odd tokens,
+    are no fault.
     """
     right = 0
     odd: list[str] = []

@@ -52,7 +52,7 @@ class Kit:
     ) -> None:
         self.results = {name: Result() for name in RULES}
         self.notes: dict[str, str] = {}
-        """By name of each note, what was seen first."""
+        """The first remark of each note, by the note's name."""
         self.transcript: list[dict[str, Any]] = []
         self._command = command
         self._tls = tls
@@ -96,7 +96,7 @@ class Kit:
                 self.results[rule].outcome = Outcome.PASS
 
     def remark(self, name: str, reason: str) -> None:
-        """Note what is allowed but of no use; the first of each kind counts."""
+        """Note behaviour that is allowed but useless. Each note keeps its first remark."""
         self.notes.setdefault(name, reason)
 
     def _complain(self, rule: str, reason: str) -> None:
@@ -173,7 +173,7 @@ class Kit:
                     self.verifier.streams.get_nowait()
 
     def _cause(self, broken: Broken) -> tuple[str, str]:
-        """The broken rule and the reason; a plain answer that was cut off breaks another rule."""
+        """The broken rule and why; another rule is broken if the stream's end cut off an answer."""
         if not broken.ended or not broken.rule.startswith("answers-"):
             return broken.rule, broken.reason
         code = self._process.poll() if self._process else None

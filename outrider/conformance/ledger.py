@@ -34,7 +34,7 @@ class TrackedSequence:
     """The largest window that the sequence has had."""
     opened_at: float = field(default_factory=time.monotonic)
     closed_at: float = 0.0
-    # Each path of guesses, after a number of committed tokens.
+    # Each path of guesses, with the number of committed tokens that it follows.
     paths: list[tuple[int, list[int]]] = field(default_factory=list)
     answered: set[int] = field(default_factory=set)
     """Committed lengths that a proposal or skip has answered."""
@@ -71,7 +71,7 @@ class TrackedSequence:
 class Ledger:
     """The sequences of one stream.
 
-    `received` reports broken rules to `complain`, and what is allowed but of no use to `remark`.
+    `received` reports broken rules to `complain`, and allowed but useless behaviour to `remark`.
     """
 
     def __init__(self, vocab_size: int, complain: Complain, remark: Complain) -> None:

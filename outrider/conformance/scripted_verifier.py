@@ -40,7 +40,7 @@ class Broken(Exception):
 
 
 class Link(DraftStream):
-    """One stream of the drafter, whose messages a ledger checks and the transcript has."""
+    """One stream of the drafter. A ledger checks its messages, and the transcript records them."""
 
     def __init__(
         self, hello: drafts_pb2.Hello, ledger: Ledger, note: Note, feature_width: int
@@ -155,7 +155,7 @@ class KitsVerifier(ScriptedVerifier):
         return Link(hello, ledger, self._note, self.feature_width(hello))
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """All features that a drafter asks for are granted."""
+        """Grant all features that a drafter asks for."""
         if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
             return 0
         request = hello.feature_request

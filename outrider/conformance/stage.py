@@ -27,7 +27,7 @@ class Stage(Protocol):
         """The drafter's stream; raises Broken when the drafter does not reconnect."""
 
     def remark(self, name: str, reason: str) -> None:
-        """Note what is allowed but of no use."""
+        """Note behaviour that is allowed but useless."""
 
     def passed(self, *rules: str) -> None:
         """Record that this scene found these rules kept."""

@@ -1,4 +1,4 @@
-"""The library for drafters of your own: write a strategy; this does the rest.
+"""The library for drafters of your own: you write a strategy, and the library does the rest.
 
     from outrider.drafter import serve
 
@@ -6,7 +6,7 @@
 
 `guess(text, count)` returns up to `count` tokens that may follow the text. A `Strategy` can do
 more: keep state for each sequence, offer branches, sample, draw with the verifier's own noise.
-docs/drafters.md has both; docs/protocol.md has what goes over the wire.
+docs/drafters.md explains functions and strategies; docs/protocol.md explains the messages.
 """
 
 from outrider.drafter.dialled import Dialled

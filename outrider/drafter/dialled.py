@@ -25,8 +25,7 @@ from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 log = logging.getLogger(__name__)
 
 _POLL_LOADING_S = 0.25
-# Log a wait for the verifier only after this time: the verifier may be starting too, and take a
-# while to load.
+# A wait for the verifier is logged only after this time, since the verifier may still be loading.
 _LOG_WAIT_AFTER_S = 30.0
 # The most proposals or skips of a message. With sampled runs of 8 tokens and 32 probabilities each
 # they take about 1 MB of the 16 MiB that a message may have.
@@ -74,7 +73,7 @@ async def wait_until_ready(
 
 
 class Dialled:
-    """A verifier at an address; as `outrider.drafter.transport.Verifier`."""
+    """A verifier at an address; implements `outrider.drafter.transport.Verifier`."""
 
     def __init__(
         self, address: Callable[[], str], tls: Tls | None = None, clock: Clock = monotonic
@@ -106,7 +105,7 @@ class Dialled:
 
 
 class _Call:
-    """A call of StreamDrafts; as `outrider.drafter.transport.Transport`."""
+    """A call of StreamDrafts; implements `outrider.drafter.transport.Transport`."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel, vocab_size: int) -> None:
         self.address = address

@@ -25,9 +25,9 @@ class DraftSequence:
         self.tokens = list(opened.token_ids)
         """Every committed token, prompt included. The list only grows, in place."""
         self.draft_tokens = opened.draft_tokens
-        """Length of the chain of guesses that the verifier can use in its next step."""
+        """How many guesses of the chain the verifier can use in its next step."""
         self.tree_tokens = opened.tree_tokens
-        """Guesses of all branches together that are worth sending for its next step."""
+        """How many guesses in branches are worth sending for the verifier's next step."""
         self.window = opened.window
         self.traceparent = opened.traceparent
         self.abandoned = False
@@ -77,9 +77,9 @@ class DraftSequence:
     def branch_room(self) -> int:
         """How many more tokens the branches may have together.
 
-        As many as the window has room for, where it lets the drafter run ahead of the next step;
-        else `tree_room`. 0 where there is no guess to branch from, and after `give_up_branches` and
-        `abandon`.
+        Where the window lets the drafter run ahead of the next step, this is the window's room for
+        branches; else `tree_room`. 0 where there is no guess to branch from, and after
+        `give_up_branches` and `abandon`.
         """
         if self.window.depth <= self.draft_tokens:
             return self.tree_room
@@ -104,7 +104,8 @@ class DraftSequence:
     def num_wanted(self) -> int:
         """How many tokens to guess now.
 
-        The number that the verifier's next step lacks. If it lacks none: the number a step takes.
+        This is the number that the verifier's next step lacks. If the step lacks no guesses, this
+        is the number that a step takes.
         """
         wanted = self.draft_tokens
         if self.urgent:
@@ -122,7 +123,7 @@ class DraftSequence:
         distributions: Sequence[SparseDistribution] = (),
         confidences: Sequence[float] = (),
     ) -> None:
-        """Add the guesses of `run` to the chain; drops those beyond `remaining_window`.
+        """Add the guesses of `run` to the chain; drops guesses beyond `remaining_window`.
 
         `distributions` has the distribution that each guess was sampled from, or is empty.
         `confidences` has the strategy's estimates of the probability that each guess is committed

@@ -18,7 +18,7 @@ _LEAST_CONFIDENCE = 1e-6
 
 @dataclass(eq=False, slots=True)
 class _Guess:
-    """A guess beside the chain. Its children are by token; the first of them is the main guess."""
+    """A guess beside the chain. `children` has the next guesses by token, the main guess first."""
 
     token: int
     confidence: float
@@ -34,9 +34,9 @@ class _Guess:
 class GuessTree:
     """Guesses in the form of a tree, in which equal prefixes merge.
 
-    The chain is the main path and a plain list, because most drafts are only a chain. A place in it
-    is the number of guesses before the place. A confidence of 0 means that the strategy gave no
-    confidence.
+    The chain is the main path and a plain list, because most drafts are only a chain. A place in
+    the chain is given by the number of guesses before it. A confidence of 0 means that the strategy
+    gave no confidence.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class GuessTree:
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a guess of the chain is committed if all before it are."""
+        """Estimated probability that a guess of the chain is committed if those before it are."""
         return (self._hits + 2.0) / (self._hits + self._misses + 3.0)
 
     @property
@@ -172,7 +172,7 @@ class GuessTree:
             guesses = main.children
         self.chain = [guess.token for guess in path]
         self.confidences = [guess.confidence for guess in path]
-        # A guess is unsent only if all guesses after it are.
+        # If a guess is unsent, all guesses after it are unsent too.
         self.unsent = [None for guess in path if guess.unsent]
         self._set_branches(branches)
 

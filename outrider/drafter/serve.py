@@ -177,7 +177,7 @@ class DraftStreams:
         self._end_if_over()
 
     def _end_if_over(self) -> None:
-        """End `run` if no stream is left and none may join."""
+        """End `run` if no stream is left and no further stream may join."""
         may_join = self._addresses.has_names and not self._is_stopping
         if may_join or self._over.done():
             return

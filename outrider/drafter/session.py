@@ -45,7 +45,7 @@ class DraftSession:
         self._feature_bytes = 0
         # Exceptions that no single sequence causes.
         self._propagated: tuple[type[Exception], ...] = (OutriderError, *strategy.fatal)
-        # Failures in the log, by type, file and line.
+        # Failures that were logged, by type, file and line.
         self._logged: set[tuple[type[Exception], str, int]] = set()
 
     def welcome(self, welcome: Welcome) -> None:
@@ -136,7 +136,7 @@ class DraftSession:
         return batch
 
     async def _propose(self, asked: list[DraftSequence], interrupted: Callable[[], bool]) -> None:
-        """Ask for all sequences at once; if that fails, for each alone, to find those at fault."""
+        """Ask for all sequences at once; if that fails, ask for each alone to find the fault."""
         try:
             await self._strategy.propose(asked, interrupted)
         except self._propagated:

@@ -23,19 +23,19 @@ class Strategy(ABC):
     name: str
     distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
     max_draft_tokens = MAX_DRAFT_TOKENS
-    """Longest chain of guesses that it ever offers for a step; at most 64."""
+    """Longest chain of guesses that the strategy ever offers for a step; at most 64."""
     device = "cpu"
     gpu_uuid = ""
     feature_request: FeatureRequest | None = None
-    """The target's hidden states that it reads, if it reads any."""
+    """The target's hidden states that the strategy reads; None if it reads no states."""
     requires_grammar = False
-    """Whether it drafts only for sequences with a grammar; others are not opened to it."""
+    """Whether only sequences with a grammar are opened to the strategy."""
     fatal: tuple[type[Exception], ...] = ()
 
     def welcomed(self, welcome: Welcome) -> None:
         """Take the verifier's answer to the Hello.
 
-        Raise an OutriderError if the strategy cannot draft without what the verifier did not grant.
+        Raise an OutriderError if the verifier did not grant what the strategy needs.
         """
 
     @abstractmethod
@@ -44,10 +44,10 @@ class Strategy(ABC):
     ) -> None:
         """Guess for these sequences with `sequence.extend` and `sequence.branch`.
 
-        The verifier can use `sequence.num_wanted` tokens of each sequence now. The session does not
-        ask again for a sequence without an offer before its next verdict, unless the strategy
-        postpones it. A long computation should call `interrupted` now and then and return once it
-        is true: then a message waits to be read.
+        The verifier can use `sequence.num_wanted` tokens of each sequence now. If the strategy
+        offers nothing for a sequence, the session does not ask again before the sequence's next
+        verdict, unless the strategy postpones the sequence. A long computation should call
+        `interrupted` now and then and return once it is true: then a message waits to be read.
         """
 
     def opened(self, sequence: DraftSequence) -> None:
@@ -71,7 +71,7 @@ class Strategy(ABC):
         """Release a sequence that ended or was abandoned, also after `opened` failed."""
 
     async def aclose(self) -> None:
-        """Release the connection's state. `closed` is not called for the sequences left."""
+        """Release the connection's state. `closed` is not called for open sequences."""
 
 
 Guess = Callable[[Sequence[int], int], Sequence[int]]

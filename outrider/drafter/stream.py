@@ -77,7 +77,7 @@ class DraftStream:
         self._backoff_s = _BACKOFF_S[0]
         self._fatal: tuple[type[Exception], ...] = ()
         self.is_registered = False
-        """Whether the verifier has this drafter now."""
+        """Whether this drafter is registered with the verifier now."""
 
     def stop(self) -> None:
         """Say goodbye and end `run`."""
@@ -164,7 +164,7 @@ class DraftStream:
 
 
 async def _close(strategy: Strategy) -> None:
-    """Close a strategy. Logs it if that fails or takes too long."""
+    """Close a strategy. Logs a failure, and a close that takes too long."""
     try:
         async with asyncio.timeout(_CLOSE_S):
             await strategy.aclose()

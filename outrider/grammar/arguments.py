@@ -1,8 +1,8 @@
 """Writes rules for a call's arguments in the styles that are no JSON: tags, and Gemma's objects.
 
-The gateway's reader gives back each text of a rule as a value of the schema. The reader tells a
-parameter's text from its JSON by the types that the schema allows, so a text that would be read as
-JSON is left out. Rules may be narrower than the schema, and never wider.
+The gateway's reader turns each text that a rule matches into a value of the schema. By the schema's
+types the reader decides whether a parameter is a text or JSON, so the rules leave out texts that it
+would read as JSON. Rules may be narrower than the schema, and never wider.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tags:
 
     @property
     def says_text(self) -> bool:
-        """Whether the tag says if its value is a text."""
+        """Whether the tag tells texts from other values."""
         return "{text}" in self.begin
 
 
@@ -66,7 +66,7 @@ TAGS = {
 }
 """The styles with tags, by name."""
 
-# Keywords that say nothing of a value.
+# Keywords that say nothing about a value.
 _NOTES = {"description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 _CONTAINERS = ("array", "object")
 _SCALARS = ("null", "boolean", "integer", "number")
@@ -108,7 +108,7 @@ class ArgumentRules:
         return invalid(self._field, f"{problem}, which cannot be enforced in this format of calls")
 
     def _is_possible(self, schema: Json) -> bool:
-        """Whether there may be an object of the schema."""
+        """Whether an object can satisfy the schema."""
         named = members(schema)
         return "object" in types_of(schema) and all(
             self._types.of(named[name]) for name in schema.get("required", [])
@@ -212,7 +212,7 @@ class ArgumentRules:
         return TEXT if TEXT in options else " | ".join(options)
 
     def _words(self, schema: Any, types: frozenset[str]) -> list[str]:
-        """Terminals of the schema's null, booleans and numbers, beside which there are texts."""
+        """Terminals of the schema's null, booleans and numbers, where it also allows texts."""
         found = []
         for each in branches(schema, self._root):
             kinds = types_of(each) & types
@@ -230,7 +230,7 @@ class ArgumentRules:
 
 
 def _readable(types: frozenset[str]) -> list[str]:
-    """Terminals of what a reader takes for a value of these types rather than for a text."""
+    """Terminals of texts that the reader would take for values of these types."""
     found = [literal(word) for kind in sorted(types) for word in WORDS.get(kind, ())]
     if types & {"number", "integer"}:
         found.append(f"/{NUMBER}/")

@@ -18,8 +18,8 @@ Mask = npt.NDArray[np.int32]
 # 64,000 characters took more than this.
 _LL_BYTES = 128 * 1024
 _LL_BYTES_PER_CHARACTER = 128
-# Beyond these the mask of one token is an error, which ends that request. 1,000 items take 50 us,
-# 1,000 units of fuel 70 us, and a state 1 to 2 kB.
+# Beyond these limits the mask of one token is an error, which ends its request. 1,000 items take 50
+# us, 1,000 units of fuel 70 us, and a state 1 to 2 kB.
 _LL_LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -67,13 +67,13 @@ class TextMatcher(Matcher, Protocol):
         """The grammar as LLGuidance reads it."""
 
     def jump_forward(self) -> bytes:
-        """The bytes that must follow, as far as there is no choice; none once the text has ended.
+        """The bytes that must follow, up to the first choice; none once the text has ended.
 
-        They may be thousands, and may end within a character.
+        There may be thousands of bytes, and they may end within a character.
         """
 
     def fork(self) -> TextMatcher:
-        """A copy, which goes its own way."""
+        """A copy, which advances by itself."""
 
     def accept_bytes(self, text: bytes) -> bool:
         """Advance by `text`; where the grammar forbids it, returns False and advances by nothing.
@@ -119,8 +119,8 @@ class Libraries:
 class _Lexer:
     """The lexer that the library's copies of a matcher share.
 
-    Once the work for a mask of one text exceeds a limit, the lexer allows nothing to any text, for
-    good.
+    Once the work for a mask of one text exceeds a limit, the lexer allows no token in any text from
+    then on.
     """
 
     has_failed = False
@@ -175,7 +175,7 @@ class _LLMatcher:
         self.ended = False
 
     def _restore(self) -> bool:
-        """If the lexer has failed, come to the same place with another; tell whether it has."""
+        """Return whether the lexer has failed; if so, go to the same place with a new lexer."""
         if self._matcher.is_error():
             self._lexer.has_failed = True
         if not self._lexer.has_failed:

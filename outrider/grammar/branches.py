@@ -61,7 +61,7 @@ class Types:
 
     def _of_reference(self, reference: str, depth: int) -> frozenset[str]:
         if reference not in self._found:
-            # For a reference within its own schema.
+            # What a reference within its own schema finds.
             self._found[reference] = frozenset()
             self._found[reference] = self.of(resolved(self._root, reference), depth + 1)
         return self._found[reference]
@@ -224,7 +224,7 @@ _MERGES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _both(one: Json, other: Json) -> Json | None:
-    """What both schemas allow; None if their types or values show that there is nothing."""
+    """A schema of what both allow; None if their types or values show that they allow nothing."""
     if not one or not other:
         return one or other
     found = {**one, **other}

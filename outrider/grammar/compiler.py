@@ -28,7 +28,7 @@ from outrider.process.workers.worker import STACK_BYTES
 
 _Result = TypeVar("_Result")
 
-# A tenant has one of the threads. Tenants whose grammars take long share half of them.
+# A tenant has one of the threads. Tenants whose grammars take long share half of the threads.
 _THREAD_COUNT = 4
 _SPARE_THREADS = 2
 # A priority below the engine's, so that compiling takes little of a forward's time.
@@ -84,7 +84,7 @@ class GrammarCompiler:
         weakref.finalize(self, self._threads.close)
 
     def start_workers(self) -> None:
-        """Wait until the worker processes are there; else the first grammars wait for them."""
+        """Wait until the worker processes run; otherwise the first grammars wait for them."""
         if self._workers is not None:
             for _ in range(_THREAD_COUNT):
                 own = self._workers.get()

@@ -21,7 +21,7 @@ def is_endless(schemas: list[Any], find: Find) -> bool:
     finite: set[int] = set()
     waiting = [schema for schema in schemas if isinstance(schema, Mapping)]
     while waiting:
-        # Inner schemas come after the outer ones, which need them.
+        # Inner schemas come after the outer schemas that need them.
         left = [one for one in reversed(waiting) if not _Finite(finite, find).note(one)]
         left.reverse()
         if len(left) == len(waiting):

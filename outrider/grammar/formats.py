@@ -1,6 +1,6 @@
 """The formats of JSON schemas that are enforced, each as a pattern of the whole string.
 
-They are what RFC 3339, 3986, 5321, 4122, 6901 and the like allow, or a part of it, without leap
+They match what RFC 3339, 3986, 5321, 4122, 6901 and the like allow, or a part of it, without leap
 seconds. Patterns are ASCII and read alike by Python and ECMAScript.
 """
 
@@ -66,4 +66,4 @@ PATTERNS = {name: f"^(?:{pattern})$" for name, pattern in _WHOLE.items()}
 UNENFORCED = frozenset(
     ["idn-email", "idn-hostname", "iri", "iri-reference", "uri-template", "regex"]
 )
-"""Formats of JSON Schema that cannot be enforced. All others, such as int32, only describe."""
+"""Formats of JSON Schema that cannot be enforced. Other formats, such as int32, only describe."""

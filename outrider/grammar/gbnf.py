@@ -3,7 +3,7 @@ r"""Translates GBNF, llama.cpp's language, to Lark with LLGuidance's own transla
 LLGuidance's translation takes few escapes, so all characters are written anew for it. A part of a
 grammar without recursion becomes a regular expression, so its texts are exactly GBNF's. Between
 parts with recursion, such a part takes the longest text that it can, where GBNF would try shorter
-ones too.
+texts too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROOT = "root-of-all"
 
 
 def translate_gbnf(text: str, field: str) -> str:
-    """Translate a grammar; raises OutriderError(INVALID_VALUE) for one that is no GBNF."""
+    """Translate a grammar; raises OutriderError(INVALID_VALUE) if it is no GBNF."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     names = re.findall(r"([\w-]+)\s*::=", _PARTS.sub(_name_alone, text))

@@ -21,13 +21,13 @@ from outrider.grammar.backends import Compiled
 from outrider.grammar.drafts import draft_of, validator
 from outrider.grammar.kinds import Grammar, GrammarKind
 
-# A text is free for a few tokens and then seeks its end.
+# A text's first tokens are free, and later tokens seek its end.
 _MAX_TEXTS = 6
 _MAX_TOKENS = 160
 _FREE_TOKENS = 20
 # CPU time of one grammar's walks and checks, after which the worker is killed. What was not checked
-# by then stays unchecked: the guard finds mistakes of the backends, and a grammar that keeps it
-# busy harms only the request that has it.
+# by then stays unchecked: the guard finds mistakes of the backends, and a grammar that keeps the
+# guard busy harms only its own request.
 GUARD_SECONDS = 0.3
 # A new text begins only within this time.
 _SECONDS = 0.25

@@ -19,7 +19,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FreeThought:
-    """A thought before the answer, which the grammar does not bind, and the text after it.
+    """A thought before the answer, where the grammar does not apply, and the text after it.
 
     The thought goes from `begin` to the first `end`, and `after` follows it. The output may leave
     out a thought that has a `begin`. An empty `begin` stands for a thought that the prompt begins.
@@ -34,7 +34,7 @@ class FreeThought:
 class Grammar:
     """A constraint on the output. JSON_OBJECT has no `text`, and CHOICE has `choices` instead.
 
-    With a `thought` it binds only what follows the thought.
+    With a `thought` it applies only to the text after the thought.
     """
 
     kind: GrammarKind

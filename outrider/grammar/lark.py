@@ -12,7 +12,7 @@ from outrider.grammar.kinds import FreeThought
 # The most whitespace characters between JSON tokens. Without a bound a model can indent for ever.
 _MAX_WHITESPACE = 16
 _OPTIONS: Any = {
-    # A space, or one line break with an indentation: a model that likes line breaks goes on.
+    # A space, or one line break with an indentation: a model must not write breaks for ever.
     "whitespace_pattern": rf"\x20|\x0D?\x0A[\x20\x09]{{0,{_MAX_WHITESPACE}}}",
     # Without \u: {"\u0061": 1} would pass as a property other than "a".
     "json_allowed_escapes": 'nrbtf\\"',
@@ -113,7 +113,7 @@ class LarkRules:
         return self.rule(json_rule(schema, is_plain=is_plain))
 
     def mark(self, text: str) -> str:
-        """Only this text. A special token in it may be that token, or be spelled."""
+        """Only this text. A special token in it may be that token, or be spelled with others."""
         first, *more = self._specials.split(text)
         parts = [literal(first)] if first else []
         for name, rest in zip(more[::2], more[1::2], strict=True):
@@ -122,7 +122,7 @@ class LarkRules:
         return " ".join(parts)
 
     def until(self, terminal: str, mark: str) -> str:
-        """A text of the terminal up to the first `mark`, and the mark; without one, to the end."""
+        """A text of the terminal up to the first `mark`, with the mark; or to the text's end."""
         if not mark:
             return terminal
         spelled = self._named(f"[lazy]: {terminal} {literal(mark)}", "r")

@@ -144,7 +144,7 @@ class _Translator:
         if kind is sre.SUBPATTERN:
             _, added, removed, inner = value
             if added & _TYPES:
-                # As `re` does: of "a" and "u", a group's own flag holds.
+                # As in `re`, the group's own flag replaces an outer "a" or "u".
                 flags &= ~_TYPES
             flags = (flags | added) & ~removed
             return f"(?:{self._sequence(list(inner), flags, left, right)})"
@@ -195,7 +195,8 @@ class _Translator:
         found = sets.characters(ranges)
         if flags & re.IGNORECASE:
             found = sets.any_case(found, ascii_only=bool(flags & re.ASCII))
-        # The flag "i" does not widen \w: U+0345 is none, though it is another case of U+0399.
+        # The flag "i" does not widen \w: U+0345 is no word character, though it is another case of
+        # U+0399.
         found = sets.characters([*found, *shorthands])
         return sets.complement(found) if items[0][0] is sre.NEGATE else found
 

@@ -60,7 +60,7 @@ def _check_sum(parts: Iterable[re.Match[str]], field: str) -> None:
     """Check how many copies all counts make: nested counts multiply, and neighbours add up."""
     # The sum within each open bracket; the first entry is the whole text.
     sums = [0]
-    # The copies of the part that a following count would repeat, and how many of them the sum has.
+    # How many copies the next count would repeat, and how many of these the sum has already.
     last, counted = 1, 0
     for part in parts:
         if part["count"]:

@@ -1,4 +1,4 @@
-"""Translates JSON schemas so that LLGuidance reads them as meant; refuses the rest by keyword.
+"""Translates JSON schemas so that LLGuidance reads them as meant; refuses others by keyword.
 
 Patterns become a small dialect (see `regex`), formats and names of properties become patterns, and
 oneOf becomes anyOf where no value can satisfy two of its schemas.
@@ -28,8 +28,8 @@ _UNENFORCED = frozenset(
 )
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# What says nothing about a value, or is translated to other keywords. LLGuidance would take options
-# from x-guidance.
+# Keywords that say nothing about a value, or that are translated to other keywords. LLGuidance
+# would take options from x-guidance.
 _DROPPED = ("x-guidance", "$id", "id", "format", "propertyNames", "uniqueItems")
 # The largest count that most implementations take.
 _MAX_COUNT = 2**31 - 1
@@ -37,11 +37,12 @@ _MAX_COUNT = 2**31 - 1
 # LLGuidance cannot compile a range.
 _MAX_NUMBER = 2**53
 _MIN_NUMBER = 1e-15
-# A mask's states multiply with the multiple, and LLGuidance keeps a common multiple in 32 bits.
+# The number of a mask's states grows with the multiple, and LLGuidance keeps a common multiple in
+# 32 bits.
 _MAX_MULTIPLE = 1024
 _MAX_COMMON_MULTIPLE = 2**31 - 1
 _MAX_NESTING = 64
-# Keywords that hold schemas: by name, in a list, and alone.
+# Keywords that hold schemas by name, a list of schemas, and one schema.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")

@@ -101,7 +101,7 @@ class _Tag:
     def _schemas(self, part: Mapping[str, Any], after: str) -> str:
         """JSON of one of several schemas, with the blanks that Python writes: an addition of ours.
 
-        Rules of their own for schemas whose texts begin alike would exclude each other.
+        If schemas whose texts begin alike had separate rules, the rules would exclude each other.
         """
         options: list[Any] = []
         definitions: dict[str, Any] = {}

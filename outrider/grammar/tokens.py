@@ -1,4 +1,4 @@
-"""A model's tokens as LLGuidance sees them: the bytes that each stands for within a text."""
+"""A model's tokens as LLGuidance sees them: the bytes of each token within a text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def for_llguidance(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequen
 def within_texts(described: str) -> str:
     """A tokenizer's JSON, changed so that it reads each text as the middle of a longer text.
 
-    LLGuidance tokenises what must follow. A tokenizer that puts a space before a text would have
-    it begin with another token. And LLGuidance does not know that the decoder Metaspace writes "▁"
-    as a space.
+    LLGuidance tokenises what must follow. If a tokenizer puts a space before each text, what must
+    follow would begin with another token. And LLGuidance does not know that the decoder Metaspace
+    writes "▁" as a space.
     """
     parts = json.loads(described)
     for name in ("truncation", "padding"):

@@ -1,6 +1,6 @@
 """Translates, compiles and tries out a grammar.
 
-A worker process does so for the grammars of requests.
+For the grammars of requests, a worker process does this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.grammar.kinds import Grammar
 # grammar compiles at once but may take seconds for a mask.
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 0.8
-# How LLGuidance's messages begin that do not name the keyword, or name an option of its own.
+# Beginnings of LLGuidance's messages that name no keyword, or that name an option of LLGuidance.
 _PROBLEMS = {
     "oneOf constraints": "it has oneOf whose schemas may overlap; anyOf can",
     "patternProperty regexes": "it has patternProperties that may match the same name",

@@ -17,7 +17,7 @@ HANDLER = f"{__name__}:checker"
 def checker(tokenizer: str, vocab_size: int, stop_token_ids: list[int]) -> Callable[[bytes], bytes]:
     """A handler that answers with the translated grammar, or with an error.
 
-    A request for random texts is answered with nothing where they are right.
+    A request for random texts gets an empty answer if the texts are right.
     """
     stops = tuple(stop_token_ids)
     trial = Trial(Libraries(tokenizer, vocab_size, stops), vocab_size, stops)
@@ -41,7 +41,7 @@ def request_for(grammar: Grammar) -> bytes:
 
 
 def texts_request_for(grammar: Grammar) -> bytes:
-    """The request that has a worker check random texts of a grammar, best of its last grammar."""
+    """The request that has a worker check random texts of a grammar, preferably of its last."""
     return _request(grammar, is_for_texts=True)
 
 

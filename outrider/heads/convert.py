@@ -1,7 +1,7 @@
 """`outrider convert-head`: converts a head's pickled files to safetensors.
 
-A pickle can run code. torch's restricted reader refuses that, but it is large, so it works in a
-process of its own with bounded memory and time. This module does not load torch.
+A pickle can run code. torch's restricted reader refuses such code, but the reader is large, so it
+works in a process of its own with bounded memory and time. This module does not load torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.tokenizer import check_model_folder
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# What training leaves in a folder beside the weights.
+# Files that training leaves in a folder beside the weights.
 _OF_TRAINING = (
     "training_args.*",
     "training_state*",

@@ -144,7 +144,7 @@ class Weights:
         self._left = {change(name): tensor for name, tensor in self._left.items()}
 
     def take(self, name: str, *shape: int, to: str | None = None) -> None:
-        """Move a tensor of floats to the normal form under the name `to`, by default its own.
+        """Move a tensor of floats to the normal form under the name `to`, by default its name here.
 
         Raises OutriderError if it is missing or has another shape.
         """

@@ -36,7 +36,7 @@ Rank = Callable[[Sequence[Place], torch.Tensor, int], tuple[torch.Tensor, torch.
 the verifier's noise draws with it here."""
 
 
-# Rows after the text, of guesses, for which a full context still has room.
+# How many rows of guesses still have room after a full context.
 _ROWS_AFTER = 64
 
 
@@ -147,7 +147,7 @@ class HeadModel(torch.nn.Module):
 
     @property
     def projection_name(self) -> str:
-        """The projection to ask a verifier for, by the file's auxiliary layers; or none."""
+        """The projection to ask a verifier for; "" if other auxiliary layers are read."""
         aux_layers, name = self._projection
         return name if aux_layers == self.spec.aux_layers else ""
 
@@ -199,7 +199,7 @@ class HeadModel(torch.nn.Module):
             self.cache = HeadCache(decoder, page_count, page_size, longest, dtype, device)
 
     def read_as(self, spec: HeadSpec) -> None:
-        """Compute by another reading of the head's file from now on; it has no sequence yet."""
+        """Compute by another reading of the head's file from now on. No sequence may be open."""
         if (
             self.cache is not None
             and spec.decoder is not None
@@ -311,13 +311,13 @@ class HeadModel(torch.nn.Module):
     def _page_ids(self, sequence: HeadSequence) -> list[int]:
         """The ids that tell what is in the sequence's pages, one a row.
 
-        There is none for the last committed token, so that the row of the feature before it, on
-        which the guesses rest, is always read anew.
+        The last committed token has no such id. So the row of the feature before it, on which the
+        guesses rest, is always read anew.
         """
         return sequence.tokens[1:] if self.pairs else sequence.tokens[:-1]
 
     def _page_salt(self, sequence: HeadSequence) -> str:
-        """Tells apart what the ids do not: the first token, on which every row depends."""
+        """Distinguishes texts by their first token, which no id has and every row depends on."""
         return f"{sequence.salt}/{sequence.tokens[0]}"
 
     def _check(self, batch: Sequence[Extension]) -> None:
@@ -394,7 +394,7 @@ class _Work:
 
 
 def _shared(own: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-    """The head's own matrix; the target's if there is none, or if the head's is a copy of it."""
+    """The head's own matrix, or the target's if the head has none or only a copy of it."""
     if own is None:
         return targets
     if own.shape == targets.shape and torch.equal(own.to(targets), targets):
@@ -425,7 +425,7 @@ class Picker:
         """
         places: list[Place] = []
         if self.rank is not None:
-            # Only what was chosen since the last place has to come to the host.
+            # Only tokens that were chosen since the last place have to come to the host.
             new = [tokens.tolist() for tokens in self._tokens[len(self._chosen) :]]
             self._chosen += new
             places = [(i, [chosen[i] for chosen in self._chosen]) for i in range(len(scores_BV))]

@@ -26,7 +26,7 @@ _FIRST_TURNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How queries and keys of T packed rows turn: `cos` and `sin` are [T, 1, head size]."""
+    """The rotary embedding of T packed rows: `cos` and `sin` are [T, 1, head size]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -34,7 +34,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows(Turns):
-    """T packed rows of a forward: where they are in the cache, and how their queries turn."""
+    """T packed rows of a forward: their places in the cache, and their rotary embedding."""
 
     layout: BatchLayout
 
@@ -42,8 +42,8 @@ class HeadRows(Turns):
 class HeadCache:
     """Keys and values of a head's layers, in pages of its own.
 
-    A head turns queries and keys by their place among its own rows, from 0 on. Two rows are as far
-    apart as their tokens, and the rotary embedding shows only distances.
+    A head rotates queries and keys by their place among its own rows, from 0 on. Two rows are as
+    far apart as their tokens, and the rotary embedding shows only distances.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class HeadCache:
         self.turn_by(decoder)
 
     def turn_by(self, decoder: Decoder) -> None:
-        """Turn rows by a decoder's rotary embedding from now on."""
+        """Rotate rows by a decoder's rotary embedding from now on."""
         config = LlamaConfig(
             hidden_size=decoder.hidden_size,
             num_attention_heads=decoder.head_count,
@@ -98,7 +98,8 @@ class HeadCache:
     def static_rows(self, layout: StaticLayout) -> Turns:
         """Prepare a forward at fixed addresses, of any positions; every layer attends by it.
 
-        All turns are kept from now on: 64 MiB for 131,072 positions of 128 channels in bfloat16.
+        All cosines and sines are kept from now on: 64 MiB for 131,072 positions of 128 channels in
+        bfloat16.
         """
         for layer in self.layers:
             layer.layout = layout
@@ -109,7 +110,7 @@ class HeadCache:
 
     @property
     def can_capture(self) -> bool:
-        """Whether forwards can be graphs: by the GPU kernel, and with turns known in advance."""
+        """Whether forwards can be graphs: with the GPU kernel, and all cosines known in advance."""
         rope = self._rope.get("rope_type", "default")
         turns_are_fixed = rope not in ("dynamic", "longrope")
         return turns_are_fixed and all(one.supports_kernel(self._device) for one in self.layers)
@@ -156,12 +157,12 @@ class Attention(Module):
     def keys_and_values(
         self, x_TC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys, turned to their positions, and values [T, KV heads, D]."""
+        """Return keys, rotated by their positions, and values [T, KV heads, D]."""
         key = self.k_norm(self._by_head(self.k_proj(x_TC)))
         return _turn(key, cos, sin), self._by_head(self.v_proj(x_TC))
 
     def queries(self, x_TC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return queries, turned to their positions, [T, H, D]."""
+        """Return queries, rotated by their positions, [T, H, D]."""
         return _turn(self.q_norm(self._by_head(self.q_proj(x_TC))), cos, sin)
 
     def _by_head(self, x_TC: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,7 @@ class Attention(Module):
 
     def forward(self, x_TC: torch.Tensor, rows: Turns, cache: LayerCache) -> torch.Tensor:
         """Store the rows' keys and values; let each row see all rows up to its own."""
-        # The queries first: on a CPU the three projections are one product, and v_proj ends it.
+        # Compute the queries first: on a CPU the projections are one product, which v_proj ends.
         query = self.queries(x_TC, rows.cos, rows.sin)
         key, value = self.keys_and_values(x_TC, rows.cos, rows.sin)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
@@ -280,6 +281,6 @@ class TargetsLayer(Module):
 
 
 def fill(module: Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a module, made on the meta device, its weights. Raises RuntimeError if any is amiss."""
+    """Give a module of the meta device its weights. Raises RuntimeError if they do not fit it."""
     module.load_state_dict(dict(tensors), strict=True, assign=True)
     module.requires_grad_(False)

@@ -1,7 +1,7 @@
 """The first part of a head that reads several of the target's states: norms, and the matrix `fc`.
 
-It needs nothing but a token's states, and makes one state of them. So a verifier can apply it
-before it sends features, which then have a third to a fifth of the bytes.
+This part needs nothing but a token's states, and makes one state of them. So a verifier can apply
+it before it sends features, which then have a third to a fifth of the bytes.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _EAGLE = {"EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "EagleQwen2ForCausal
 _DFLASH = {"DFlashDraftModel", "DFlashSpeculator"}
 _DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"}
 _MEDUSA = {"MedusaModel", "MedusaForCausalLM"}
-# Heads that are known but not read: their layers or their choice of tokens are of another form.
+# Heads that are known but not supported: their layers or their choice of tokens differ too much.
 _BY_OTHERS = {
     "Eagle3DeepseekV2ForCausalLM",
     "Eagle3DeepseekV3ForCausalLM",
@@ -82,7 +82,7 @@ def read_target_config(target: str, trust_remote_code: bool = False) -> Any:
 def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = None) -> Head:
     """Read the head in the folder `path` for the target of a `transformers` configuration.
 
-    `layers` are the auxiliary layers that the head reads, where the file is known to be wrong about
+    `layers` names the auxiliary layers that the head reads, if the file is known to be wrong about
     them. Raises OutriderError(INVALID_VALUE) with a sentence that names the file, key or tensor at
     fault: nothing of a head is guessed or left out.
     """

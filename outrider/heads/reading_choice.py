@@ -1,4 +1,4 @@
-"""Finds out by a text what the files of a head mean, where they do not say.
+"""Finds out what ambiguous files of a head mean, by trying their readings on a text.
 
 Files that look alike mean different layers: some dialects state layers, some the auxiliary layers
 after them, and heads that were converted from one to the other are often wrong by one layer. Some
@@ -20,11 +20,11 @@ from outrider.protocol.draft_messages import FINAL_STATE
 
 log = logging.getLogger(__name__)
 
-# Another choice than the file's first must match this many times as often, and a few times more:
-# small numbers differ by chance.
+# Another reading than the file's likeliest must match this many times as often, and a few times
+# more, since small numbers differ by chance.
 _RATIO = 1.3
 _MARGIN = 3
-# Guesses in a row that show how a head recycles its own states: all but the first do.
+# How many guesses in a row are made. All but the first show how a head recycles its own states.
 _IN_A_ROW = 3
 
 
@@ -198,7 +198,7 @@ def _decide(found: list[Matches], tried: int) -> ReadingChoice:
 
 
 def _first_guess(found: Matches) -> HeadSpec:
-    """What decides a first guess: all but how a head recycles its states."""
+    """What decides a first guess: everything except how a head recycles its states."""
     return replace(found.spec, recycle_normed=False)
 
 

@@ -128,7 +128,7 @@ class _Size:
         )
         self._first_bits = torch.ones_like(self._chosen.bits)
         self._first_bits <<= torch.arange(self._rows, device=device)
-        # What each level guesses, in the place `_level`.
+        # The guesses of each level; a level writes to the place `_level`.
         places = 1 + _LEVELS, *shape, choices
         self._best = torch.zeros(places, dtype=torch.int64, device=device)
         self._shares = torch.zeros(places, device=device)

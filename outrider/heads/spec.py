@@ -71,12 +71,12 @@ class Decoder:
     head_norms: bool = False
     """Whether queries and keys are normed head by head, as in Qwen3."""
     rotary_size: int | None = None
-    """How many first channels of a head turn with the position; None for all."""
+    """How many of a head's first channels are rotated by position; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """The computation of a head. The text of a field after `final_state` names its kinds."""
+    """The computation of a head. After `final_state`, a field's text begins with its kinds."""
 
     kind: Kind
     target: TargetShape
@@ -101,7 +101,7 @@ class HeadSpec:
     scores_normed: bool = True
     """eagle3: lm_head reads the output after the final norm, not before it."""
     join_bias: bool = False
-    """eagle, eagle3: whether `fc` has a bias; medusa: whether the blocks have one."""
+    """eagle, eagle3: whether `fc` has a bias; medusa: whether the blocks have a bias."""
     state_first: bool = False
     """mtp: the target's state comes before the embedding where the two are joined."""
     mask_token_id: int | None = None

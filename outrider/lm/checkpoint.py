@@ -34,8 +34,9 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
     """Load the model of a directory, GGUF file or hub id on the CPU, only from safetensors.
 
     Raises OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model that cannot be served. A
-    tensor that the files lack is such a reason, and so is a tensor of the model's own parts that
-    nothing reads: `transformers` fills the former with random numbers and ignores the latter.
+    model cannot be served if the files lack a tensor, which `transformers` fills with random
+    numbers, or have a tensor of the model's own parts that nothing reads, which `transformers`
+    ignores.
     """
     files = pretrained(model)
     check_model_folder(files)
@@ -94,7 +95,7 @@ def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) ->
     shapes = [f"{key} {list(of)}, not {list(to)}" for key, of, to in report["mismatched_keys"]]
     unread = {each for each in report["unexpected_keys"] if _COMPUTED.search(each) is None}
     missing = report["missing_keys"]
-    # If weights are missing, an unread tensor may be one of them under another name.
+    # If weights are missing, an unread tensor may be a missing weight under another name.
     beside = set() if missing else _beside(unread, model)
     found = {
         "its files lack": missing,
@@ -115,10 +116,10 @@ def _some(names: Collection[str]) -> str:
 
 
 def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
-    """Of tensors that nothing reads, those that belong to something beside the text model.
+    """Those of the unread tensors that belong to something beside the text model.
 
-    That is a vision tower, a value head, or layers for multi-token prediction. It lies in a module
-    of its own, next to the list of the decoder's layers or further out.
+    Such a part is a vision tower, a value head, or layers for multi-token prediction. It lies in a
+    module of its own, next to the list of the decoder's layers or further out.
     """
     modules = dict(model.named_modules())
     lists = [path for path, module in modules.items() if isinstance(module, torch.nn.ModuleList)]

@@ -63,7 +63,7 @@ def write_checkpoint(file: Path, directory: Path) -> None:
 
     from outrider.lm.checkpoint import check_names
 
-    # It advises on how to compute with the file's own weights.
+    # `transformers` would log advice on computing with the file's own weights.
     transformers_logging.set_verbosity(logging.ERROR)
     parts = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**parts)

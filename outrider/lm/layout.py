@@ -50,7 +50,7 @@ class SequenceSlice:
 
     @property
     def end(self) -> int:
-        """The slot after the last token: the number of keys. Without a tree that token sees all."""
+        """The slot after the last token: the number of keys. A chain's last token sees them all."""
         return self.start + len(self.token_ids)
 
     @property

@@ -84,7 +84,7 @@ class ModelRunner:
         self.fused: FusedForward | None = None
         """Replaces the model's own forward on a GPU, where our kernels support the model."""
         if fused_layers and triton_works(self.device):
-            # Before the memory of a step is measured.
+            # This comes before the memory of a step is measured.
             self._fuse(texts, own)
         self.page_count = page_count or self._default_page_count(bounds, memory_share)
         # The texts of the trial may need more pages than a small cache has.
@@ -419,9 +419,9 @@ class ModelRunner:
         """Decode `count` tokens greedily for slices of one token each, by one call.
 
         The call is one of C, or CUDA graphs one after the other with one wait at their end. Return
-        `count` rows of one token per slice, each the likeliest below `limit`; None if there is
-        neither, or a slice is longer or a tree. For a small model, one call instead of many saves
-        more time than its forwards take.
+        `count` rows of one token per slice, each the likeliest below `limit`; None if the model has
+        neither, or if a slice has more tokens or a tree. For a small model, one call instead of
+        many saves more time than its forwards take.
         """
         found = self._continue(slices, count, limit, keep_logits=False)
         return None if found is None else found[0].tolist()
@@ -468,7 +468,7 @@ class ModelRunner:
         return max(1, min(budget // page_bytes, useful))
 
     def _gpu_cache_bytes(self, bounds: Bounds | None, memory_share: float, page_bytes: int) -> int:
-        """Return the GPU memory for the cache; raises OutriderError(INVALID_VALUE) for no page."""
+        """Return the GPU memory for the cache; raises OutriderError(INVALID_VALUE) for no room."""
         step = 0
         if bounds is not None and self._takes_graphs():
             step = self._largest_step_bytes(bounds)

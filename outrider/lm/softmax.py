@@ -34,7 +34,7 @@ class Softmax:
 
 
 def counts_rows(module: Any) -> bool:
-    """Whether a layer makes its queries larger by their row, which it takes for their position.
+    """Whether a layer scales queries by their row, which it takes for their position.
 
     Llama 4 does so in layers without a rotary embedding.
     """
@@ -42,7 +42,7 @@ def counts_rows(module: Any) -> bool:
 
 
 def tuned_by_position(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return queries [1, H, T, D] larger by their positions [T] instead of by their rows."""
+    """Return queries [1, H, T, D] scaled by their positions [T] instead of by their rows."""
     rows = torch.arange(query.shape[2], device=query.device)
     by_position, by_row = (
         torch.log1p(torch.floor((at.float() + 1) / module.floor_scale)) * module.attn_scale + 1

@@ -60,7 +60,7 @@ def refusals(name: str, what: str = "its forward") -> Iterator[None]:
 
 
 def _lacks_mask(cause: Exception) -> bool:
-    """Whether a line that names a mask failed because it is None."""
+    """Whether a line that names a mask failed because the mask is None."""
     lines = [frame.line or "" for frame in traceback.extract_tb(cause.__traceback__)[-2:]]
     return "NoneType" in str(cause) and any("mask" in line for line in lines)
 

@@ -1,9 +1,9 @@
 """Compares the logits that will be served with the model's own, for two short texts at start.
 
 A model may attend in ways that the paged attention does not see: to later tokens, by positions of
-its own, through a state beside the cache. Such a model raises no error, but its text would be
-another. The served forward gets the texts as in service: in chunks, packed into one row, with
-tokens rewound and computed again, one token alone, and with the ends of both texts as one tree.
+its own, through a state beside the cache. Such a model raises no error, but would write another
+text. The served forward gets the texts as in service: in chunks, packed into one row, with tokens
+rewound and computed again, one token alone, and with the ends of both texts as one tree.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Piece:
 
 
 class Texts:
-    """Two texts of `count` tokens that part before their last `_BRANCH` tokens, and their pages."""
+    """Two texts of `count` tokens that differ in their last `_BRANCH` tokens, and their pages."""
 
     def __init__(
         self, vocab_size: int, windows: Sequence[int | None], *, longest: int, page_size: int
@@ -162,7 +162,7 @@ def disagreement(
     own: OwnLogits,
     forward: Callable[[list[SequenceSlice]], torch.Tensor],
 ) -> str | None:
-    """Compare the logits of `forward`, the served one, with the model's own.
+    """Compare the logits of `forward`, which will be served, with the model's own.
 
     Return a sentence about the first slice in which they differ by more than rounding, else None.
     """

@@ -1,7 +1,7 @@
 """A fingerprint of a checkpoint: equal for the same tensors, however they are divided into files.
 
-Reads only samples of each tensor, so it takes seconds for hundreds of gigabytes. It tells
-checkpoints apart that somebody trained further or quantised, but not checkpoints made to look
+Reads only samples of each tensor, so it takes seconds for hundreds of gigabytes. It distinguishes
+checkpoints that were trained further or quantised, but not checkpoints that somebody made to look
 alike.
 """
 
@@ -22,7 +22,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAMPLES = 16
 _SAMPLE_BYTES = 256
-# What a checkpoint's config says of its origin; none of it changes a forward.
+# Keys of a checkpoint's config about its origin; they change no forward.
 _ORIGIN = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -56,7 +56,7 @@ def _files(model: str) -> list[Path]:
 
 
 def _config(model: str) -> bytes:
-    """The config without what only tells its origin."""
+    """The config without the keys that only tell its origin."""
     path = model_file(model, "config.json")
     values = {} if path is None else json.loads(path.read_text())
     kept = {key: value for key, value in values.items() if key not in _ORIGIN}

@@ -1,7 +1,8 @@
 """Judges our forward of a Llama-like model against the model's own, by a forward in float32.
 
-Both round to the model's dtype, each in its own places. So ours may be off from the logits in
-float32 of the same weights by a factor more than the model's own forward.
+Both round to the model's dtype, each in its own places. Both are compared with the same weights'
+logits in float32. Our forward's error may be larger than the error of the model's own forward, by
+at most a factor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The clock of verifier and drafters: a parameter of theirs, so that a simulator can set it."""
+"""The clock that verifier and drafters get as a parameter, so that a simulator can set it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ thread_cpu: Clock = time.thread_time
 
 
 def thread_cpu_clock() -> Clock:
-    """A clock of this thread's processor time, which any thread may read while this one lives."""
+    """A clock of this thread's processor time; any thread may read it while this thread lives."""
     clock_id = time.pthread_getcpuclockid(threading.get_ident())
     return partial(time.clock_gettime, clock_id)

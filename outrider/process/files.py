@@ -19,7 +19,7 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         _check(os.fstat(descriptor), path, most_bytes)
-        # It may grow meanwhile, and files of /proc have no size.
+        # The file may grow meanwhile, and files of /proc have no size.
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise _too_large(path, most_bytes)

@@ -98,7 +98,7 @@ def _check_thought(thought: FreeThought) -> None:
 
 
 def check_name(field: str, name: str, empty: bool = False, longest: int = MAX_NAME_LENGTH) -> None:
-    """Check that a name is printable, of 1 to `longest` characters, or of 0 if it may be empty."""
+    """Check that a name is printable, with 1 to `longest` characters, or 0 if it may be empty."""
     if not (empty or name) or len(name) > longest or (name and not name.isprintable()):
         least = 0 if empty else 1
         message = f"must be {least} to {longest} printable characters, not {name[:40]!r}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FeatureRows: TypeAlias = "bytes | SharedRows"
 """Features of consecutive tokens, see `Features`."""
 FINAL_STATE = -1
-"""In place of an auxiliary layer: the state after the final norm, which the logits are made of."""
+"""In place of an auxiliary layer: the state after the final norm, which gives the logits."""
 
 
 class FeatureDtype(IntEnum):
@@ -40,7 +40,7 @@ class FeatureDtype(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FeatureRequest:
-    """The target's hidden states that are a token's feature, in a row.
+    """The target's hidden states that make up a token's feature, one after the other.
 
     First come the residual streams that enter the layers `aux_layers`, then, with `final_state`,
     the state after the final norm. Only a prompt's last `prompt_token_count` tokens need features;
@@ -67,23 +67,23 @@ class Hello:
     family: str
     tokenizer_fingerprint: str
     max_draft_tokens: int
-    """Longest chain of draft tokens that it proposes for a step."""
+    """Longest chain of draft tokens that the drafter proposes for a step."""
     distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
     placement: Placement = field(default_factory=Placement)
     max_sequence_count: int = 0
-    """The most sequences at a time; 0 for no limit."""
+    """The most sequences that the drafter takes at a time; 0 for no limit."""
     feature_request: FeatureRequest | None = None
-    """The features that it can use; None if it uses none."""
+    """The features that the drafter can use; None if it uses no features."""
     requires_grammar: bool = False
-    """Whether it drafts only for sequences with a grammar."""
+    """Whether the drafter drafts only for sequences with a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """The verifier's answer to a Hello.
 
-    `feature_width` is the count of numbers in a feature; 0 if the verifier sends no features. Where
-    it `projects_features`, they are the result of the projection that was asked for.
+    `feature_width` is the count of numbers in a feature; 0 if the verifier sends no features. With
+    `projects_features`, features are the result of the projection that the drafter asked for.
     """
 
     model_id: str
@@ -117,7 +117,8 @@ class Opened:
     """The verifier hands a sequence to a drafter.
 
     `token_ids` are the committed tokens; the first `prompt_length` of them are the prompt. The next
-    step can use `draft_tokens` in a row; for a tree, `tree_tokens` in all are worth sending.
+    step can use `draft_tokens` guesses in a row; for a tree, `tree_tokens` guesses in all are worth
+    sending.
     """
 
     sequence_id: int

@@ -44,7 +44,7 @@ MAX_MARK_CHARACTERS = 256
 MAX_RELAXED_TOPK = 64
 MAX_GATHERED_TOKENS = 4096
 """The most tokens that the verifier gathers for one chunk."""
-# Below this temperature sampling is greedy, as in vLLM: logits divided by so little overflow
+# Below this temperature sampling is greedy, as in vLLM: logits divided by a smaller number overflow
 # float32, and the argmax has all the probability.
 MIN_TEMPERATURE = 1e-5
 

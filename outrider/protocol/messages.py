@@ -2,8 +2,8 @@
 
 `protocol.wire` checks every object that it makes: ids, counts and numbers are in the ranges that
 the protos state. Nothing changes a message after its creation, but classes that each step creates
-for every sequence are not frozen, because that takes four times as long. Enums have the protos'
-values.
+for every sequence are not frozen, because creating a frozen object takes four times as long. Enums
+have the protos' values.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ SampledRule = Literal["block", "token-wise"]
 class SamplingParams:
     """How the next token is drawn; `outrider.sampling.sampler` documents the order of the steps.
 
-    Temperature 0 is greedy, top_k 0 is off. `logit_bias` is (token id, value) pairs; ids differ.
+    Temperature 0 is greedy, top_k 0 is off. `logit_bias` has pairs of token id and value, at most
+    one for each id.
     """
 
     temperature: float = 1.0
@@ -188,9 +189,10 @@ class TokenRequest:
     """One sequence to generate.
 
     `top_logprobs` is the number of likeliest tokens to report with each generated token,
-    `prompt_logprobs` with each token of the prompt; None asks for no report. The output goes on
-    after `committed`. `noise_seed` seeds the random numbers if `sampling` has no seed. A verifier
-    of another `model_fingerprint` refuses the request; an empty fingerprint suits any verifier.
+    `prompt_logprobs` is the number to report with each token of the prompt; None asks for no
+    report. The output goes on after `committed`. `noise_seed` seeds the random numbers if
+    `sampling` has no seed. A verifier of another `model_fingerprint` refuses the request; an empty
+    fingerprint suits any verifier.
     """
 
     prompt: list[int]
@@ -216,9 +218,9 @@ class TokenRequest:
 class SpeculationPause:
     """Why most steps of a sequence verified no draft.
 
-    `step_count` counts those steps, and `reason` is the commonest. `forward_s` are the seconds of a
-    step without drafts, `draft_s` the seconds from a verdict to the quickest drafter's draft; None
-    if they were not measured.
+    `step_count` counts those steps, and `reason` is their most frequent reason. `forward_s` are the
+    seconds of a step without drafts, `draft_s` the seconds from a verdict to the quickest drafter's
+    draft; None if they were not measured.
     """
 
     reason: PauseReason
@@ -295,7 +297,7 @@ class TokenChunk:
 
     @property
     def accepted_count(self) -> int:
-        """How many of the tokens drafters wrote."""
+        """How many of the tokens were written by drafters."""
         return sum([source.is_accepted for source in self.sources])
 
     def joined(self, after: TokenChunk) -> TokenChunk:

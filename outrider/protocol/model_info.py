@@ -34,7 +34,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """A drafter as the verifier sees it."""
+    """What a verifier knows about a drafter."""
 
     drafter_id: str
     family: str
@@ -43,7 +43,7 @@ class DrafterInfo:
     sequence_count: int
     acceptance_rate: float | None = None
     round_trip_s: float | None = None
-    """From a verdict to its answer, without the time spent drafting; None before the first."""
+    """From a verdict to its answer, without the drafting time; None before the first answer."""
     token_s: float | None = None
     """Time to draft one token; None before the first draft."""
 
@@ -57,14 +57,14 @@ class Load:
     max_running: int
     max_waiting: int
     sequence_s: float | None = None
-    """How long recent sequences were in the batch, on average (seconds); None before the first."""
+    """Mean time of recent sequences in the batch, in seconds; None before one has ended."""
     kv_cache_usage: float = 0.0
     """Share of the KV cache's pages that sequences hold, 0 to 1."""
 
     @property
     def fitting(self) -> float:
-        """Sequences of the present lengths that run at once: the KV cache may hold fewer than the
-        batch."""
+        """How many sequences of the present lengths can run at once. The KV cache may have room for
+        fewer sequences than the batch has places."""
         if self.waiting and self.running:
             return self.running
         if self.running and self.kv_cache_usage:
@@ -73,15 +73,14 @@ class Load:
 
     @property
     def places(self) -> int:
-        """Sequences that run at once.
+        """How many sequences can run at once.
 
-        Long sequences may fill the cache before the batch is full: while sequences wait, no more
-        run.
+        If long sequences fill the cache before the batch is full, others wait, and no more can run.
         """
         return self.running if self.waiting and self.running else self.max_running
 
     def beside(self, own: int) -> int:
-        """How many sequences are not among a caller's `own`."""
+        """How many sequences belong to other callers, if `own` sequences are the caller's."""
         return max(0, self.running + self.waiting - own)
 
     def wait_s(self) -> float:
@@ -98,9 +97,10 @@ def wait_s(count: int, places: float, sequence_s: float | None) -> float:
 
 
 def retry_after_s(wait_s: float) -> float:
-    """After how many seconds a caller that was refused for a queue of `wait_s` should try again.
+    """How many seconds a refused caller should wait before it tries again.
 
-    By then all sequences that wait now have begun. OpenAI's clients ignore more than a minute.
+    `wait_s` is the wait in the present queue: after it, all sequences that wait now have begun.
+    OpenAI's clients ignore times of more than a minute.
     """
     return min(max(1.0, wait_s), 60.0)
 

@@ -1,6 +1,6 @@
-"""What an engine cannot do: it lists that in GetModel, and gateways refuse such requests.
+"""Requests that an engine cannot serve. It names them in GetModel, and gateways refuse them.
 
-The verifier checks them too, because another caller may not.
+The verifier checks requests too, because callers other than gateways may send them unchecked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.protocol.messages import Acceptance, TokenRequest
 
 
 class _Refusal(NamedTuple):
-    """The field of a request that asks for too much, the reason, and which requests ask for it."""
+    """The field that the error names, the reason, and the test for requests to refuse."""
 
     field: str
     reason: str
@@ -22,7 +22,7 @@ class _Refusal(NamedTuple):
 
 
 class Unsupported(Enum):
-    """Something that an engine cannot do, by its name in GetModel."""
+    """A kind of request that an engine cannot serve, by its name in GetModel."""
 
     LOSSY_ACCEPTANCE = "lossy_acceptance"
     GRAMMAR_CONTINUATION = "grammar_continuation"
@@ -72,8 +72,8 @@ def check_supported(
 ) -> None:
     """Raise OutriderError(UNSUPPORTED_PARAMETER) for a request that an engine does not support.
 
-    `unsupported` has the names of GetModel; unknown ones are left to the verifier. `grammar_field`
-    is the caller's name of the grammar.
+    `unsupported` has the names of GetModel; the verifier itself refuses requests for unknown names.
+    `grammar_field` is the caller's name of the grammar.
     """
     if not unsupported:
         return

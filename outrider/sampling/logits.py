@@ -130,7 +130,7 @@ def _lay_out_bans(pairs: _Rows, staging: Staging) -> tuple[Staged, Staged] | Non
 def _mask(logits_RV: torch.Tensor, firsts: Sequence[int], masks: Sequence[Mask | None]) -> None:
     """Set tokens that grammars forbid to -inf, in place.
 
-    Raises RuntimeError for a mask that says nothing of some tokens.
+    Raises RuntimeError for a mask that has no bits for some tokens.
     """
     vocab_size = logits_RV.shape[1]
     picked = [(first, mask) for first, mask in zip(firsts, masks, strict=True) if mask is not None]

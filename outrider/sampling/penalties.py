@@ -23,7 +23,7 @@ _IN_OUTPUT = 2
 
 @dataclass(slots=True)
 class _Text:
-    """A counted text. Holding its tokens keeps their identity from being used again."""
+    """A counted text. It holds the list of tokens, so that the list's identity is not reused."""
 
     tokens: Sequence[int]
     row: int
@@ -45,15 +45,15 @@ class _Change:
 class TokenCounts:
     """How often each token occurs in some texts, kept on the device, a row for each text.
 
-    A text is known by the identity of its list of tokens, which may only grow; a list that became
-    shorter is counted anew. The table has rows for twice as many texts as a batch ever had. In a
-    full table the least recently used text loses its row. It is counted anew when it comes back, as
-    a preempted text may.
+    A text is recognised by the identity of its list of tokens, which may only grow; a list that
+    became shorter is counted anew. The table has rows for twice as many texts as a batch ever had.
+    In a full table the least recently used text loses its row. It is counted anew when it comes
+    back, as a preempted text may.
     """
 
     def __init__(self) -> None:
         self._texts: dict[tuple[int, int], _Text] = {}
-        # What `table` has yet to do: a forward that fails leaves it to the next forward.
+        # Work that `table` has yet to do. If a forward fails, the next forward does its work.
         self._changes: list[_Change] = []
         self._table_SV = torch.empty(0, 0, dtype=torch.int32)
 

@@ -137,10 +137,11 @@ class TargetProbs:
         (temperature 0) returns its plain softmax; the caller takes its token, the argmax, from the
         logits. Each step runs only for rows that use it.
 
-        Top-p and typical-p sort only a row's candidates, but all tokens of the rows that `whole`
-        has for the step's number. For each of these steps, this also returns whether the candidates
-        of each of its rows sufficed, bool. The result holds only if the candidates of all other
-        rows sufficed, so the caller calls again with the rows that `note_short` finds.
+        The steps top-p and typical-p sort only a row's candidates, but all tokens of the rows that
+        `whole` has for the step's number. For each of these two steps, this also returns whether
+        the candidates of each of its rows sufficed, bool. If candidates of a row that is not in
+        `whole` did not suffice, the result is wrong, so the caller calls again with the rows that
+        `note_short` finds.
         """
         if self._temperatures is not None:
             logits_RV = logits_RV / self._temperatures.tensor
@@ -222,7 +223,7 @@ class _Step:
     def apply(
         self, logits_RV: torch.Tensor, whole: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits of all rows, the step's rows truncated; and as `_Candidates.truncate`."""
+        """All rows' logits, with the step's rows truncated; then as `_Candidates.truncate`."""
         rows = self.rows
         some_RV = logits_RV if rows is None else logits_RV[rows.tensor]
         enough_R: torch.Tensor | None = None
@@ -240,7 +241,7 @@ def _column(values: Sequence[float], staging: Staging) -> Staged:
 
 
 def _top_k(most: int, logits_RV: torch.Tensor, counts_R1: torch.Tensor) -> torch.Tensor:
-    """Keep the k likeliest tokens, and all that tie with the last of them; `most` is the most k."""
+    """Keep the k likeliest tokens, and ties with the last of them; `most` is the largest k."""
     size = logits_RV.shape[-1]
     counts_R1 = counts_R1.long().clamp(max=size)
     kth = logits_RV.topk(min(most, size)).values.gather(-1, counts_R1 - 1)

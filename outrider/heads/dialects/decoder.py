@@ -73,7 +73,7 @@ def read_decoder(
         projection_bias=has_bias,
         output_bias=f"{first}o_proj.bias" in weights,
         head_norms=has_norms,
-        # Without a scaling, the code of `transformers` turns all channels whatever the file says.
+        # Without a scaling, `transformers` rotates all channels, whatever the file says.
         rotary_size=(
             _rotary_size(keys, size) if by_transformers and rope["rope_type"] != "default" else None
         ),
@@ -84,7 +84,7 @@ def _rope(keys: Keys, by_transformers: bool) -> dict[str, Any]:
     """The rotary embedding's numbers, from either of the two ways in which configs state them."""
     stated = _rotary(keys)
     kind = stated.text("rope_type", stated.text("type", "default"))
-    # Texts have one number a position, for which the multimodal sections change nothing.
+    # A token of a text has one position number, so the multimodal sections change nothing.
     kind = "default" if kind == "mrope" else kind
     if kind not in _ROPES:
         raise keys.wrong("rope_parameters", f"has the type {kind!r}, which is not supported")
@@ -103,7 +103,7 @@ def _rotary(keys: Keys) -> Keys:
 
 
 def _rotary_size(keys: Keys, size: int) -> int | None:
-    """How many of a head's channels turn, as the file says; None for all."""
+    """How many channels of a head the file says to rotate; None for all."""
     name = "partial_rotary_factor"
     part = _rotary(keys) if name in _rotary(keys) else keys
     count = size * part.number(name, 1.0)
@@ -114,16 +114,16 @@ def _rotary_size(keys: Keys, size: int) -> int | None:
 
 
 def partly_turned(keys: Keys, decoder: Decoder) -> Decoder | None:
-    """The decoder with the number of turned channels that the file states; None if unchanged.
+    """The decoder with as many rotated channels as the file states; None if it has them already.
 
-    The code that trained the head turned all channels, and vLLM turns the stated number.
+    The code that trained the head rotated all channels, and vLLM rotates the stated number.
     """
     count = _rotary_size(keys, decoder.head_size)
     return None if count == decoder.rotary_size else replace(decoder, rotary_size=count)
 
 
 def _yarn_scales(stated: Keys, numbers: Mapping[str, Any], by_transformers: bool) -> dict[str, Any]:
-    """How yarn cuts off its range of frequencies, and by what it multiplies the turns.
+    """How yarn cuts off its range of frequencies, and its factor for cosines and sines.
 
     The factors of DeepSeek's formula may be 0. `transformers` then leaves both out; SpecForge's
     EAGLE-3 computes with them.
@@ -225,7 +225,7 @@ def other_vocabulary(keys: Keys, size: int, target: TargetShape) -> Exception:
 
 
 def _target_ids(weights: Weights, size: int, whole: int, vocab_size: int) -> torch.Tensor | None:
-    """Bring a vocabulary map to target ids; in the file it has offsets, id = i + d2t[i].
+    """Convert a vocabulary map to target ids; in the file it has offsets: id = i + d2t[i].
 
     `whole` is the vocabulary of the head's embeddings, which may be larger than the target's.
     """
@@ -275,7 +275,7 @@ def choose_aux_layers(
     candidates: Sequence[tuple[int, ...]],
     chosen: tuple[int, ...] | None,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the auxiliary layers that a file most likely means, and what else it may mean.
+    """Return the auxiliary layers that a file most likely means, and others that it may mean.
 
     `candidates` come in this order; `chosen` is the user's setting, which leaves no other
     candidate. Raises OutriderError if the first candidate does not fit the target.

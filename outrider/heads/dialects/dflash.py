@@ -129,7 +129,7 @@ def _candidates(
 
 
 def _even(target_layers: int, layers: int) -> tuple[int, ...]:
-    """The layers that a file without ids means: evenly spread over the target's."""
+    """The layers that a file without ids means: evenly spread over the target's layers."""
     if layers == 1:
         return (target_layers // 2,)
     span = target_layers - 4
@@ -184,8 +184,8 @@ def _take_markov(
 def _take_confidence(keys: Keys, own: Keys, weights: Weights, hidden: int, rank: int) -> Confidence:
     """Take the estimate of acceptance; return what it is computed from."""
     name = "confidence_head.proj."
-    # DeepSpec's files state that there is one, ModelOpt's under another key; some have only the
-    # weights.
+    # DeepSpec's files state that there is an estimate, ModelOpt's under another key; some have only
+    # the weights.
     stated = [
         part.flag(key, False)
         for part in (own, keys)

@@ -101,7 +101,7 @@ def _aux_layers(
     target: TargetShape,
     layers: tuple[int, ...] | None,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """What fc reads, and what else the file may mean; nothing for a head without fc."""
+    """The layers that fc reads, and others that the file may mean; none for a head without fc."""
     if not nested.flag("use_aux_hidden_state", True):
         return (), ()
     count = aux_layer_count(weights, target)

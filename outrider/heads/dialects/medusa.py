@@ -25,7 +25,7 @@ def read_medusa(keys: Keys, weights: Weights, target: TargetShape) -> Head:
     weights.rename(lambda name: _plain_name(name, blocks))
     hidden = target.hidden_size
     numbers = {name.split(".")[0] for name in weights.names}
-    # If the numbers have a gap, the weights after it are left, and `finish` names them.
+    # If the numbers have a gap, the weights after the gap are left, and `finish` names them.
     count = next(i for i in range(len(numbers) + 1) if str(i) not in numbers)
     if not count:
         raise refusal(weights.path, "it has no weights 0.*, those of a first head")
@@ -50,7 +50,7 @@ def read_medusa(keys: Keys, weights: Weights, target: TargetShape) -> Head:
 
 
 def _plain_name(name: str, blocks: int) -> str:
-    """The name in Medusa's own files of a tensor; vLLM's have blocks and lm_heads."""
+    """A tensor's name in Medusa's own files; vLLM's files have blocks and lm_heads."""
     name = re.sub(r"^medusa_heads?\.", "", name)
     name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
     return re.sub(r"^lm_heads\.(\d+)\.weight$", rf"\1.{blocks}.weight", name)

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): layers of the target's own files. MiMo-7B's dialect is read."""
+"""Multi-token prediction (MTP): layers of the target's own files. Reads MiMo-7B's."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class AutoregressiveModel(HeadModel):
 
     @abstractmethod
     def recycle(self, states: torch.Tensor) -> torch.Tensor:
-        """Make the next step's projected features of this step's states."""
+        """Make the next step's projected features from this step's states."""
 
     @abstractmethod
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
@@ -126,5 +126,5 @@ class AutoregressiveModel(HeadModel):
 
 
 def _lists(best: torch.Tensor, shares: torch.Tensor) -> list[Any]:
-    """Both as lists, after one wait for the device."""
+    """Both tensors as lists, after one wait for the device."""
     return [array.tolist() for array in fetch([best, shares])]

@@ -21,7 +21,7 @@ from outrider.sampling.tensors import on
 
 
 class DFlash(HeadModel):
-    """Its guesses do not see each other's choice: all are scored before the first is chosen."""
+    """A head whose guesses do not see each other: all are scored before the first is chosen."""
 
     pairs = False
     # The rows of the text have no queries.

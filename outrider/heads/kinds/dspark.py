@@ -62,7 +62,7 @@ class ConfidenceHead(Module):
 
 
 class DSpark(DFlash):
-    """Its guesses are chosen from left to right, each by the scores that the last one corrects."""
+    """A head that guesses from left to right, each time by scores that the last guess corrects."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

@@ -18,11 +18,11 @@ from outrider.heads.model import Branch, HeadSequence
 from outrider.lm.layout import SequenceSlice
 
 WIDTH = 4
-"""Guesses of a level that are followed. With 8, tokens per forward rise by at most 2 %."""
+"""How many guesses of a level are followed. With 8, tokens per forward rise by at most 2 %."""
 
 
 class Node(NamedTuple):
-    """A guess, whose path from the text has these tokens and shares.
+    """A guess. Its path from the text has these tokens and shares.
 
     `parent` is the row of the guess before it, from 1 on; 0 is the text. The path's first `at`
     guesses are the chain's.

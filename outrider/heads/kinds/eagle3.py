@@ -30,7 +30,7 @@ class FirstLayer(Layer):
 
 
 class Eagle3(AutoregressiveModel):
-    """Its state is the residual stream after the last layer."""
+    """A head whose state is the residual stream after the last layer."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

@@ -20,7 +20,7 @@ from outrider.sampling.tensors import on
 
 
 class Medusa(HeadModel):
-    """It keeps one state a sequence and no keys or values."""
+    """A head that keeps one state a sequence and no keys or values."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

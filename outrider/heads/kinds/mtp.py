@@ -11,7 +11,7 @@ from outrider.heads.spec import Head
 
 
 class Mtp(AutoregressiveModel):
-    """Its state is the layer's normed output, which lm_head reads and the next step recycles."""
+    """A head whose state is the layer's normed output: lm_head and the next step read it."""
 
     exact = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 

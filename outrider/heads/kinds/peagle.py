@@ -1,7 +1,7 @@
 """P-EAGLE: EAGLE-3's layers, trained to guess all tokens of a round in one forward.
 
 Rows with the embedding of a mask token and a learned feature follow the rows of the text. The
-text's last row gives the first guess, and each row of masks one more.
+text's last row gives the first guess, and each row of masks gives a further guess.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.lm.layout import SequenceSlice
 
 
 class PEagle(Eagle3):
-    """Its guesses do not see each other: all are scored before the first is chosen."""
+    """A head whose guesses do not see each other: all are scored before the first is chosen."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

@@ -57,9 +57,9 @@ class RowsStruct(ctypes.Structure):
 class PagedBatch:
     """One batch as the C library takes it, built once a forward.
 
-    `slot_mapping` has one slot in the flattened cache per token. The other sequences have one
-    entry per slice: `first_rows` the slice's first token as a number in the batch, `lengths` its
-    number of tokens, `starts` the slot of its first token, `page_tables` its page numbers.
+    `slot_mapping` has one slot in the flattened cache per token. The other fields have one entry
+    per slice: `first_rows` the number in the batch of the slice's first token, `lengths` its number
+    of tokens, `starts` the slot of its first token, `page_tables` its page numbers.
 
     In a batch with trees, `tree_starts` has the slot of each slice's first tree token or the
     slot after its last token, and `ancestors` a word for each token of the batch; see
@@ -87,7 +87,7 @@ class PagedBatch:
         if tree_starts:
             self._arrays += [array("q", tree_starts), array("Q", ancestors)]
         addresses = (numbers.buffer_info()[0] for numbers in self._arrays)
-        # The addresses of a tree are null without one.
+        # Without trees, the addresses of their arrays are null.
         self._batch = Batch(len(slot_mapping), len(first_rows), *addresses)
         self.pointer = ctypes.byref(self._batch)
 

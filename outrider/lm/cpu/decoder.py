@@ -1,7 +1,8 @@
 """A whole forward of a Llama-like model in one call of `kernels/decoder.c`, in bfloat16 or float32.
 
-The `transformers` model stays: its modules hold the weights, and in a trial this forward must be
-as near to float32 as the model's own. Any other model keeps running its own forward.
+The `transformers` model stays: its modules hold the weights, and in a trial this forward must be as
+near to the logits in float32 as the model's own forward. Any other model keeps running its own
+forward.
 """
 
 from __future__ import annotations

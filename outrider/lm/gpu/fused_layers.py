@@ -179,7 +179,7 @@ def join_projections(model: torch.nn.Module) -> None:
 def _return_memory() -> None:
     """Return the memory of layers that were joined.
 
-    Else the parts of two layers would be in memory that neither can use.
+    Otherwise memory that held parts of two layers would stay reserved, and neither could use it.
     """
     # It does nothing where no GPU is used.
     torch.cuda.empty_cache()

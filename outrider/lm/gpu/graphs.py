@@ -54,7 +54,7 @@ class Bounds:
 def buckets(bounds: Bounds) -> list[Bucket]:
     """Return the buckets to capture, those with the most tokens first.
 
-    So smaller graphs can reuse the memory of larger ones.
+    So smaller graphs can reuse the memory of larger graphs.
     """
     decoding = [
         _decoding(batch, mean, bounds)

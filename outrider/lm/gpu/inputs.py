@@ -56,8 +56,8 @@ class BlockTable:
         size = (most + 1, shape.pages_each)
         self.pages_RP = torch.full(size, shape.spare_page, dtype=torch.int32, device=device)
         self._unused = list(range(most))
-        # In the order in which the sequences ran, the last one at the end. Holding them keeps their
-        # identities from being used again.
+        # In the order in which the sequences ran, the last sequence at the end. The reference keeps
+        # Python from reusing their identities.
         self._rows: dict[KVSequence, int] = {}
         self._pinned = device.type == "cuda"
         self._copied = torch.Event(device) if self._pinned else None

@@ -78,7 +78,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]  # the arguments are Trit
     """Rotate some heads of one token: queries to `query`, keys and values to the token's slot.
 
     A row of `heads` has the queries, the keys and the values of a token. With NORMS each query and
-    key is normed first. The lanes hold half a head, because the halves of a head turn together.
+    key is normed first. The lanes hold half a head, because each rotation combines both halves of a
+    head.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _HEADS + tl.arange(0, _HEADS)[:, None]

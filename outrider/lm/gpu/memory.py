@@ -60,7 +60,7 @@ def _sample(logits_TV: torch.Tensor) -> torch.Tensor:
 
 
 def _peak_bytes(run: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """Run; return how many bytes more than before were allocated at most, and the result."""
+    """Run a function; return the most bytes that were allocated meanwhile, and the result."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     result = run()

@@ -63,7 +63,7 @@ class TokenMover:
 
     @classmethod
     def of(cls, arrays: Sequence[torch.Tensor]) -> Self | None:
-        """Return a mover of these arrays; None if a slot of one is no whole number of words."""
+        """Return a mover of these arrays; None if an array's slot is no whole number of words."""
         if any(_slot_bytes(array) % _WORD_BYTES for array in arrays):
             return None
         return cls(arrays)

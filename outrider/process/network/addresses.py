@@ -43,7 +43,7 @@ class Addresses:
             entry: [] if is_name(entry) else [entry] for entry in self._entries
         }
         self.problems: dict[str, str] = {}
-        """Why names could not be resolved when that was last tried, by name."""
+        """By name, why it could not be resolved at the last try."""
 
     @property
     def has_names(self) -> bool:
@@ -56,7 +56,7 @@ class Addresses:
         return list(dict.fromkeys(each for entry in self._entries for each in self._found[entry]))
 
     async def follow(self, take: Callable[[list[str]], Awaitable[None]]) -> None:
-        """Resolve the names for ever, and have each answer's addresses taken."""
+        """Resolve the names again and again, and pass all addresses to `take` each time."""
         while True:
             await self.refresh()
             await take(self.now)

@@ -37,8 +37,8 @@ def serve_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 def _described(services: Iterable[str]) -> descriptor_pool.DescriptorPool:
     """The files of the services and of the errors' details, and the file of the newer reflection.
 
-    The pool is the server's own. In the process's pool the last file would be in the way of a
-    library that brings it itself.
+    The pool is the server's own. In the process's pool, the file of the newer reflection would
+    clash with a library that brings this file itself.
     """
     known = descriptor_pool.Default()
     pool = descriptor_pool.DescriptorPool()
@@ -64,7 +64,7 @@ def _add(pool: descriptor_pool.DescriptorPool, file: FileDescriptor, added: set[
 
 
 def _newer_reflection() -> bytes:
-    """The file of the reflection that is named v1: the older one's under the newer name."""
+    """The file of the reflection that is named v1: the older file under the newer name."""
     file = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
     file.name = file.name.replace("v1alpha", "v1")
     file.package = _V1

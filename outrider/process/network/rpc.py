@@ -24,8 +24,8 @@ from outrider.process.security.tls import Tls
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_REFUSED_BYTES = 64 * 1024 * 1024
-"""Up to here a server reads a message that is too large, and says so. Beyond, gRPC itself answers,
-without error details."""
+"""Up to this size a server reads a message that is too large, and refuses it. Beyond, gRPC itself
+answers, without error details."""
 MAX_STREAMS = 4096
 
 # Both ends notice within 12 s that the other has vanished: after 4 s without data they send a ping,

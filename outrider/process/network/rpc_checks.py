@@ -79,7 +79,7 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             # A write failed, because the peer has left. gRPC itself cancels most such calls.
             raise asyncio.CancelledError from None
         except Exception:  # noqa: BLE001  # `unexpected` logs it
-            # The generated code of a method that is not implemented has set this, and raises.
+            # The generated code of a method that is not implemented sets this status, and raises.
             if context.code() is grpc.StatusCode.UNIMPLEMENTED:
                 await abort(context, _no_method(method))
             await abort(context, unexpected(method.rpartition("/")[2]))

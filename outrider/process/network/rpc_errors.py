@@ -99,7 +99,7 @@ def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderEr
 
 
 def _describe(error: OutriderError, info: error_details_pb2.ErrorInfo) -> None:
-    """Give the error the reason; a reason that this version lacks has its class of retries."""
+    """Give the error the peer's reason; for a reason that this version lacks, its retry class."""
     metadata = dict(info.metadata)
     named = metadata.pop(_RETRY_KEY, "")
     if info.reason in Reason.__members__:

@@ -67,7 +67,7 @@ class _PatientCall:
             raise
 
     async def send_receive_close(self) -> None:
-        """Half-close. No effect if the call is over, for which grpc.aio would cancel it."""
+        """Half-close. Does nothing if the call is over: grpc.aio would cancel it."""
         with suppress(grpc.aio.InternalError):
             await self._call.send_receive_close()
 

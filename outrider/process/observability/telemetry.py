@@ -146,7 +146,7 @@ def setup(service: str, processor: SpanProcessor | None = None, *, instance: str
 
 
 def resource(service: str, instance: str = "") -> Resource:
-    """What OpenTelemetry calls this process. `instance` tells it from others of its service."""
+    """What OpenTelemetry calls this process. `instance` distinguishes processes of one service."""
     named = {"service.name": service, "service.version": __version__}
     if instance and "service.instance.id" not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         named["service.instance.id"] = instance

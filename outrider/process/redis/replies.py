@@ -1,4 +1,4 @@
-"""Bounds the replies of a Redis, so that a hostile one cannot stop its client."""
+"""Bounds the replies of a Redis, so that a hostile Redis cannot stop its client."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen 
     allocates a list as soon as it has read the head: 8 bytes an element, for a head of a dozen
     bytes. Freeing a list of a thousand million elements takes seconds, in which nothing else runs:
     a hostile Redis would stop a drafter. redis-py's parser in Python, which is private too, reads a
-    value of any size. The class overrides where redis-py's parser reads its stream;
-    tests/ngram/test_lying_redis.py fails if that moves, and if hiredis gets a bound of its own.
+    value of any size. The class overrides the methods in which redis-py's parser reads its stream;
+    tests/ngram/test_lying_redis.py fails if they change, and if hiredis gets a bound of its own.
     """
 
     __slots__ = ("_byte_count", "_tail")

@@ -86,8 +86,8 @@ class Authority:
 
         `name` is its common name. `hosts` are DNS names and IP addresses, besides `LOCAL_NAMES` and
         the name of its role. A drafter's certificate has only the name of its role.
-        The certificate may have expired already, for tests; it ends with the authority's at the
-        latest.
+        For tests, the certificate may have expired already. It ends when the authority's
+        certificate ends, or earlier.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         role = Role(kind)

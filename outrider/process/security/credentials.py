@@ -20,8 +20,8 @@ class ClientCredentials(NamedTuple):
 def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCredentials:
     """Credentials for a server at this address.
 
-    The server's certificate must have the role `server`, or for None the address' name. Raises
-    OutriderError(INVALID_VALUE) if the files are bad.
+    The server's certificate must have the role `server` or, if this is None, the address' name.
+    Raises OutriderError(INVALID_VALUE) if the files are bad.
     """
     pems = tls.read()
     credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
@@ -31,7 +31,7 @@ def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCre
 def name_options(address: str, server: Role | None) -> list[tuple[str, str]]:
     """Channel options for the name that the certificate of a server at this address must have.
 
-    It is the name of the role `server`, or for None the address' name.
+    It is the name of the role `server` or, if this is None, the address' name.
     """
     name = None if server is None else server.server_name
     if name is None and address.startswith("unix:"):

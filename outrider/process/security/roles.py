@@ -3,7 +3,7 @@
 A certificate has its role as the URI outrider://role/NAME among its alternative names, and its
 holder's name as the common name of its subject. A certificate without such a URI is a client's.
 gRPC's clients cannot see a server's URI, but they check its DNS names. So a server's role is also a
-DNS name. Clients of a verifier require it in place of the host's name.
+DNS name. Clients of a verifier require this name in place of the host's name.
 """
 
 from __future__ import annotations

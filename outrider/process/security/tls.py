@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _Loaded = TypeVar("_Loaded")
 
-# How often files that do not fit are tried again. A new mode, or a new link, leaves no other trace.
+# How often files that do not fit are tried again: a new mode or link does not change their stamp.
 _RETRY_S = 1.0
 
 SOCKET_NAME = "localhost"
@@ -236,7 +236,8 @@ class WatchedTls(Generic[_Loaded]):
         """Load changed files; returns whether `current` is new.
 
         Files that do not fit, as halfway through a replacement, leave `current` in place. They are
-        loaded again once they have changed, and each second: any stranger's handshake calls this.
+        loaded again once they have changed, and otherwise at most once a second, because any
+        stranger's handshake calls this.
         """
         stamp = self._files.stamp()
         now = time.monotonic()
@@ -252,7 +253,7 @@ class WatchedTls(Generic[_Loaded]):
             self._retry_at = now + _RETRY_S
             return False
         if self._files.stamp() != stamp:
-            # They changed meanwhile, so a certificate may have another certificate's key.
+            # The files changed meanwhile, so a certificate may have another certificate's key.
             return False
         self._stamp = stamp
         self.current = loaded
@@ -319,7 +320,7 @@ def explain(details: str, tls: Tls | None, *, is_known: bool = False) -> str:
 
 
 def expires_at(cert: Path) -> datetime:
-    """When the first of a file's certificates expires, which may be the authority's between.
+    """When the first of a file's certificates expires, which may be an intermediate authority's.
 
     Raises OutriderError(INVALID_VALUE) if the file cannot be read.
     """

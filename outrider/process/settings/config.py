@@ -81,7 +81,7 @@ class Settings(BaseSettings):
 
     groups: ClassVar[Mapping[str, str]] = {}
     """Titles of groups of flags in help, by the name of the group's first setting. A group goes on
-    until the next one of the same class begins."""
+    until the next group of the same class begins."""
 
     @classmethod
     def settings_customise_sources(
@@ -141,7 +141,7 @@ class ScrapedSettings(ServiceSettings):
     groups: ClassVar[Mapping[str, str]] = {"listen": "Addresses"}
 
     listen: str = "127.0.0.1:0"
-    """host:port to serve gRPC on, a drafter its health alone; port 0 takes any free port."""
+    """host:port to serve gRPC on (a drafter serves only its health); port 0 takes any free port."""
 
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of Prometheus' /metrics, on the host of `listen`; 0 is off."""

@@ -1,4 +1,4 @@
-"""Runs functions in processes that can be killed, because no thread can.
+"""Runs functions in processes that can be killed, because threads cannot be killed.
 
 What users or a model's files make expensive (compiling grammars, masks, chat templates) runs here:
 within a limit of processor time and of memory, and at a lower priority. All workers of a kind are
@@ -43,7 +43,7 @@ class OutOfMemory(WorkerError):
 
 
 class WorkerLost(WorkerError):
-    """Somebody else killed the worker, or none could be started, whatever the request was."""
+    """Somebody else killed the worker, or none could be started; the request is not at fault."""
 
 
 class WorkerSource:

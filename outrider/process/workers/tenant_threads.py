@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 _Job = tuple[Future[Any], Callable[[], Any]]
-# What a piece of work takes beyond this counts against its tenant's budget.
+# The time of a piece of work beyond this counts against its tenant's budget.
 _FREE_S = 0.1
 _BUDGET_S = 2.0
 # How much of the budget comes back in a second.
@@ -26,15 +26,15 @@ _MOST_BUDGETS = 1000
 class TenantThreads:
     """A fixed number of daemon threads, and a queue for each tenant.
 
-    A free thread takes the work of the tenant with the fewest running pieces of work; among these,
-    of the tenant that was served longest ago. A tenant never has all threads, so that another
-    tenant need not wait for work that has begun; it has at most `each` of them, if given. Each
-    thread has a stack of `stack_bytes`, if given, and runs at the priority `nice`, where the system
-    has priorities of threads.
+    A free thread takes the work of the tenant with the fewest running pieces of work. If several
+    tenants have the fewest, it takes the work of the tenant that was served longest ago. A tenant
+    never has all threads, so that another tenant need not wait for work that has begun; it has at
+    most `each` of them, if given. Each thread has a stack of `stack_bytes`, if given, and runs at
+    the priority `nice`, where the system has priorities of threads.
 
     All slow tenants together leave `spare` threads free, so that another tenant need not wait,
     however many slow tenants there are. A tenant is slow while it has used up its budget: 2 s
-    beyond the 0.1 s that each piece of work may take, of which 0.1 s a second come back.
+    beyond the 0.1 s that each piece of work may take. The budget refills by 0.1 s a second.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TenantThreads:
                 tenant = self._next()
                 if tenant is not None:
                     return tenant, self._begin(tenant)
-                # A budget that comes back wakes nobody.
+                # Nothing wakes a thread when a budget has refilled.
                 self._changed.wait(_LOOK_AGAIN_S if self._waiting else None)
             return None
 
@@ -132,7 +132,7 @@ class TenantThreads:
         self._running[tenant] += 1
         self._turn += 1
         self._served[tenant] = self._turn
-        # Tenants without work need no memory of their turns for ever.
+        # Do not remember the turns of tenants without work for ever.
         if len(self._served) > 2 * (len(self._waiting) + len(self._running)) + 64:
             self._served = {
                 name: turn

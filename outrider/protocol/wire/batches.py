@@ -1,4 +1,4 @@
-"""Put messages that wait to be sent together, as many as fit."""
+"""Joins messages that wait to be sent into batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Message = TypeVar("_Message", bound=Message)
 def take_batch(unsent: list[_Message]) -> tuple[list[_Message], int]:
     """Take from the front of `unsent` as many messages as fit, at least the first if there is one.
 
-    Returns them and their bytes.
+    Returns them and their size in bytes.
     """
     count = 0
     byte_count = 0

@@ -1,7 +1,7 @@
 """Refuses requests with fields that this version does not know.
 
-A field that a server ignores would change the output without a word: an adapter, say, or a new
-sampling setting. JSON's parsers refuse such fields by name; protobuf keeps them only by number.
+If a server ignored a field, such as a new sampling setting, the output would silently be another.
+JSON's parsers refuse unknown fields by name; protobuf keeps them only by number.
 """
 
 from __future__ import annotations

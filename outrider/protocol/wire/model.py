@@ -72,7 +72,7 @@ def _load_from_proto(proto: verifier_pb2.Load | None) -> Load | None:
         max(1, proto.max_running_count),
         max(0, proto.max_waiting_count),
         seconds(optional(proto, "sequence_duration")),
-        # A NaN is greater than no number.
+        # For a NaN, `max` returns 0, since no comparison with a NaN holds.
         min(1.0, max(0.0, proto.kv_cache_usage)),
     )
 

@@ -69,7 +69,7 @@ def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.Speculatio
 def grammar_from_proto(proto: common_pb2.Grammar | None) -> Grammar | None:
     """Check and convert; raises OutriderError(INVALID_VALUE) that names the field.
 
-    A grammar without a kind is refused. A kind that only a later version knows looks like that,
+    A grammar without a kind is refused. A kind that only a later version knows looks like no kind,
     and ignoring it would leave the output unconstrained.
     """
     if proto is None:
@@ -113,7 +113,7 @@ def _set_fields(proto: Message) -> dict[str, Any]:
     """The fields that the sender set, by name: a list as a tuple, a map as sorted pairs.
 
     Plain data has its own default for a field that is left out. Where the proto cannot tell an
-    unset field from zero, zero is that default.
+    unset field from zero, the default is zero.
     """
     return {field.name: _plain(value) for field, value in proto.ListFields()}
 
@@ -125,7 +125,7 @@ def _plain(value: Any) -> Any:
 
 
 def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:
-    """The enum's member with that value; `otherwise` for 0 and for a later version's values."""
+    """The enum's member with this value; `otherwise` for 0 and for a later version's values."""
     try:
         return kind(value)
     except ValueError:
