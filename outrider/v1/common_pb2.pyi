@@ -29,7 +29,7 @@ class _AcceptanceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Acceptance
     ACCEPTANCE_UNSPECIFIED: _Acceptance.ValueType  # 0
     """The same as EXACT."""
     ACCEPTANCE_EXACT: _Acceptance.ValueType  # 1
-    """The output has the distribution of the target alone."""
+    """The output has exactly the target's distribution."""
     ACCEPTANCE_TYPICAL: _Acceptance.ValueType  # 2
     """Lossy: typical acceptance (Medusa). It also accepts draft tokens that the target finds likely
     enough.
@@ -43,7 +43,7 @@ class Acceptance(_Acceptance, metaclass=_AcceptanceEnumTypeWrapper):
 ACCEPTANCE_UNSPECIFIED: Acceptance.ValueType  # 0
 """The same as EXACT."""
 ACCEPTANCE_EXACT: Acceptance.ValueType  # 1
-"""The output has the distribution of the target alone."""
+"""The output has exactly the target's distribution."""
 ACCEPTANCE_TYPICAL: Acceptance.ValueType  # 2
 """Lossy: typical acceptance (Medusa). It also accepts draft tokens that the target finds likely
 enough.
@@ -63,8 +63,8 @@ class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Accept
     ACCEPTANCE_RULE_GREEDY: _AcceptanceRule.ValueType  # 1
     """Accepts a draft token if it is the target's likeliest token."""
     ACCEPTANCE_RULE_COUPLED: _AcceptanceRule.ValueType  # 2
-    """The target's token is drawn with noise that depends on seed and position alone. A draft token
-    is accepted if it is the same.
+    """The target's token is drawn with noise that depends only on seed and position. A draft token is
+    accepted if it is the target's token.
     """
     ACCEPTANCE_RULE_TOKEN_WISE: _AcceptanceRule.ValueType  # 3
     """Rejection sampling, token by token."""
@@ -75,7 +75,7 @@ class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Accept
     ACCEPTANCE_RULE_RELAXED: _AcceptanceRule.ValueType  # 6
     """Lossy: relaxed acceptance."""
     ACCEPTANCE_RULE_SYNTHETIC: _AcceptanceRule.ValueType  # 7
-    """For benchmarks alone: accepts draft tokens at a set rate, whatever the target says."""
+    """Only for benchmarks: accepts draft tokens at a set rate, whatever the target says."""
 
 class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
     """The rule by which the verifier accepts draft tokens. A receiver leaves out an unknown value."""
@@ -85,8 +85,8 @@ ACCEPTANCE_RULE_UNSPECIFIED: AcceptanceRule.ValueType  # 0
 ACCEPTANCE_RULE_GREEDY: AcceptanceRule.ValueType  # 1
 """Accepts a draft token if it is the target's likeliest token."""
 ACCEPTANCE_RULE_COUPLED: AcceptanceRule.ValueType  # 2
-"""The target's token is drawn with noise that depends on seed and position alone. A draft token
-is accepted if it is the same.
+"""The target's token is drawn with noise that depends only on seed and position. A draft token is
+accepted if it is the target's token.
 """
 ACCEPTANCE_RULE_TOKEN_WISE: AcceptanceRule.ValueType  # 3
 """Rejection sampling, token by token."""
@@ -97,7 +97,7 @@ ACCEPTANCE_RULE_TYPICAL: AcceptanceRule.ValueType  # 5
 ACCEPTANCE_RULE_RELAXED: AcceptanceRule.ValueType  # 6
 """Lossy: relaxed acceptance."""
 ACCEPTANCE_RULE_SYNTHETIC: AcceptanceRule.ValueType  # 7
-"""For benchmarks alone: accepts draft tokens at a set rate, whatever the target says."""
+"""Only for benchmarks: accepts draft tokens at a set rate, whatever the target says."""
 Global___AcceptanceRule: _TypeAlias = AcceptanceRule  # noqa: Y015
 
 class _FinishReason:
@@ -171,17 +171,17 @@ class _PauseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseReas
     PAUSE_REASON_UNSPECIFIED: _PauseReason.ValueType  # 0
     """A reason that only a later version knows."""
     PAUSE_REASON_NO_DRAFTER: _PauseReason.ValueType  # 1
-    """No drafter works on the sequence: none that the request allows is connected, all are full, or
-    they require a grammar and the request has none.
+    """No drafter works on the sequence: the request allows no connected drafter, or all allowed
+    drafters are full, or they require a grammar and the request has no grammar.
     """
     PAUSE_REASON_TOO_SLOW: _PauseReason.ValueType  # 2
     """Drafts would cost more time than the tokens that they save."""
     PAUSE_REASON_LOW_ACCEPTANCE: _PauseReason.ValueType  # 3
-    """Drafts pay for other sequences, but too few of this one's are accepted."""
+    """Drafts pay for other sequences, but too few draft tokens of this sequence are accepted."""
     PAUSE_REASON_NO_GUESS: _PauseReason.ValueType  # 4
     """A drafter was asked, and had no guess in time."""
     PAUSE_REASON_BUDGET: _PauseReason.ValueType  # 5
-    """Drafting made the batch slower, and has used up what it may lose."""
+    """Drafting made the batch slower, and has used up the time that it may cost."""
     PAUSE_REASON_MEASURING: _PauseReason.ValueType  # 6
     """No drafter was asked, so that steps without drafts could be measured."""
 
@@ -191,17 +191,17 @@ class PauseReason(_PauseReason, metaclass=_PauseReasonEnumTypeWrapper):
 PAUSE_REASON_UNSPECIFIED: PauseReason.ValueType  # 0
 """A reason that only a later version knows."""
 PAUSE_REASON_NO_DRAFTER: PauseReason.ValueType  # 1
-"""No drafter works on the sequence: none that the request allows is connected, all are full, or
-they require a grammar and the request has none.
+"""No drafter works on the sequence: the request allows no connected drafter, or all allowed
+drafters are full, or they require a grammar and the request has no grammar.
 """
 PAUSE_REASON_TOO_SLOW: PauseReason.ValueType  # 2
 """Drafts would cost more time than the tokens that they save."""
 PAUSE_REASON_LOW_ACCEPTANCE: PauseReason.ValueType  # 3
-"""Drafts pay for other sequences, but too few of this one's are accepted."""
+"""Drafts pay for other sequences, but too few draft tokens of this sequence are accepted."""
 PAUSE_REASON_NO_GUESS: PauseReason.ValueType  # 4
 """A drafter was asked, and had no guess in time."""
 PAUSE_REASON_BUDGET: PauseReason.ValueType  # 5
-"""Drafting made the batch slower, and has used up what it may lose."""
+"""Drafting made the batch slower, and has used up the time that it may cost."""
 PAUSE_REASON_MEASURING: PauseReason.ValueType  # 6
 """No drafter was asked, so that steps without drafts could be measured."""
 Global___PauseReason: _TypeAlias = PauseReason  # noqa: Y015
@@ -254,8 +254,8 @@ class SamplingParams(_message.Message):
     top_p: _builtins.float
     """Keep the smallest set of likeliest tokens with this mass. Range (0, 1]; unset means 1."""
     seed: _builtins.int
-    """Makes the output reproducible: the same seed gives the same tokens with any drafters and
-    without. Unset: the verifier draws a seed.
+    """Makes the output reproducible: the same seed gives the same tokens with any drafters, and
+    without drafters. Unset: the verifier draws a seed.
     """
     min_p: _builtins.float
     """Drop tokens less likely than min_p times the likeliest; 0 is off. Range [0, 1]."""
@@ -394,7 +394,7 @@ class FreeThought(_message.Message):
     begin: _builtins.str
     """Begins the thought, which the output may leave out. Empty for a thought that the prompt begins."""
     end: _builtins.str
-    """The first of these ends the thought. Never empty."""
+    """Ends the thought where it first occurs. Never empty."""
     after: _builtins.str
     """Follows the thought's end."""
     def __init__(
@@ -464,16 +464,16 @@ class TokenLogprob(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """Of the token itself."""
+    """The logarithm for the token itself."""
     rank: _builtins.int
-    """Number of tokens at least as likely as this one, itself included: 1 for the likeliest."""
+    """Number of tokens at least as likely as this token, itself included: 1 for the likeliest."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The likeliest tokens, best first."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """One for each of them."""
+        """The logarithm for each of top_token_ids."""
 
     def __init__(
         self,
@@ -527,13 +527,13 @@ class SpeculationOptions(_message.Message):
     means 10.
     """
     relaxed_delta: _builtins.float
-    """RELAXED: largest difference in probability between the likeliest token and an accepted one.
+    """RELAXED: largest difference in probability between the likeliest token and an accepted token.
     Range [0, 1]; unset means 0.6.
     """
     always_draft: _builtins.bool
-    """Drafts even where that is slower, and waits up to 50 ms a step for the drafts. In effect while
-    all sequences of the batch belong to requests of one tenant that say so; else drafts are used
-    where they pay, so no other request is slowed down.
+    """Drafts even where that is slower, and waits up to 50 ms a step for the drafts. It takes effect
+    only while every sequence of the batch belongs to requests of one tenant that set this field.
+    Otherwise drafts are used where they pay, so no other request is slowed down.
     """
     def __init__(
         self,
@@ -650,16 +650,16 @@ class SpeculationPause(_message.Message):
     reason: Global___PauseReason.ValueType
     """The commonest reason."""
     step_count: _builtins.int
-    """Steps that verified no draft. Not counted: the first one, and a last one with room for a single
-    token.
+    """Steps that verified no draft. The first step does not count, and neither does a last step with
+    room for only one token.
     """
     @_builtins.property
     def forward_duration(self) -> _duration_pb2.Duration:
-        """Of a step without drafts; unset if it was not measured."""
+        """Time of a step without drafts; unset if it was not measured."""
 
     @_builtins.property
     def draft_duration(self) -> _duration_pb2.Duration:
-        """From a verdict to the draft of the quickest drafter of the sequence; unset if it was not
+        """Time from a verdict to the draft of the quickest drafter of the sequence; unset if it was not
         measured. The draft has 4 tokens, or max_draft_tokens if that is less.
         """
 
@@ -703,9 +703,9 @@ class Placement(_message.Message):
     architecture: _builtins.str
     """Machine architecture, such as "x86_64" or "aarch64"."""
     gpu_uuid: _builtins.str
-    """The GPU's UUID as NVIDIA's driver tells it, such as "GPU-8d3f...", which names the same card in
-    every process and container; empty on other devices. A drafter on the target's own GPU drafts
-    only while the target waits for it.
+    """The GPU's UUID as NVIDIA's driver reports it, such as "GPU-8d3f...". It names the same card in
+    every process and container, and is empty on other devices. A drafter on the target's own GPU
+    drafts only while the target waits for it.
     """
     @_builtins.property
     def cores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -14,8 +14,8 @@ wire, as the value of "retry" in ErrorInfo.metadata, so a client need not know t
   Retry: RetryInfo  "retry_info": wait for as long as RetryInfo says. It is always present.
   Retry: backoff    "backoff": wait for as long as RetryInfo says if it is present, else for
                     0.1 s, doubled each time up to 2 s.
-A client takes an unknown value of "retry" as "backoff". The retries that gRPC's clients make by
-a service config read neither.
+A client takes an unknown value of "retry" as "backoff". If gRPC's own client retries because of
+a service config, it reads neither "retry" nor RetryInfo.
 
 An error without an ErrorInfo is gRPC's own or a proxy's. A client takes UNAVAILABLE as
 "backoff". It takes RESOURCE_EXHAUSTED as "never" for a call with a single request, since gRPC
@@ -61,19 +61,19 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_DRAFTER_NOT_FOUND: _ErrorReason.ValueType  # 7
     """NOT_FOUND. No drafter and no family of this name has joined. Retry: never."""
     ERROR_REASON_HOST_NOT_ALLOWED: _ErrorReason.ValueType  # 8
-    """PERMISSION_DENIED. HTTP alone: the gateway does not serve the Host header's name. Retry: never."""
+    """PERMISSION_DENIED. HTTP only: the gateway does not serve the Host header's name. Retry: never."""
     ERROR_REASON_ORIGIN_NOT_ALLOWED: _ErrorReason.ValueType  # 9
-    """PERMISSION_DENIED. HTTP alone: the request comes from a page of another origin. Retry: never."""
+    """PERMISSION_DENIED. HTTP only: the request comes from a page of another origin. Retry: never."""
     ERROR_REASON_ROUTE_NOT_FOUND: _ErrorReason.ValueType  # 10
     """UNIMPLEMENTED. There is no such path or method. Retry: never."""
     ERROR_REASON_METHOD_NOT_ALLOWED: _ErrorReason.ValueType  # 11
-    """UNIMPLEMENTED. HTTP alone: the path does not take this method. Retry: never."""
+    """UNIMPLEMENTED. HTTP only: the path does not take this method. Retry: never."""
     ERROR_REASON_REQUEST_TIMEOUT: _ErrorReason.ValueType  # 12
-    """DEADLINE_EXCEEDED. HTTP alone: the request did not arrive in time. Retry: backoff."""
+    """DEADLINE_EXCEEDED. HTTP only: the request did not arrive in time. Retry: backoff."""
     ERROR_REASON_REQUEST_TOO_LARGE: _ErrorReason.ValueType  # 13
     """RESOURCE_EXHAUSTED. The message or the body is too large. Retry: never."""
     ERROR_REASON_HEADERS_TOO_LARGE: _ErrorReason.ValueType  # 14
-    """INVALID_ARGUMENT. HTTP alone: the headers are too large. Retry: never."""
+    """INVALID_ARGUMENT. HTTP only: the headers are too large. Retry: never."""
     ERROR_REASON_TOKENIZER_MISMATCH: _ErrorReason.ValueType  # 15
     """FAILED_PRECONDITION. The tokenizers differ; the metadata has both fingerprints. Retry: never."""
     ERROR_REASON_DRAFTER_ID_TAKEN: _ErrorReason.ValueType  # 16
@@ -113,7 +113,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 31
     """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
     ERROR_REASON_UNSUPPORTED_ENCODING: _ErrorReason.ValueType  # 32
-    """INVALID_ARGUMENT. HTTP alone: the body is compressed in a way that is not read. Retry: never."""
+    """INVALID_ARGUMENT. HTTP only: the body is compressed in a way that is not read. Retry: never."""
     ERROR_REASON_MODEL_CHANGED: _ErrorReason.ValueType  # 33
     """ABORTED. The answer's verifier was lost, or its model has changed, and no verifier of the same
     weights, dtype, settings and version can continue it. Begin anew. Retry: backoff.
@@ -141,19 +141,19 @@ ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 6
 ERROR_REASON_DRAFTER_NOT_FOUND: ErrorReason.ValueType  # 7
 """NOT_FOUND. No drafter and no family of this name has joined. Retry: never."""
 ERROR_REASON_HOST_NOT_ALLOWED: ErrorReason.ValueType  # 8
-"""PERMISSION_DENIED. HTTP alone: the gateway does not serve the Host header's name. Retry: never."""
+"""PERMISSION_DENIED. HTTP only: the gateway does not serve the Host header's name. Retry: never."""
 ERROR_REASON_ORIGIN_NOT_ALLOWED: ErrorReason.ValueType  # 9
-"""PERMISSION_DENIED. HTTP alone: the request comes from a page of another origin. Retry: never."""
+"""PERMISSION_DENIED. HTTP only: the request comes from a page of another origin. Retry: never."""
 ERROR_REASON_ROUTE_NOT_FOUND: ErrorReason.ValueType  # 10
 """UNIMPLEMENTED. There is no such path or method. Retry: never."""
 ERROR_REASON_METHOD_NOT_ALLOWED: ErrorReason.ValueType  # 11
-"""UNIMPLEMENTED. HTTP alone: the path does not take this method. Retry: never."""
+"""UNIMPLEMENTED. HTTP only: the path does not take this method. Retry: never."""
 ERROR_REASON_REQUEST_TIMEOUT: ErrorReason.ValueType  # 12
-"""DEADLINE_EXCEEDED. HTTP alone: the request did not arrive in time. Retry: backoff."""
+"""DEADLINE_EXCEEDED. HTTP only: the request did not arrive in time. Retry: backoff."""
 ERROR_REASON_REQUEST_TOO_LARGE: ErrorReason.ValueType  # 13
 """RESOURCE_EXHAUSTED. The message or the body is too large. Retry: never."""
 ERROR_REASON_HEADERS_TOO_LARGE: ErrorReason.ValueType  # 14
-"""INVALID_ARGUMENT. HTTP alone: the headers are too large. Retry: never."""
+"""INVALID_ARGUMENT. HTTP only: the headers are too large. Retry: never."""
 ERROR_REASON_TOKENIZER_MISMATCH: ErrorReason.ValueType  # 15
 """FAILED_PRECONDITION. The tokenizers differ; the metadata has both fingerprints. Retry: never."""
 ERROR_REASON_DRAFTER_ID_TAKEN: ErrorReason.ValueType  # 16
@@ -193,7 +193,7 @@ of grammars. Retry: RetryInfo.
 ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 31
 """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
 ERROR_REASON_UNSUPPORTED_ENCODING: ErrorReason.ValueType  # 32
-"""INVALID_ARGUMENT. HTTP alone: the body is compressed in a way that is not read. Retry: never."""
+"""INVALID_ARGUMENT. HTTP only: the body is compressed in a way that is not read. Retry: never."""
 ERROR_REASON_MODEL_CHANGED: ErrorReason.ValueType  # 33
 """ABORTED. The answer's verifier was lost, or its model has changed, and no verifier of the same
 weights, dtype, settings and version can continue it. Begin anew. Retry: backoff.

@@ -129,14 +129,14 @@ class Tool(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """1 to 128 letters, digits, underscores, dashes and dots; no two tools share one."""
+    """1 to 128 letters, digits, underscores, dashes and dots; no two tools have the same name."""
     description: _builtins.str
-    """For the model."""
+    """What the tool does, for the model."""
     parameters: _builtins.str
     """A JSON schema of the arguments, which are an object; empty for any object."""
     strict: _builtins.bool
-    """Whether the arguments follow the schema also where the model chooses to call. The arguments of
-    a required call always do.
+    """Whether the arguments follow the schema even if the call is the model's choice. The arguments
+    of a required call always follow the schema.
     """
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Chat(_message.Message):
     TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
     ENABLE_IN_REASONING_FIELD_NUMBER: _builtins.int
     tool_mode: Global___ToolMode.ValueType
-    """Whether the answer calls them. A request with an unknown value is refused."""
+    """Whether the answer calls tools. A request with an unknown value is refused."""
     single_call: _builtins.bool
     """Whether the answer has at most one call."""
     template_variables: _builtins.str
@@ -185,8 +185,8 @@ class Chat(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """At most 128. How the model writes calls is known from its chat template or the gateway's
-        setting tool-format; without either, only a required call is possible.
+        """At most 128 tools. The gateway learns from the model's chat template, or from its own setting
+        tool-format, how the model writes calls. Without either, only a required call is possible.
         """
 
     @_builtins.property
@@ -238,8 +238,9 @@ Global___TokenPrompt: _TypeAlias = TokenPrompt  # noqa: Y015
 
 @_typing.final
 class GenerateTextRequest(_message.Message):
-    """One text to generate. A server refuses a request with a field that it does not know, in whichever
-    of its messages: UNKNOWN_PARAMETER. To ignore the field could change the output.
+    """One text to generate. If the request or a message in it has a field that the server does not
+    know, the server refuses the request with UNKNOWN_PARAMETER. Ignoring the field could change the
+    output.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -271,9 +272,9 @@ class GenerateTextRequest(_message.Message):
     prediction: _builtins.str
     """The text that the caller expects; drafters may guess from it."""
     prompt_logprob_count: _builtins.int
-    """As top_logprob_count, for each token of the prompt but the first, which has no context. Range
-    [0, 20]; unset reports nothing about the prompt. The verifier computes such a prompt from its
-    beginning, since the prefix cache has no logits.
+    """As top_logprob_count, for each token of the prompt except the first, which has no context.
+    Range [0, 20]; unset reports nothing about the prompt. If it is set, the verifier computes the
+    prompt from its beginning, since the prefix cache has no logits.
     """
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -357,7 +358,7 @@ class Usage(_message.Message):
     cached_token_count: _builtins.int
     """Prompt tokens found in the prefix cache."""
     resumed_count: _builtins.int
-    """How often the request went on at another verifier, or at the same one after a restart."""
+    """How often the request went on at another verifier, or at the same verifier after a restart."""
     def __init__(
         self,
         *,
@@ -387,9 +388,9 @@ class ToolCallDelta(_message.Message):
     index: _builtins.int
     """The call's number in the answer, from 0."""
     id: _builtins.str
-    """Set on the call's first piece alone."""
+    """The call's id; set only on the call's first piece."""
     name: _builtins.str
-    """The tool's name, on the call's first piece alone."""
+    """The tool's name; set only on the call's first piece."""
     arguments: _builtins.str
     """More of the arguments. All pieces together are a JSON object, unless max_tokens cuts it off."""
     def __init__(
@@ -437,7 +438,7 @@ class GenerateTextResponse(_message.Message):
     text may be an incomplete document. Set on the last message.
     """
     reasoning: _builtins.str
-    """More of the answer's thought, where the model marks one. It precedes `text`."""
+    """More of the answer's thought, if the model marks its thoughts. It precedes `text`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids of the tokens whose text has not been sent before, a stop token included."""
@@ -456,12 +457,13 @@ class GenerateTextResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One for each id, if the request asked for them."""
+        """One entry for each id, if the request asked for log probabilities."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One for each token of the prompt from the second on, if the request asked for them. All of them
-        come before or with the first of token_ids, in as many messages as the prompt took steps.
+        """One entry for each token of the prompt from the second on, if the request asked for them. All
+        entries come before or with the first of token_ids, in as many messages as the prompt took
+        steps.
         """
 
     @_builtins.property

@@ -37,7 +37,7 @@ class _ModelStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelStage
     MODEL_STAGE_READY: _ModelStage.ValueType  # 3
     """Serving."""
     MODEL_STAGE_DRAINING: _ModelStage.ValueType  # 4
-    """Finishing its requests; accepts no new ones."""
+    """Finishing its requests; accepts no new requests."""
     MODEL_STAGE_FAILED: _ModelStage.ValueType  # 5
     """Loading failed; stage_detail says why."""
 
@@ -53,15 +53,16 @@ MODEL_STAGE_WARMING_UP: ModelStage.ValueType  # 2
 MODEL_STAGE_READY: ModelStage.ValueType  # 3
 """Serving."""
 MODEL_STAGE_DRAINING: ModelStage.ValueType  # 4
-"""Finishing its requests; accepts no new ones."""
+"""Finishing its requests; accepts no new requests."""
 MODEL_STAGE_FAILED: ModelStage.ValueType  # 5
 """Loading failed; stage_detail says why."""
 Global___ModelStage: _TypeAlias = ModelStage  # noqa: Y015
 
 @_typing.final
 class GenerateTokensRequest(_message.Message):
-    """One sequence to generate. A server refuses a request with a field that it does not know, in
-    whichever of its messages: UNKNOWN_PARAMETER. To ignore the field could change the output.
+    """One sequence to generate. If the request or a message in it has a field that the server does not
+    know, the server refuses the request with UNKNOWN_PARAMETER. Ignoring the field could change the
+    output.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -94,27 +95,28 @@ class GenerateTokensRequest(_message.Message):
     """Caches and pools are private to a tenant; at most 128 characters, empty is the default tenant."""
     min_chunk_token_count: _builtins.int
     """After the first response, gather at least this many tokens for each response, but no more than
-    4096. 0 and 1 send each step's tokens. A caller that does not show the growing text saves
-    messages by this.
+    4096. 0 and 1 send each step's tokens. A higher number saves messages for a caller that does
+    not show the growing text.
     """
     top_logprob_count: _builtins.int
     """Number of likeliest tokens to report with each token, besides the token's own log probability.
     Range [0, 20]; unset reports no log probabilities.
     """
     prompt_logprob_count: _builtins.int
-    """As top_logprob_count, for each token of the prompt but the first, which has no context. Range
-    [0, 20]; unset reports nothing about the prompt. The verifier computes such a prompt from its
-    beginning, since the prefix cache has no logits.
+    """As top_logprob_count, for each token of the prompt except the first, which has no context.
+    Range [0, 20]; unset reports nothing about the prompt. If it is set, the verifier computes the
+    prompt from its beginning, since the prefix cache has no logits.
     """
     noise_seed: _builtins.int
     """Seed of the verifier's random numbers if sampling.seed is unset; if both are unset, the
-    verifier chooses one. With the same noise_seed a continued request goes on as it would have.
-    Unlike sampling.seed it allows sampled drafts, so it does not promise the same text.
+    verifier chooses a seed. With the same noise_seed a continued request goes on as it would have
+    without the change of verifiers. Unlike sampling.seed, noise_seed allows sampled drafts, so it
+    does not promise the same text.
     """
     model_fingerprint: _builtins.str
-    """The fingerprint that GetModel reported when the answer began. A verifier with another one
-    refuses the request with MODEL_CHANGED, since it would write another text. Empty: any model
-    will do.
+    """The fingerprint that GetModel reported when the answer began. A verifier with another
+    fingerprint refuses the request with MODEL_CHANGED, since it would write another text. Empty:
+    any model will do.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -144,10 +146,11 @@ class GenerateTokensRequest(_message.Message):
 
     @_builtins.property
     def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Output that a verifier committed before it was lost or left. This verifier continues after it,
-        and sends only new tokens. Ids in [0, vocabulary size), fewer than max_tokens, none of which
-        ends the sequence. They count as output everywhere: in max_tokens, min_tokens and penalties,
-        for the grammar and for the noise. Must be empty with prompt_logprob_count.
+        """Output that another verifier committed before it was lost or left. This verifier continues
+        after that output, and sends only new tokens. Ids in [0, vocabulary size), fewer than
+        max_tokens, none of which ends the sequence. They count as output everywhere: in max_tokens,
+        min_tokens and penalties, for the grammar and for the noise. Must be empty with
+        prompt_logprob_count.
         """
 
     def __init__(
@@ -212,8 +215,8 @@ class GenerateTokensResponse(_message.Message):
     cached_token_count: _builtins.int
     """Prompt tokens whose state came from the prefix cache."""
     draft_token_count: _builtins.int
-    """Draft tokens that this step verified. A caller that ends the sequence before its last message
-    can add them up.
+    """Draft tokens that this step verified. A caller that ends the sequence early gets no stats, but
+    can add up this field.
     """
     side_draft_token_count: _builtins.int
     """How many of draft_token_count were beside the main path; 0 for a chain."""
@@ -223,7 +226,7 @@ class GenerateTokensResponse(_message.Message):
 
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.TokenSource.ValueType]:
-        """Who wrote each of them."""
+        """Who wrote each id."""
 
     @_builtins.property
     def stats(self) -> _common_pb2.SpeculationStats:
@@ -231,12 +234,13 @@ class GenerateTokensResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One for each token, if the request asked for them."""
+        """One entry for each of token_ids, if the request asked for log probabilities."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One for each token of the prompt from the second on, if the request asked for them. All of them
-        come before or with the first of token_ids, in as many responses as the prompt took steps.
+        """One entry for each token of the prompt from the second on, if the request asked for them. All
+        entries come before or with the first of token_ids, in as many responses as the prompt took
+        steps.
         """
 
     def __init__(
@@ -527,14 +531,14 @@ class GetModelResponse(_message.Message):
     """Most draft tokens of a sequence that a step verifies, unless a request asks for fewer."""
     weights_fingerprint: _builtins.str
     """SHA-256 (hex) over the checkpoint's tensors: their names, types, shapes and samples of their
-    bytes, and over the config. The same checkpoint has the same one, however it is divided into
-    files and on whichever device it runs.
+    bytes, and over the config. A checkpoint keeps its fingerprint however it is divided into files
+    and on whichever device it runs.
     """
     server_version: _builtins.str
     """Version of the verifier."""
     fingerprint: _builtins.str
     """SHA-256 (hex) over weights_fingerprint, dtype, acceptance_settings and server_version. Only a
-    verifier with the same one continues an answer as it would have gone on.
+    verifier with the same fingerprint continues an answer as it would have gone on.
     """
     graph_count: _builtins.int
     """CUDA graphs of the target's forward, captured while the stage is WARMING_UP. 0 on a CPU, and
@@ -550,8 +554,8 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterInfo]:
-        """Connected drafters, then lost ones. If there are very many, only the first of them, so that the
-        message stays small.
+        """Connected drafters, then lost drafters. If there are very many, only the first of them, so that
+        the message stays small.
         """
 
     @_builtins.property
@@ -571,7 +575,7 @@ class GetModelResponse(_message.Message):
         - grammar_without_end: ignore_eos with a grammar
         - grammar_logprobs: log probabilities with a grammar
         - grammar_stop_tokens: stop_token_ids with a grammar
-        - no_tokens: max_tokens 0, to score a prompt alone
+        - no_tokens: max_tokens 0, to score only the prompt
         """
 
     @_builtins.property

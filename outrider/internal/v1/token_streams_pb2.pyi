@@ -118,9 +118,9 @@ Global___CancelTokens: _TypeAlias = CancelTokens  # noqa: Y015
 
 @_typing.final
 class PauseTokens(_message.Message):
-    """The sequence's tokens are not read. The verifier sends none but those on their way, and leaves
-    the sequence out of its steps. gRPC's flow control could stop only the whole stream. Does nothing
-    for a sequence that has ended.
+    """The sequence's tokens are not read. The verifier leaves the sequence out of its steps, and sends
+    only tokens that it has already committed. gRPC's flow control could stop only the whole stream.
+    Does nothing for a sequence that has ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -49,8 +49,8 @@ class TokenStreamServiceServicer:
     def StreamTokens(self, request_iterator, context):
         """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
         come in one message, since a message costs more than its contents. For the same reason, the
-        caller sends what it has to say at once in one message. The end of the stream frees all its
-        sequences.
+        caller puts all requests that it has at one time into one message. The end of the stream frees
+        all its sequences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,8 +38,8 @@ class TokenStreamServiceStub:
     StreamTokens: _grpc.StreamStreamMultiCallable[_token_streams_pb2.StreamTokensRequest, _token_streams_pb2.StreamTokensResponse]
     """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
     come in one message, since a message costs more than its contents. For the same reason, the
-    caller sends what it has to say at once in one message. The end of the stream frees all its
-    sequences.
+    caller puts all requests that it has at one time into one message. The end of the stream frees
+    all its sequences.
     """
 
 @_typing.type_check_only
@@ -50,8 +50,8 @@ class TokenStreamServiceAsyncStub(TokenStreamServiceStub):
     StreamTokens: _aio.StreamStreamMultiCallable[_token_streams_pb2.StreamTokensRequest, _token_streams_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
     come in one message, since a message costs more than its contents. For the same reason, the
-    caller sends what it has to say at once in one message. The end of the stream frees all its
-    sequences.
+    caller puts all requests that it has at one time into one message. The end of the stream frees
+    all its sequences.
     """
 
 class TokenStreamServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -65,8 +65,8 @@ class TokenStreamServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_token_streams_pb2.StreamTokensResponse], _abc.AsyncIterator[_token_streams_pb2.StreamTokensResponse]]:
         """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
         come in one message, since a message costs more than its contents. For the same reason, the
-        caller sends what it has to say at once in one message. The end of the stream frees all its
-        sequences.
+        caller puts all requests that it has at one time into one message. The end of the stream frees
+        all its sequences.
         """
 
 def add_TokenStreamServiceServicer_to_server(servicer: TokenStreamServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
