@@ -27,7 +27,7 @@ _WAITS = {
 }
 
 
-# Outside inference mode, torch has made `_to_copy` of these before they come here.
+# Outside inference mode, torch replaces these operators by `_to_copy` before they come here.
 _COPIES_IN_INFERENCE_MODE = {
     _aten.to.device,
     _aten.to.dtype,
@@ -49,7 +49,7 @@ class Far(torch.Tensor):
             strides=held.stride(),
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
-            # Torch without CUDA has operators for this device's tensors, but none for a GPU's.
+            # Torch without CUDA has operators for tensors of this device, but not of a GPU.
             device="meta",
         )
         made.held = held
@@ -85,7 +85,7 @@ def _on_device(index: Any) -> Any:
 
 
 class FakeDevice(TorchDispatchMode):
-    """Runs what is done within it; counts operators, copies to the device, and waits for it."""
+    """Runs the operators of a `with` block; counts operators, copies, and waits for the device."""
 
     def __init__(self, on_wait: Callable[[], object] = bool) -> None:
         """`on_wait` is called at each wait."""
@@ -95,7 +95,7 @@ class FakeDevice(TorchDispatchMode):
         self.copies = 0
         """Copies from the host."""
         self.waits = 0
-        """Copies to the host, blocking copies from it, and operators that need a value there."""
+        """Copies to the host, blocking copies from it, and operators whose value the host needs."""
         self._on_wait = on_wait
         self._patches = ExitStack()
 

@@ -109,7 +109,7 @@ class LateStreams(TorchDispatchMode):
         readers.add(next(name for name, each in self._all.items() if each is stream))
 
     def free(self, maker: str, reader: str) -> None:
-        """Make the stream that made the memory overwrite it, like an allocator that got it back.
+        """Let the stream that made some memory overwrite it, as if an allocator had got it back.
 
         The allocator does not get memory that a reading stream still keeps.
         """

@@ -18,7 +18,7 @@ from tests.gateway.scripted_verifier import Script, Step, last, plain, ready, se
 
 MODEL = "outrider"
 RESULT = "21 degrees"
-"""What the tools' results hold."""
+"""Text that each tool's result holds."""
 
 ANSWER = "It is 21 degrees in Oslo."
 # The prompts of some command lines have tens of thousands of tokens.

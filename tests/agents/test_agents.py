@@ -1,4 +1,4 @@
-"""Released clients do what their users do, in their default mode. install.sh brings them.
+"""Released clients do what users do with them, in their default mode. install.sh brings them.
 
 Each script of clients/ asks the bundled pair for answers of a demanded type, and a scripted model
 for calls that this model chooses by itself.
@@ -110,7 +110,7 @@ async def test_a_client_gets_what_it_asks_for(
 
 
 def linked(script: Path, environment: str) -> Path:
-    """The script's copy in the packages' folder: Node.js looks for packages near the script."""
+    """A copy of the script near the packages, because Node.js looks for packages near a script."""
     folder = INSTALLED / environment / "clients"
     folder.mkdir(exist_ok=True)
     for source in HERE.glob("clients/*.mjs"):

@@ -61,7 +61,7 @@ USELESS: dict[str, set[str]] = {
 
 
 FAMILIES = ["ngram", "examples.repeat_drafter:RepeatFamily"]
-# Without its package (`make suffix`) this family cannot start.
+# Without its package (`make suffix`), the family suffix cannot start.
 if find_spec("arctic_inference") is not None:
     FAMILIES.append("suffix")
 CORRECT = {
@@ -71,7 +71,7 @@ CORRECT = {
 
 
 def played(commands: Iterable[list[str]], tokenizer: str = "") -> list[Kit]:
-    """Kits that have played all scenes, six at a time: a scene mostly waits."""
+    """Kits that have played all scenes. Six play at a time, since a scene mostly waits."""
     hash_of_ids = fingerprint(load_tokenizer(tokenizer)) if tokenizer else "f" * 64
     kits = [Kit(command, hash_of_ids, 4096) for command in commands]
 

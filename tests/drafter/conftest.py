@@ -83,7 +83,7 @@ def reference() -> Callable[[list[int]], torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def greedy(reference: Callable[[list[int]], torch.Tensor]) -> Callable[[list[int], int], list[int]]:
-    """The model's greedy continuation of a text, by its number of tokens."""
+    """The model's greedy continuation of a text, with any number of tokens."""
 
     def generate(text: list[int], count: int) -> list[int]:
         text = list(text)

@@ -1,4 +1,4 @@
-"""Sequences for the tests of the draft model, and the guesses that it makes for them."""
+"""Sequences for the tests of the draft model, and the draft model's guesses for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.family_rig import GREEDY, Rig, opened_sequence
 Make = Callable[..., Rig]
 """Makes a rig of the draft model, with settings of ModelFamily and DraftModel."""
 Greedy = Callable[[list[int], int], list[int]]
-"""The model's greedy continuation of a text, by its number of tokens."""
+"""The model's greedy continuation of a text, with this number of tokens."""
 
 
 def opened(

@@ -47,7 +47,7 @@ async def becomes(port: int, connected: int) -> float:
 async def test_a_verifiers_restart_does_not_disturb_the_other(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
-    """Both have a sequence of the same id."""
+    """Both verifiers have a sequence with the same id."""
     async with drafter(*flags(verifier, other)):
         first = await verifier.accepted()
         stays = await other.accepted()

@@ -1,4 +1,4 @@
-"""A slow drafter loses features before its memory grows, but no verdict."""
+"""A slow drafter loses features, but no verdict, before its memory grows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.drafter.counting_drafter import Counting, opened
 from tests.waiting import until
 
 WIDTH = 2**19
-"""Numbers of a feature, which takes 1 MiB."""
+"""The count of numbers in a feature. A feature takes 1 MiB."""
 STEPS = 40
 
 

@@ -43,7 +43,7 @@ class Target:
     chat: str
     draft: str
     heads: dict[str, str]
-    """Paths by name."""
+    """The paths of heads, by name."""
     stack: Stack = field(init=False)
 
     def start(self) -> Stack:

@@ -1,4 +1,4 @@
-"""A schema makes no process open a file or an address, by whichever API it comes."""
+"""A schema makes no process open a file or an address, in any API."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gateway(stack: Stack) -> Iterator[GatewayProcess]:
 
 
 def schemas(uri: str) -> list[dict[str, Any]]:
-    """Schemas with a reference that a validator may follow and a grammar's backend does not."""
+    """Schemas with a reference that a validator may follow, but a grammar's backend does not."""
     to = {"$ref": uri}
     properties = {"properties": {"a": to}, "required": ["a"]}
     draft_3 = "http://json-schema.org/draft-03/schema#"

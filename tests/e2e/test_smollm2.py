@@ -86,7 +86,7 @@ def drafted(found: list[list[TokenChunk]]) -> int:
 async def answers_of_each_way(
     stack: Stack, requests: list[TokenRequest], ways: dict[str, SpeculationOptions]
 ) -> AsyncIterator[tuple[str, list[list[TokenChunk]]]]:
-    """The answers to the same requests with each way of drafting, the plain ones first."""
+    """The answers to the same requests with each way of drafting; plain answers come first."""
     for way, options in ways.items():
         async with Client(stack.address) as client:
             yield (

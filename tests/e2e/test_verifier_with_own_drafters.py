@@ -1,4 +1,4 @@
-"""Clients and operators see a verifier with drafters in its process like any other."""
+"""To clients and operators, a verifier with drafters in its process is like any other verifier."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def script() -> str:
 
 
 def with_ports(text: str) -> str:
-    """The commands with free ports in place of the default ones."""
+    """The commands with free ports in place of the default ports."""
     http, verifier = (str(free_port("127.0.0.1")) for _ in range(2))
     ports = f"serve --grpc-port 0 --http-port {http} --verifier-port {verifier}"
     return (

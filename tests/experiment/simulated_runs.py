@@ -85,7 +85,7 @@ def make_run(
     repetitions: int,
     sources: tuple[str, ...],
 ) -> Folder:
-    """Simulate each cell with noise, each repetition with its seed; predictions have no noise."""
+    """Simulate each cell with noise, and with a seed by repetition; predictions have no noise."""
     experiment = Experiment.model_validate({**settings, "repetitions": repetitions})
     folder = Folder(path)
     folder.begin(

@@ -1,4 +1,4 @@
-"""The experiment with a Grace CPU fits the recorded board, and is predicted without one."""
+"""The experiment with a Grace CPU fits the recorded board, and is predicted without a board."""
 
 from pathlib import Path
 

@@ -64,7 +64,7 @@ class Rig:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, which ends as it should."""
+    """The events of a stream. The stream must end as it should."""
     *lines, done, end = response.text.split("\n\n")
     assert (response.status_code, done, end) == (200, "data: [DONE]", "")
     return [json.loads(line.removeprefix("data: ")) for line in lines]

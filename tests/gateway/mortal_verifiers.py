@@ -64,7 +64,7 @@ class Verifier:
 
     async def start(self) -> None:
         self._server = rpc.Server()
-        # Only the stubs call the class abstract: the methods that it lacks answer UNIMPLEMENTED.
+        # The stubs call the class abstract, but methods that it lacks answer UNIMPLEMENTED.
         verifier = ScriptedVerifier(self.script)  # type: ignore[abstract]
         serve_verifier(verifier, self._server.grpc)
         [self.port] = await self._server.start(f"127.0.0.1:{self.port}")
@@ -120,7 +120,7 @@ class Site:
         return asyncio.create_task(self.http.post("/v1/completions", json=wanted))
 
     async def begin(self, count: int, **body: Any) -> asyncio.Task[httpx.Response]:
-        """Ask, and wait until the gateway has `count` tokens of `first`, which then stops."""
+        """Ask, and wait until the gateway has `count` tokens from `first`, which then stops."""
         self.writes(self.first, count)
         asked = self.ask(**body)
         await self.sent(self.first, count)
@@ -170,7 +170,7 @@ async def running_site(
 ) -> AsyncIterator[Site]:
     """Run a gateway with these settings and this pause between two polls of its verifiers.
 
-    It may reach `first` through the site's link only.
+    With `through_link`, the gateway reaches `first` only through the site's link.
     """
     site = Site(prompts)
     async with contextlib.AsyncExitStack() as stack:

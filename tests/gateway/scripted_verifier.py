@@ -43,7 +43,7 @@ class Script:
     cancelled: int = 0
     unreachable: bool = False
     refusal: OutriderError | None = None
-    """If set, what GetModel answers instead of the model."""
+    """If set, GetModel answers with this error instead of the model."""
     hangs_up: bool = False
     leaves: bool = False
     """Whether to say on each stream that the verifier is about to stop."""
@@ -79,7 +79,7 @@ class ScriptedVerifier(
             raise self.script.refusal
         return wire_model.model_to_proto(self.script.info)
 
-    # It writes through the context, which the stubs do not support.
+    # The method writes through the context, which the stubs do not support.
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: Any
     ) -> None:
@@ -141,7 +141,7 @@ class ScriptedVerifier(
 async def serving(script: Script, tls: Tls | None = None) -> AsyncIterator[str]:
     """Serve a verifier that plays the script during the block; yields its address."""
     server = rpc.Server("outrider.v1.VerifierService")
-    # Only the stubs call the class abstract: the methods that it lacks answer UNIMPLEMENTED.
+    # The stubs call the class abstract, but methods that it lacks answer UNIMPLEMENTED.
     verifier = ScriptedVerifier(script)  # type: ignore[abstract]
     serve_verifier(verifier, server.grpc)
     [port] = await server.start("127.0.0.1:0", tls=tls)

@@ -75,7 +75,7 @@ async def choice_of(rig: Rig, **given: Any) -> dict[str, Any]:
         ({"chat_template_kwargs": {"enable_thinking": False}}, None),
         # The template has no switch for thoughts, so the grammar forbids them.
         ({"enable_thinking": False, "chat_template_kwargs": {"deaf": True}}, None),
-        # Nobody can take back a thought that the prompt begins.
+        # The prompt begins a thought, and no parameter can prevent that.
         ({"enable_thinking": False} | ALWAYS, OPEN),
         (BINDS, None),
         (BINDS | ALWAYS, None),

@@ -137,7 +137,7 @@ async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -
         received = await connection.to_the_end()
     assert received.startswith(b"HTTP/1.1 200")
     assert b"connection: close" not in received
-    # In whole seconds, rounded down: rounded up, the client might write to a closed connection.
+    # The time is rounded down to seconds, so that no client writes to a closed connection.
     assert b"\r\nkeep-alive: timeout=1\r\n" in received
 
 

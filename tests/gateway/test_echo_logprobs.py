@@ -60,7 +60,7 @@ def scoring(ids: list[int], part: int = 3) -> Any:
 
 
 def scored(logprob: TokenLogprob) -> TokenChunk:
-    """The only chunk of an answer without tokens to a prompt of two."""
+    """The only chunk of an answer without tokens, to a prompt of two tokens."""
     return replace(last([], FinishReason.LENGTH), prompt_logprobs=[logprob])
 
 

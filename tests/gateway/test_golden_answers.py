@@ -140,6 +140,6 @@ async def test_anthropics_client_adds_a_stream_up_to_the_answer(
         client.messages.stream(**asked, extra_body=request) as stream,
     ):
         found = (await stream.get_final_message()).to_dict(exclude_unset=True)
-    # The client sets it to null.
+    # The client adds this field as null.
     assert found.pop("stop_details") is None
     assert Names().of(found) == case["answer"]

@@ -49,7 +49,7 @@ async def channel(shared_rig: Rig) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def check_good_request(rig: Rig) -> None:
-    """A well-formed request gets its text, which is its prompt."""
+    """Check that a well-formed request gets its text, which repeats the prompt."""
     answer = await rig.http.post("/v1/completions", json={"prompt": "if x", "temperature": 0})
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == "if x"

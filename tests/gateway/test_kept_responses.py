@@ -46,7 +46,7 @@ async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig
 
 @pytest.fixture(autouse=True)
 def one_tenant(rig: Rig, thinker: Rig) -> Iterator[None]:
-    """Send the key of OpenAI's client with all requests. Without API keys, it names the tenant."""
+    """Send the key of OpenAI's client with all requests: without API keys, a key names a tenant."""
     for each in (rig, thinker):
         each.http.headers["authorization"] = f"Bearer {each.client.api_key}"
     yield

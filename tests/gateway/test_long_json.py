@@ -1,4 +1,4 @@
-"""Long lists are written in pieces; the JSON is what one piece would be."""
+"""Long lists are written as JSON in pieces, which join to the JSON of the whole list."""
 
 import json
 from typing import Any

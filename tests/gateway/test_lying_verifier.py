@@ -150,7 +150,7 @@ class Rig:
         return await self.http.post("/v1/completions", json=wanted | body)
 
     async def check_honest(self) -> None:
-        """The honest verifier's requests get their text."""
+        """Check that the honest verifier's requests get their text."""
         answer = await self.ask("models/target")
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"] == "if x"

@@ -68,7 +68,7 @@ async def send(rig: Rig, case: schemathesis.Case[Any]) -> httpx.Response:
 
 
 def check_error(answer: httpx.Response, path: str) -> None:
-    """The body is an error in the path's form; in OpenAI's it names the field at fault."""
+    """Check that the body is an error in the path's form. In OpenAI's form, it names the field."""
     error = answer.json()["error"]
     if path.startswith("/v1/messages"):
         # Only a request with a thread gets details (`gateway/api_errors.py`).

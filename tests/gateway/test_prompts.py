@@ -194,7 +194,7 @@ async def test_a_template_that_hangs_ends_at_its_limit_and_delays_no_other(
 def test_a_template_that_hangs_while_it_is_compiled_is_an_error_at_the_start(
     tmp_path: Path,
 ) -> None:
-    """jinja2 computes constants when it compiles."""
+    """jinja2 computes constants when it compiles a template."""
     model = model_with_template(tmp_path, "{{ 'a' * 10 ** 10 }}")
     with pytest.raises(OutriderError, match="256 MiB") as caught:
         Prompts(model).render_blocking(said("hello"))

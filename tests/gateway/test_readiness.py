@@ -1,4 +1,4 @@
-"""The gateway is ready if and only if a verifier with its tokenizer is ready; else it says why."""
+"""The gateway is ready only with a ready verifier that has its tokenizer; else it says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed bodies are read within the limit of plain ones; other encodings are refused."""
+"""Compressed bodies are read within the limit of plain bodies; other encodings are refused."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ async def test_no_tenant_reads_or_deletes_anothers_answers(
     entries = [entry(ALICE, "alice"), entry(BOB, "bob")]
     async with keyed_rig(prompts, tmp_path, entries) as rig:
         rig.says("secret")
-        # A caller may choose its answers' ids, so two tenants may have the same.
+        # A caller may choose its answers' ids, so two tenants may have the same id.
         alices, bobs = [auth(key) | {"x-request-id": "resp-1"} for key in (ALICE, BOB)]
 
         async def post(headers: dict[str, str], **body: Any) -> httpx.Response:
@@ -264,7 +264,7 @@ async def test_openais_client_creates_streams_and_parses(rig: Rig) -> None:
     assert (called.type, called.parsed_arguments) == ("function_call", City(city="a </b>"))
 
 
-# Codex sends it by default.
+# Codex sends this tool by default.
 OFFLINE = {"type": "web_search", "external_web_access": False}
 NAMESPACE = {"type": "namespace", "name": "maps", "description": "x", "tools": [WEATHER, CLOCK]}
 

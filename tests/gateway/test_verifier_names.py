@@ -44,7 +44,7 @@ class Fleet:
     listed: list[Verifier] = field(default_factory=list)
     """The verifiers that the name stands for."""
     error: OSError | None = None
-    """If set, what the resolver answers instead."""
+    """If set, the resolver raises this error instead."""
     gateway: Gateway = field(init=False)
     http: httpx.AsyncClient = field(init=False)
 
@@ -55,7 +55,7 @@ class Fleet:
         return [verifier.address for verifier in self.listed]
 
     def serves(self, verifier: Verifier, pause_s: float = 0.0) -> None:
-        """Let a verifier be ready, and write TEXT after what is committed."""
+        """Let a verifier be ready, and continue TEXT after the committed tokens."""
         ids = self.prompts.tokenizer.encode(TEXT).ids
 
         def steps(request: TokenRequest) -> list[Step]:

@@ -44,7 +44,7 @@ def _metaspace(scheme: str, decoder: decoders.Decoder, *, prepends: bool) -> Tok
     if prepends:
         made.pre_tokenizer = None
     made.decoder = decoder
-    # The bytes stay tokens of the model, not added tokens: decoders see the model's tokens.
+    # Bytes must be tokens of the model, not added tokens: decoders see only the model's tokens.
     described = json.loads(made.to_str())
     described["added_tokens"] = [
         each for each in described["added_tokens"] if each["content"] in SPECIAL

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-# Llama 3 has this many; its last 256 are special.
+# Llama 3 has this many tokens; the last 256 are special.
 TOKENS = 128_256
 SPECIAL = 256
 END = TOKENS - SPECIAL

@@ -88,7 +88,7 @@ def layer_tensors(
 
 
 def vocabulary() -> Tensors:
-    """lm_head of a reduced vocabulary, and both maps."""
+    """lm_head of a reduced vocabulary, and the maps in both directions."""
     ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
     members = torch.zeros(VOCAB, dtype=torch.bool)
     members[ids] = True

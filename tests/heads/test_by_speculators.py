@@ -1,4 +1,4 @@
-"""Heads that speculators builds and saves give the scores here that they give in speculators."""
+"""Heads that speculators builds and saves give the same scores here as in speculators."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_scores_are_those_of_the_code_that_wrote_the_head(name: str, made: Path)
     if model.target_ids is not None:
         found = found[..., model.target_ids]
     torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
-    # If all scores of a head were equal, it would agree with anything.
+    # If all scores of a head were equal, the comparison would show nothing.
     assert wanted.std() > 0.3
     if "confidences" in reference:
         torch.testing.assert_close(

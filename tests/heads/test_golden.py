@@ -1,4 +1,4 @@
-"""Our forwards give the scores that independent code gives. `golden/make.py` recorded these."""
+"""Our forwards give the scores of independent code, which `golden/make.py` recorded."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_scores_are_those_of_independent_code(name: str, tmp_path: Path) -> None
     with torch.inference_mode():
         scores, proposal = golden.scores_of(golden.model())
     torch.testing.assert_close(scores, golden.scores, atol=1e-4, rtol=0)
-    # If all scores of a head were equal, it would agree with anything.
+    # If all scores of a head were equal, the comparison would show nothing.
     assert scores.std() > 0.3
     if golden.confidences is not None:
         torch.testing.assert_close(proposal.confidences, golden.confidences, atol=1e-4, rtol=0)

@@ -249,8 +249,8 @@ async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
     by_stream, site.proposals = site.proposals, {}
     async with site.head(site.own):
         assert await site.text(ALWAYS) == text
-    # On a busy machine a draft may be late, so its length is skipped. The last digits depend on the
-    # parts in which the head reads the prompt.
+    # On a busy machine a draft may be late, so its length is skipped. The last digits of a
+    # confidence depend on the parts in which the head reads the prompt.
     both = sorted(site.proposals.keys() & by_stream.keys())
     assert len(both) > 5
     for length in both:

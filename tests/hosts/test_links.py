@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _HOST = "127.0.0.1"
 TRIES = 8
-"""Other processes delay a link at times. A link that is too slow by itself always is."""
+"""Other processes delay a link at times. A link that is itself too slow is slow in every try."""
 
 
 @dataclass

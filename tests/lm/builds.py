@@ -1,4 +1,4 @@
-"""Selects a build of the C kernels, so that tests can run against each of them."""
+"""Selects a build of the C kernels, so that tests can run against each build."""
 
 import ctypes
 import subprocess

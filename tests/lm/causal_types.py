@@ -119,7 +119,7 @@ def _tiny_config(kind: Any, overrides: Mapping[str, Any]) -> Any:
 def build(name: str) -> Any:
     """Return a random float32 model of a type, scaled so that wrong attention changes its logits.
 
-    Raises an error of any type if the sizes above do not make one.
+    Raises an error of any type if the sizes above do not make a model.
     """
     config = _tiny_config(CONFIG_MAPPING[name], _OVERRIDES.get(name, {}))
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""With CUDA graphs, a batch padded to its bucket gives the logits that it gives unpadded.
+"""With CUDA graphs, a batch padded to its bucket gives the same logits as without padding.
 
 A recording of operators replaces the graph on a CPU, see recorded_graphs.py.
 """
@@ -70,7 +70,7 @@ def test_a_tree_gives_the_logits_of_its_paths_beside_chains(name: str, capture: 
         batch = [chain, SequenceSlice([texts[1][-1], *tree], 36, [1], 4, parents), beside]
         wanted = expected(reference, [texts[0] + tree, *paths, texts[2]], [4, 1, 1, 1, 1, 1])
         torch.testing.assert_close(runner.forward(batch), wanted, atol=1e-4, rtol=0)
-    # This forward finds the last tree's words in its inputs, and must not read them.
+    # This forward finds the last tree's words in its inputs, and must not read these words.
     chains = [chain, SequenceSlice([texts[1][-1], *tree], 36, [1], 4), beside]
     wanted = expected(reference, [texts[0] + tree, texts[1] + tree, texts[2]], [4, 4, 1])
     torch.testing.assert_close(runner.forward(chains), wanted, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""A layer's kernels compute what `transformers` does, and a row's bits depend on no other row.
+"""A layer's kernels compute what `transformers` computes, and a row's bits depend on no other row.
 
 Runs on a GPU, or by Triton's interpreter on a CPU. The interpreter truncates to bfloat16 without
 rounding, so the test uses float16.
@@ -26,7 +26,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Fail if numbers differ by more than the rounding of a sum.
 
-    In float16 nearly all are equal, because both computations round at the same places.
+    In float16 nearly all numbers are equal, because both computations round at the same places.
     """
     step = torch.finfo(wanted.dtype).eps
     torch.testing.assert_close(found, wanted, rtol=2 * step, atol=2 * step)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROOT = Path(__file__).parents[2]
 CHAIN = 0
-# Tokens of text, tokens before them, tokens of the tree.
+# For each slice: tokens of text, tokens before the text, tokens of the tree.
 MIXED = [(1, 40, 9), (1, 12, CHAIN), (5, 3, 30), (1, 0, 64), (70, 2, 20), (3, 60, CHAIN)]
 
 
@@ -153,7 +153,7 @@ def test_trees_cross_borders_of_pages(page_size: int) -> None:
     ids=str,
 )
 def test_long_sequences_are_split_into_parts(page_size: int, how: dict[str, Any]) -> None:
-    """Some tokens see one key of a part, others all keys of a part and none of the next."""
+    """Some tokens see one key of a part, others all keys of a part and no key of the next."""
     lengths = [(1, before, CHAIN) for before in (511, 512, 5)]
     lengths += [(3, 1023, CHAIN), (2, 1700, CHAIN)]
     where = {"page_size": page_size, "pages": 1024}
@@ -201,9 +201,9 @@ def test_the_number_of_programs_changes_no_bit(
     ids=str,
 )
 def test_a_prompt_beside_chains_and_trees_is_not_split(how: dict[str, Any]) -> None:
-    """The slice of 128 tokens is the longest that is split, and 129 the shortest that is not.
+    """The longest slice that is split has 128 tokens, and the shortest that is not has 129.
 
-    All see several parts.
+    All slices see several parts.
     """
     lengths = [(1, 900, CHAIN), (128, 390, CHAIN), (129, 390, CHAIN), (1, 500, 20)]
     slices = batch(lengths, pages=512)
@@ -276,7 +276,7 @@ def test_parts_begin_anywhere_in_a_tree(before: int, how: dict[str, Any]) -> Non
 def test_a_trees_first_path_gets_the_very_result_of_its_chain(
     before: int, how: dict[str, Any]
 ) -> None:
-    """Both batches have equally many rows, so they have equal tiles; the last rows are branches."""
+    """Both batches have the same number of rows, so the same tiles; the last rows are branches."""
     parents = [0, 1, 2, 3, 4, 2, 0, 7]
     tree = SequenceSlice([0] * 9, before, list(range(80)), 1, parents)
     chain = SequenceSlice([0] * 9, before, list(range(80)), 1)
@@ -301,7 +301,7 @@ def test_a_model_gets_its_own_logits_with_the_kernel_also_after_tokens_of_a_tree
     monkeypatch.setattr(attention.LayerCache, "supports_kernel", lambda self, device: True)
     monkeypatch.setattr(runner, "triton_works", lambda device: True)
     monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: False)
-    # The comparison below replaces the one at start, which would take the interpreter longer.
+    # The comparison below replaces the comparison at start, which takes the interpreter longer.
     monkeypatch.setattr(ModelRunner, "_compare", lambda self, texts, own: None)
     ours = ModelRunner(build(CONFIGS[name]).to(DEVICE), page_count=16)
     assert ours._token_mover is not None

@@ -19,7 +19,7 @@ from tests.tree_paths import path_to
 
 VOCAB = 5
 LENGTH = 3
-"""Tokens of a text whose joint distribution is compared."""
+"""The number of tokens whose joint distribution is compared."""
 Probs = npt.NDArray[np.float64]
 Text = tuple[int, ...]
 NextProbs = Callable[[Text], Probs]

@@ -72,7 +72,7 @@ def target_probs(text: Text) -> Probs:
 class HeadDrafter(Guesser):
     """The real family, in place of a guesser's table.
 
-    One of every `dropped` messages with features loses them, as at a drafter that reads slowly.
+    Each `dropped`-th message with features loses its features, as when a drafter reads slowly.
     While it `hangs`, it reads and sends nothing. With `is_local` it is in the verifier's process:
     no message passes through protobuf, and features are tensors.
     """
@@ -357,7 +357,7 @@ def test_lost_features_cost_the_drafts_of_their_step_alone(site: Site) -> None:
     traffic.events = lose
     traffic.run(1, drafter)
     assert len(drafter.marks) == 1
-    # The first entries: the head could guess nothing after the prompt either.
+    # The count first rises after the prompt, where the head could guess nothing either.
     assert empty[:12] == [0, *[1] * 6, *[2] * 5]
 
 

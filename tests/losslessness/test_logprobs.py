@@ -51,7 +51,7 @@ def run(engine: Engine, *drafters: Guesser) -> None:
 def must_be_those_of(
     text: Sequence[int], first: int, found: Sequence[TokenLogprob], top: int = TOP
 ) -> None:
-    """Check the log probabilities of the text's tokens from the one at `first` on."""
+    """Check the log probabilities of the text's tokens from position `first` on."""
     assert len(found) == len(text) - first
     for at, got in enumerate(found, first):
         row = logits(tuple(text[:at])).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""A sampling drafter beside another one leaves no trace in the output.
+"""A sampling drafter beside another drafter leaves no trace in the output.
 
 A drafter that knows a sequence's noise can make anything depend on it: the length of its runs, or
 whether it drafts at all. If the verifier chose between its path and a sampled path, the noise would

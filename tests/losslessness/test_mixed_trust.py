@@ -1,4 +1,4 @@
-"""Untrusted drafters leave no trace in the output beside a trusted one that samples.
+"""Untrusted drafters leave no trace in the output beside a trusted drafter that samples.
 
 The untrusted drafter can draw with the verifier's noise. It drafts honestly until its acceptance is
 known to be high. Then it speaks only where its first guess is a certain token. If it knew the
@@ -56,7 +56,7 @@ class Speaking(Guesser):
 
 
 def drafters(spoken: int) -> tuple[Guesser, Speaking]:
-    """A trusted drafter that samples, and an untrusted one that later drafts for `spoken` only."""
+    """A trusted drafter that samples, and an untrusted drafter that later serves only `spoken`."""
     sampling = Guesser(
         "sampling", near(target_probs), {ONE_HOT, SPARSE}, silent=0.3, shortest=1, longest=LONGEST
     )
@@ -110,7 +110,7 @@ def test_a_full_cache_does_not_choose_sampled_tokens_by_what_follows_them() -> N
 def test_an_untrusted_drafter_never_learns_the_noise_of_a_request_open_to_samples(
     order: tuple[str, str], late: bool
 ) -> None:
-    """If `late`, the second drafter joins while texts are under way, and the first one pauses."""
+    """If `late`, the second drafter joins while texts are under way, and the first pauses."""
     sampling, speaking = drafters(2)
     first, second = sorted((sampling, speaking), key=lambda drafter: order.index(drafter.name))
     load = traffic(AcceptanceRule.BLOCK)

@@ -111,7 +111,7 @@ def test_texts_follow_the_target_behind_the_real_draft_model(drafter: ModelDraft
     compared(drafter).must_agree(sees=0.066)
 
 
-@pytest.mark.slow  # as long as the test above, which it shows to see such a bias
+@pytest.mark.slow  # half a minute; it shows that the test above sees such a bias
 def test_a_draft_model_that_claims_a_false_distribution_is_caught(
     drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

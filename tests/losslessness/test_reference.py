@@ -54,7 +54,7 @@ def distributions(draw: st.DrawFn, rows: int) -> Probs:
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Probs, Probs, list[int], reference.Coins]:
-    """Target and draft probabilities, a draft drawn from the latter, a step's random numbers."""
+    """Target and draft probabilities, a draft by the draft probabilities, and random numbers."""
     count = draw(st.integers(1, 5))
     target = draw(distributions(count + 1))
     drafter = draw(distributions(count))

@@ -97,7 +97,7 @@ class Drafter:
         self._handle = engine.drafting.join(Hello(self.name, self.name, "f", 12), self._on_message)
 
     def tick(self) -> None:
-        """Send its new drafts."""
+        """Send the drafter's new drafts."""
         self._engine.drafting.on_drafts(self._handle, self._draft())
 
     def _on_message(self, message: StepBatch | OutriderError) -> None:

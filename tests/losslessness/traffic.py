@@ -63,7 +63,7 @@ class Traffic:
     logits: NextLogits | None = None
     """The target's logits after a text; by default the logarithms of `probs`."""
     runner: ModelRunner | None = None
-    """A target with hidden states, in place of the small one."""
+    """A target with hidden states, in place of the small target."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     stop_token: int | None = None
@@ -179,7 +179,7 @@ class Traffic:
         return np.concatenate([count * self._joint(prompt).flatten() for prompt, count in pairs])
 
     def _joint(self, prompt: Text) -> Probs:
-        """Joint distribution of the compared tokens, summed over earlier ones; [VOCAB] * LENGTH."""
+        """Joint distribution of compared tokens, summed over earlier tokens; [VOCAB] * LENGTH."""
         found = np.zeros([VOCAB] * LENGTH)
         for text in itertools.product(range(VOCAB), repeat=self.first + LENGTH):
             found[text[self.first :]] += np.prod(

@@ -1,4 +1,4 @@
-"""A Redis that asks for certificates: drafters show theirs, and others are refused by name."""
+"""A Redis that asks for certificates: drafters show one, and other clients are refused by name."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_a_renewed_certificate_is_used_without_a_restart(mutual: Standalon
         await until(lambda: made.counters.failed > 0)
         certificates.issue("drafter")
         async with asyncio.timeout(10):
-            # A lookup has 5 ms, and the first ones may come before a connection.
+            # A lookup has 5 ms, and the first lookups may begin before there is a connection.
             while await found(made, [[5]]) != [[6]]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 

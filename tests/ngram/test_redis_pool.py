@@ -49,7 +49,7 @@ async def test_size_and_age_are_bounded(deployment: Deployment) -> None:
         await written(made, *(([i], [i + 1]) for i in range(700)))
         await written(made, *(([i], [i + 1]) for i in range(700, 800)))
         assert sum(not is_index(key) for key in deployment.all_keys()) == 160
-        # The newest are kept.
+        # The newest n-grams are kept.
         assert all(await found(made, *([[i]] for i in range(700, 800))))
         for process in deployment.data:
             with process.admin() as client:

@@ -79,7 +79,7 @@ FAULTS: dict[str, list[tuple[str, str, str]]] = {
 
 
 def repeated(values: str) -> str:
-    """Values for each minute; a value with a growth increases."""
+    """Repeat values for each minute; a value that is given with a growth increases."""
     if " " in values:
         return f"{values}x{LENGTH}"
     return f"{values}x{LENGTH}" if "+" in values else f"{values}+0x{LENGTH}"

@@ -59,8 +59,8 @@ TEXT = {"type": "string", "minLength": 1}
 COUNT = {"type": "integer", "minimum": 0}
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 
-# Only those fields of these kinds that the overlays use. Kubernetes' schemas check the templates of
-# pods inside.
+# These schemas have only the fields that the overlays use. Kubernetes' schemas check the templates
+# of pods inside.
 ROLLING = closed(
     "type rollingUpdateConfiguration",
     type={"const": "RollingUpdate"},
@@ -188,7 +188,7 @@ def test_every_document_is_valid_and_has_no_unknown_field(documents: list[Docume
 
 
 def objects_in(value: Any, without: frozenset[str]) -> Iterator[Document]:
-    """All objects in a document, but not those in fields with these names."""
+    """All objects in a document, except objects in fields with these names."""
     if isinstance(value, dict):
         yield value
         for name in value.keys() - without:

@@ -184,7 +184,7 @@ def test_a_mask_that_the_backend_gives_up_on_is_the_grammars_fault(
 def test_a_mask_that_is_too_expensive_ends_neither_its_text_nor_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The library's matchers of a grammar share a lexer, so all fail with it."""
+    """The library's matchers of a grammar share a lexer. If it fails, all matchers fail."""
     monkeypatch.setitem(_LL_LIMITS, "step_lexer_fuel", 40)
     grammar = Grammar(GrammarKind.REGEX, "[0-9]{1,4}|z(a|b|c){1,50}[0-9]{3}")
     compiled = compiled_unchecked(grammar)

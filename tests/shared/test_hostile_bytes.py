@@ -141,7 +141,7 @@ def test_an_accepted_message_means_the_same_when_it_is_written_and_read(
     twice = write(read(once))
     for message in (once, twice):
         for proposal in getattr(message, "proposals", ()):
-            # The reader makes it a float, so it may lose a nanosecond.
+            # The reader makes the duration a float, so it may lose a nanosecond.
             proposal.ClearField("draft_duration")
     assert once == twice
 

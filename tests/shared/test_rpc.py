@@ -1,4 +1,4 @@
-"""gRPC on a real server: errors arrive whole, health is set by service, quiet streams live."""
+"""gRPC on a real server: errors arrive whole, each service has its health, quiet streams live."""
 
 import asyncio
 import socket

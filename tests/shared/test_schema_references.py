@@ -57,7 +57,7 @@ def forms(uri: str) -> dict[str, Any]:
     }
 
 
-# These hold schemas that are in use, so their contents are always checked.
+# These places hold schemas that are in use, so their contents are always checked.
 NESTS: tuple[Any, ...] = (
     lambda inner: inner,
     lambda inner: {"type": "object", "properties": {"const": inner}, "required": ["const"]},

@@ -86,7 +86,7 @@ def _record(path: Path, count: int) -> Path:
 
 @cache
 def outcome(recording: Path, names: str, batch: int, always: bool) -> Outcome:
-    """The texts with these drafters."""
+    """The outcome of the texts with these drafters."""
     scenario = Scenario(
         costs="assumed-gpu",
         seconds=600.0,

@@ -20,7 +20,7 @@ WRONG = 9
 def offer(at: int, right: int, *, beside: bool) -> Offer:
     """An offer after `at` output tokens, of which the first `right` are the text's.
 
-    With `beside`, the true token is an alternative to the first wrong token; another follows it.
+    With `beside`, the first wrong token has a branch of two true tokens beside it.
     """
     true = [*OUTPUT, *TAIL][at : at + 8]
     tokens = [*true[:right], *[WRONG] * (len(true) - right)]

@@ -73,7 +73,7 @@ BUNDLED = [
 def test_the_bundled_pair_on_two_cores_is_no_loss(
     noise: float, round_trip_ms: float, acceptance: float, batch: int
 ) -> None:
-    """The target was measured to lose 0.44 of the drafting time; it accepts about 0.6."""
+    """As measured, the target loses 0.44 of the drafting time, and 0.6 of the guesses are right."""
     drafter = {"acceptance": acceptance, "interference": 0.44, "round_trip_ms": round_trip_ms}
     assert speed_on_two_cores(drafter, batch, noise=noise) >= FLOOR
 

@@ -1,4 +1,4 @@
-"""Nine small tenants beside one that asks for too much, in virtual time."""
+"""Nine small tenants beside a tenant that asks for too much, in virtual time."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def moves_nothing(patch: pytest.MonkeyPatch) -> None:
-    """The cache keeps rejected branches where accepted ones should be."""
+    """The cache keeps rejected branches where accepted branches should be."""
     patch.setattr(PagedTarget, "move_tokens", lambda self, sources, targets: None)
 
 

@@ -1,4 +1,4 @@
-"""The verifier's port lets in certificates of the authority, and each role to its own calls."""
+"""The verifier's port takes certificates of the authority, and lets a role make only its calls."""
 
 from __future__ import annotations
 

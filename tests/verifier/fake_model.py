@@ -230,7 +230,7 @@ class ScriptedDrafter:
         self.engine.drafting.on_drafts(self.handle, DraftBatch(skips=[skip]))
 
     def send(self, *proposals: Proposal) -> None:
-        """Send any proposals in one message."""
+        """Send all these proposals in one message."""
         self.engine.drafting.on_drafts(self.handle, DraftBatch(list(proposals)))
         self.engine.drain_inbox()
 

@@ -1,4 +1,4 @@
-"""A sequence with slow masks leaves the batch: no other waits for it, and no text changes."""
+"""A sequence with slow masks leaves the batch. No other sequence waits, and no text changes."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_silent_drafters_get_few_messages_and_no_wait() -> None:
         assert len(sequence.assignments) <= PLACES
     assert clock() - began == pytest.approx(STEPS * 0.01)
     messages = sum([len(stranger.received) for stranger in strangers])
-    # Each stranger gets a few messages once; afterwards a few are probed now and then.
+    # Each stranger gets a few messages once; afterwards a few strangers are probed at times.
     assert messages <= 12 * count
     assert messages <= (PLACES + 1) * STEPS
 
@@ -106,7 +106,7 @@ def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_
 
 
 def test_a_drafter_that_falls_silent_is_replaced_until_it_answers_again() -> None:
-    """Two drafters of one family serve two sequences. One drafter hangs; the other gets both."""
+    """Two drafters of one family serve two sequences. If one hangs, the other serves both."""
     clock = VirtualClock()
     engine = make(clock)
     drafters = [ScriptedDrafter(engine, name, "family") for name in "ab"]

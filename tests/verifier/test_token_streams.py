@@ -176,7 +176,7 @@ async def test_a_paused_sequence_stops_alone_and_loses_nothing() -> None:
     async with calling(verifier) as call:
         for number in (1, 2):
             await call.write(begin(number, number))
-        # To pause twice, or a sequence that has ended or never began, does nothing.
+        # Pausing a sequence twice, or pausing one that has ended or never began, does nothing.
         for number in (1, 1, 77):
             await call.write(reading(number, False))
         found: dict[int, list[int]] = {1: [], 2: []}

@@ -152,7 +152,7 @@ def test_a_tree_is_depth_first_and_its_main_guesses_come_first(
     chosen = paths(tree)
     assert len(set(chosen)) == len(chosen) <= max(most, depth)
     assert max(map(len, chosen), default=0) <= depth
-    # Each token follows its parent or a token below it.
+    # Each token follows its parent, or another token below that parent.
     for before, path in pairwise(chosen):
         assert path[:-1] == before[: len(path) - 1]
     first, chain = best_chain(sequence, depth)
@@ -223,7 +223,7 @@ def test_claims_that_the_commits_contradict_lose_their_weight() -> None:
         rates.observe(0, 1, 0.4, i % 10 == 0)
     assert rates.estimate(0, 1, 0.4) == pytest.approx(0.1, abs=0.03)
     assert rates.estimate(0, 1, 0.2) == pytest.approx(0.05, abs=0.015)
-    # Other ranks and depths have separate measurements; the deepest share one.
+    # Other ranks and depths have separate measurements; the deepest share one measurement.
     assert rates.estimate(0, 2, 0.4) == rates.estimate(1, 1, 0.4) == 0.4
     rates.observe(9, 1, 0.4, True)
     assert rates.estimate(3, 1, 0.4) > 0.4

@@ -69,7 +69,7 @@ class Row:
 
 
 def rows_of(step: int) -> list[Row]:
-    """A request of each kind, among them one without a draft and one with a padded row."""
+    """A request of each kind. One request has no draft, and another has a padded row."""
     drafts: list[list[int]] = [[5, 6], [], [9], [-1, -1], [2, 2, 2]]
     pairs = zip(SAMPLINGS.items(), drafts[step % 5 :] + drafts[: step % 5], strict=True)
     rows = [Row(name, each, 10 * step + i, d) for i, ((name, each), d) in enumerate(pairs)]

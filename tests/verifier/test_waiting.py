@@ -51,7 +51,7 @@ def slow_forward(model: TableModel, clock: VirtualClock, seconds: float) -> None
 def after_one_step(
     clock: VirtualClock, max_tokens: int, forward_s: float, **hello: object
 ) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
-    """A greedy request after one step of `forward_s`, which committed a draft token and another."""
+    """A greedy request after one step of `forward_s`, which committed two tokens, one drafted."""
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine, **hello)
     sequence = engine.submit(TokenRequest([1], max_tokens, GREEDY), Client())
@@ -195,7 +195,7 @@ def test_with_always_draft_a_missing_first_draft_costs_a_second_a_step(
 def test_with_always_draft_a_step_has_the_drafts_of_all_its_drafters(
     clock: VirtualClock, quick_rate: float
 ) -> None:
-    """The quick drafter offers one token, which comes long before the slow drafter's four."""
+    """The quick drafter offers one token, long before the slow drafter offers four tokens."""
     config = EngineConfig(DraftTokensPolicy("fixed", 4), draft_trees=True)
     engine, model = make_engine(eos_bias=-99, config=config, always_draft=True, clock=clock)
     slow_forward(model, clock, 0.01)

@@ -1,6 +1,6 @@
 """What the scripts share: the gateways' addresses, a tool, a type for structured answers.
 
-A script gets two URLs: of a gateway with the bundled model, and of one whose model is scripted.
+A script gets the URLs of two gateways: one has the bundled model, the other a scripted model.
 """
 
 import os
@@ -51,7 +51,7 @@ def weather(city: str) -> str:
 
 
 def check_loop(answer: object) -> None:
-    """The model called the tool once, and its last answer came back."""
+    """Check that the model called the tool once, and that its last answer came back."""
     print("loop:", answer)
     assert _cities == ["Oslo"], _cities
     assert str(answer).strip() == ANSWER, answer
@@ -59,6 +59,6 @@ def check_loop(answer: object) -> None:
 
 
 def check_weather(answered: object) -> None:
-    """The answer is of the demanded type."""
+    """Check that the answer is of the demanded type."""
     print("structured:", answered)
     assert isinstance(answered, Weather), answered

@@ -1,4 +1,4 @@
-"""dspy: its signatures over chats and over Responses."""
+"""dspy: signatures over chats and over Responses."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""openai-agents as it comes, through the Responses API."""
+"""openai-agents with its default settings, through the Responses API."""
 
 import asyncio
 

@@ -94,7 +94,7 @@ def documents(length: int) -> torch.Tensor:
 
 
 def run_eagle3(case: Case) -> tuple[Any, Values]:
-    """Each step is a pass over the whole text. Its row n - 2 guesses after n tokens."""
+    """Each step is a pass over the whole text. Row n - 2 of a pass guesses after n tokens."""
     model = made(
         eagle3.Eagle3DraftModel,
         Eagle3SpeculatorConfig,
@@ -117,7 +117,7 @@ def run_eagle3(case: Case) -> tuple[Any, Values]:
 
 
 def run_peagle(case: Case) -> tuple[Any, Values]:
-    """One pass for each context. Its last row has all depths."""
+    """One pass for each context. The last row of a pass has all depths."""
     model = made(
         peagle.PEagleDraftModel,
         PEagleSpeculatorConfig,
