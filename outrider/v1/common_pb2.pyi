@@ -75,7 +75,7 @@ class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Accept
     ACCEPTANCE_RULE_RELAXED: _AcceptanceRule.ValueType  # 6
     """Lossy: relaxed acceptance."""
     ACCEPTANCE_RULE_SYNTHETIC: _AcceptanceRule.ValueType  # 7
-    """Only for benchmarks: accepts draft tokens at a set rate, whatever the target says."""
+    """For benchmarks alone: accepts draft tokens at a set rate, whatever the target says."""
 
 class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
     """The rule by which the verifier accepts draft tokens. A receiver leaves out an unknown value."""
@@ -97,7 +97,7 @@ ACCEPTANCE_RULE_TYPICAL: AcceptanceRule.ValueType  # 5
 ACCEPTANCE_RULE_RELAXED: AcceptanceRule.ValueType  # 6
 """Lossy: relaxed acceptance."""
 ACCEPTANCE_RULE_SYNTHETIC: AcceptanceRule.ValueType  # 7
-"""Only for benchmarks: accepts draft tokens at a set rate, whatever the target says."""
+"""For benchmarks alone: accepts draft tokens at a set rate, whatever the target says."""
 Global___AcceptanceRule: _TypeAlias = AcceptanceRule  # noqa: Y015
 
 class _FinishReason:
