@@ -114,7 +114,7 @@ def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
     The generation config comes first, then the configuration, then the tokenizer's eos_token. The
     default of the model's type never counts: it may be any token of the model. Ids of `vocab_size`
     or above are left out. Raises OutriderError(MODEL_NOT_FOUND) when there is no such model, and
-    OutriderError(INVALID_VALUE) when a file has something else in their place.
+    OutriderError(INVALID_VALUE) when a file has something else in place of ids.
     """
     ids, place = _stated_ends(model)
     ids = tuple(i for i in ids if i < vocab_size)
@@ -143,7 +143,7 @@ def _stated_ends(model: str) -> tuple[tuple[int, ...], str]:
 
 
 def _object_of(model: str, name: str) -> dict[str, object]:
-    """The JSON object in a model's file; an empty one if there is no such file."""
+    """The JSON object in a model's file; an empty object if there is no such file."""
     path = model_file(model, name)
     if path is None:
         return {}

@@ -31,7 +31,7 @@ _LOG_WAIT_AFTER_S = 30.0
 # they take about 1 MB of the 16 MiB that a message may have.
 _MAX_MESSAGE_ENTRIES = 512
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
-# A read raises these when its call is over.
+# The exceptions that a read raises when its call is over.
 _CALL_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 
@@ -167,7 +167,7 @@ class _Call:
         return message
 
     async def _raise_status(self) -> None:
-        """Raise StreamEnded with the status of the call, which is over; no effect if it is OK."""
+        """Raise StreamEnded with the status of the call, which is over, unless the status is OK."""
         code = await self._call.code()
         if code is not grpc.StatusCode.OK:
             initial = await self._call.initial_metadata()

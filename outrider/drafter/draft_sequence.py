@@ -135,8 +135,8 @@ class DraftSequence:
     def branch(self, at: int, run: Sequence[int], confidences: Sequence[float] = ()) -> None:
         """Guess that `run` follows the first `at` guesses; drops tokens beyond the window.
 
-        Tokens of the chain or another branch merge with it. Raises IndexError if the chain
-        has no guess at `at`.
+        Where `run` agrees with the chain or another branch, the tokens merge. Raises IndexError if
+        the chain has no guess at `at`.
         """
         depth = max(0, self.window.depth - at)
         self._tree.branch(at, run[:depth], confidences, self.branch_room)
@@ -167,8 +167,8 @@ class DraftSequence:
     def resolve(self) -> None:
         """Give up the chain or the branches if the strategy offered nothing.
 
-        The session calls this after each `propose`, so that it does not ask for the same again
-        before the next verdict.
+        The session calls this after each `propose`, so that it does not ask again before the next
+        verdict.
         """
         postponed = self.postponed
         self.postponed = False

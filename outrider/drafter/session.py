@@ -1,4 +1,4 @@
-"""A drafter's side of one draft stream, without the stream: step batches in, draft batches out.
+"""A drafter's side of one draft stream, apart from sockets: takes steps, and makes draft batches.
 
 Owns the sequences, and decides when to ask the strategy for guesses, and for which sequences. Knows
 no way of drafting, no sockets and no tasks.
@@ -41,7 +41,7 @@ class DraftSession:
         """Sequences abandoned so far."""
         self._strategy = strategy
         self._clock = clock
-        # Size of a token's features; 0 if the verifier sends none.
+        # Size of a token's features; 0 if the verifier sends no features.
         self._feature_bytes = 0
         # Exceptions that no single sequence causes.
         self._propagated: tuple[type[Exception], ...] = (OutriderError, *strategy.fatal)

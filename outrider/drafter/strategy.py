@@ -75,7 +75,7 @@ class Strategy(ABC):
 
 
 Guess = Callable[[Sequence[int], int], Sequence[int]]
-"""Maps a text and a count to at most that many tokens that may follow the text."""
+"""Maps a text and a count to tokens that may follow the text, at most as many as the count."""
 
 
 class GuessStrategy(Strategy):

@@ -264,7 +264,7 @@ class _Connection:
 
 
 def _raise_first(*tasks: asyncio.Task[None]) -> None:
-    """Raise what a task raised; if both raised, an error of our own before the verifier's."""
+    """Raise what a task raised; if both raised, our own error rather than the verifier's."""
     done = [task for task in tasks if task.done()]
     for task in sorted(done, key=lambda task: isinstance(task.exception(), StreamEnded)):
         task.result()

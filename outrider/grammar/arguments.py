@@ -193,7 +193,7 @@ class ArgumentRules:
         return f'"\\n"? {inner} "\\n"? {end}' if tags.trims else f"{inner} {end}"
 
     def _named(self, terminal: str, tags: Tags) -> str:
-        """The name of a terminal without the closing tag, which ends any text by itself."""
+        """The name of a terminal without the closing tag; the tag ends any text by itself."""
         if terminal == TEXT:
             return TEXT
         return self._rules.terminal(f"({terminal}) & ~(TEXT {literal(tags.end)} TEXT)")

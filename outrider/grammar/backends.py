@@ -15,7 +15,7 @@ from outrider.tokenizer import load_tokenizer
 
 Mask = npt.NDArray[np.int32]
 # LLGuidance does not report a grammar's size. Measured with malloc, hardly any grammar of up to
-# 64,000 characters took more than this.
+# 64,000 characters took more than this size.
 _LL_BYTES = 128 * 1024
 _LL_BYTES_PER_CHARACTER = 128
 # Beyond these limits the mask of one token is an error, which ends its request. 1,000 items take 50

@@ -38,7 +38,7 @@ class Types:
         self._found: dict[str, frozenset[str]] = {}
 
     def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """The types: of ALL_TYPES, and `integer` where numbers have no fraction."""
+        """The types, out of ALL_TYPES; also `integer` where numbers have no fraction."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return frozenset() if schema is False else ALL_TYPES
         found = ALL_TYPES
@@ -61,7 +61,7 @@ class Types:
 
     def _of_reference(self, reference: str, depth: int) -> frozenset[str]:
         if reference not in self._found:
-            # What a reference within its own schema finds.
+            # This is what a reference within its own schema finds.
             self._found[reference] = frozenset()
             self._found[reference] = self.of(resolved(self._root, reference), depth + 1)
         return self._found[reference]
@@ -262,7 +262,7 @@ def _property(schema: Json, name: str) -> Any:
 
 
 def _all(schemas: Sequence[Any]) -> Any:
-    """A schema of what all of these allow."""
+    """A schema that allows only what all of these schemas allow."""
     if False in schemas:
         return False
     held = [schema for schema in schemas if schema is not True and schema != {}]

@@ -145,7 +145,7 @@ class GrammarCompiler:
                 raise OutriderError(Reason.OVERLOADED, message, field) from cause
         finally:
             if not begun.is_set():
-                # Cancelled callers' work does not begin. Work in progress ends, and is cached.
+                # Work of cancelled callers does not begin. Work in progress is finished and cached.
                 future.cancel()
         return await asyncio.wrap_future(future)
 

@@ -31,14 +31,15 @@ def is_endless(schemas: list[Any], find: Find) -> bool:
 
 
 class _Finite:
-    """Says whether a schema is finite, by what is known so far."""
+    """Tells whether a schema is finite, as far as that is known."""
 
     def __init__(self, known: set[int], find: Find) -> None:
         self._known = known
         self._find = find
 
     def note(self, schema: Mapping[str, Any]) -> bool:
-        """Note a schema as finite if its parts are; returns whether it is known to be finite."""
+        """Note a schema as finite if its parts are finite; returns whether it is known as
+        finite."""
         if self._parts(schema) and self._own(schema):
             self._known.add(id(schema))
         return id(schema) in self._known

@@ -58,7 +58,7 @@ class GemmaRules:
     def _with_pair(
         self, name: str, schema: Any, tails: dict[bool, str], required: bool
     ) -> dict[bool, str]:
-        """Put this property before `tails`. Both are by whether no property comes earlier."""
+        """Put this property before `tails`. Keys tell whether no property comes earlier."""
         if not re.fullmatch(_KEY, name):
             raise self._refused(f"has the property {name[:40]!r}")
         if schema is False:

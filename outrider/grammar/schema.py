@@ -42,7 +42,7 @@ _MIN_NUMBER = 1e-15
 _MAX_MULTIPLE = 1024
 _MAX_COMMON_MULTIPLE = 2**31 - 1
 _MAX_NESTING = 64
-# Keywords that hold schemas by name, a list of schemas, and one schema.
+# Keywords that hold schemas by name, keywords with a list of schemas, and keywords with one schema.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")
@@ -116,7 +116,7 @@ class _Translator:
         self._common_multiple = 1
 
     def translate(self, schema: Any, place: tuple[str, ...], depth: int = 0) -> Any:
-        """The translated schema; `place` is its path within the whole."""
+        """The translated schema; `place` is its path within the whole schema."""
         if depth > _MAX_NESTING:
             raise invalid(self._field, f"is nested more than {_MAX_NESTING} deep")
         self._places[place] = schema
@@ -334,7 +334,7 @@ def _translate_bounds(schema: dict[str, Any]) -> None:
 
 
 def _add(schema: dict[str, Any], keyword: str, parts: Sequence[Any] | None) -> None:
-    """Require a list of schemas beside what the keyword requires already."""
+    """Add a list of schemas to the schemas that the keyword requires already."""
     if parts is None:
         return
     if keyword not in schema:

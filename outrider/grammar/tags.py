@@ -22,7 +22,7 @@ _REPEATS = {"optional": (0, 1), "star": (0, None), "plus": (1, None)}
 
 
 def translate_tag(tag: Any, field: str, specials: SpecialTokens) -> str:
-    """Translate a structural tag; raises OutriderError(INVALID_VALUE) for what it cannot hold."""
+    """Translate a structural tag; raises OutriderError(INVALID_VALUE) for a refused part."""
     if not isinstance(tag, Mapping) or tag.get("type") != "structural_tag":
         raise invalid(field, 'must be an object of the type "structural_tag"')
     rules = LarkRules(specials)
@@ -132,7 +132,7 @@ class _Tag:
         return self._behind(part, 0, after)
 
     def _behind(self, tag: Any, length: int, after: str) -> str:
-        """A tag, of which the first `length` characters are there already."""
+        """A tag whose first `length` characters have been written already."""
         if not isinstance(tag, Mapping):
             raise invalid(self._field, "must have objects as tags")
         tag = {"type": "tag", **tag}

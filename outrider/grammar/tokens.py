@@ -23,9 +23,9 @@ def for_llguidance(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequen
 def within_texts(described: str) -> str:
     """A tokenizer's JSON, changed so that it reads each text as the middle of a longer text.
 
-    LLGuidance tokenises what must follow. If a tokenizer puts a space before each text, what must
-    follow would begin with another token. And LLGuidance does not know that the decoder Metaspace
-    writes "▁" as a space.
+    LLGuidance tokenises what must follow. If a tokenizer puts a space before each text, the text
+    that must follow would begin with another token. And LLGuidance does not know that the decoder
+    Metaspace writes "▁" as a space.
     """
     parts = json.loads(described)
     for name in ("truncation", "padding"):
@@ -45,7 +45,7 @@ def _within_texts(part: Any, name: str = "") -> Any:
         return {**part, "prepend_scheme": "never"}
     if kind == "ByteLevel":
         return {**part, "add_prefix_space": False}
-    # A vocabulary is large, and its entries are no parts.
+    # A vocabulary is large, and none of its entries has to be changed.
     return {
         key: inner if key in ("model", "added_tokens") else _within_texts(inner, key)
         for key, inner in part.items()

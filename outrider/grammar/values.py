@@ -1,4 +1,4 @@
-"""What rules of values need, whatever the style: terminals, and the members of objects."""
+"""What the rules for values need in every style: terminals, and the members of objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipl
 
 
 def types_of(schema: Json) -> frozenset[str]:
-    """The types of a schema that refers to no other."""
+    """The types of a schema that refers to no other schema."""
     return Types(schema).of(schema)
 
 

@@ -41,7 +41,7 @@ def request_for(grammar: Grammar) -> bytes:
 
 
 def texts_request_for(grammar: Grammar) -> bytes:
-    """The request that has a worker check random texts of a grammar, preferably of its last."""
+    """The request to check random texts of a grammar; a worker is quickest for its last grammar."""
     return _request(grammar, is_for_texts=True)
 
 

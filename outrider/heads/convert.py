@@ -32,10 +32,10 @@ _SECONDS = 600
 
 
 def pickles_of(folder: Path) -> list[Path]:
-    """The pickled files of a head's folder that have weights which no safetensors file has.
+    """The pickled files of a head's folder with weights that are in no safetensors file.
 
-    Files of training have no weights. Other pickled files beside safetensors are copies of them,
-    except MiMo's mask_embedding.pt.
+    Files of training have no weights. Other pickled files beside safetensors are copies, except
+    MiMo's mask_embedding.pt.
     """
     found = sorted({path for pattern in PICKLES for path in folder.glob(pattern)})
     pickles = [path for path in found if not _is_of_training(path.name)]

@@ -107,7 +107,7 @@ class Keys:
 
 
 class Weights:
-    """The tensors of a head's files. `take` moves each to the normal form; none may be left."""
+    """The tensors of a head's files. `take` moves one to the normal form; none may be left."""
 
     def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         self.path = path
@@ -151,7 +151,7 @@ class Weights:
         self.taken[to or name] = self._pop(name, shape, _FLOATS)
 
     def take_if(self, name: str, *shape: int) -> bool:
-        """As `take` under its own name if the tensor is there; return whether it was."""
+        """Take the tensor under its own name if it is there; return whether it was there."""
         if name not in self._left:
             return False
         self.take(name, *shape)
@@ -169,7 +169,7 @@ class Weights:
             self._left.pop(name, None)
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Return what was taken. Raises OutriderError if a tensor was not."""
+        """Return what was taken. Raises OutriderError if a tensor was not taken."""
         if self._left:
             some = ", ".join(self.names[:4])
             more = "" if len(self._left) <= 4 else f" and {len(self._left) - 4} more"

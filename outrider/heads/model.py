@@ -99,11 +99,11 @@ class Extension:
 class HeadProposal:
     """Guesses for B sequences, `count` each, as target ids.
 
-    `tokens` [B, count] are a chain: each was guessed after those that precede it. `best` [B, count,
-    width] are the first tokens in each place by their rank, and `shares`, float32 of the same
-    shape, are the head's estimates of the probability that each is the next token. `confidences`
-    [B, count] estimate the probability that a chain's token is accepted if the tokens before it
-    are.
+    `tokens` [B, count] are a chain: each token was guessed after the tokens before it. `best` [B,
+    count, width] are the first tokens in each place by their rank, and `shares`, float32 of the
+    same shape, are the head's estimates of the probability that each is the next token.
+    `confidences` [B, count] estimate the probability that a chain's token is accepted if the tokens
+    before it are.
     """
 
     tokens: torch.Tensor
@@ -153,7 +153,7 @@ class HeadModel(torch.nn.Module):
 
     @property
     def projected_width(self) -> int:
-        """Numbers in a feature row after the projection, or before it for a head without one."""
+        """Numbers in a feature row after the projection, if the head has a projection."""
         if self.projection is None:
             return self.spec.feature_width
         return self.projection.fc.out_features

@@ -169,7 +169,7 @@ class Attention(Module):
         return x_TC.view(len(x_TC), -1, self._size)
 
     def forward(self, x_TC: torch.Tensor, rows: Turns, cache: LayerCache) -> torch.Tensor:
-        """Store the rows' keys and values; let each row see all rows up to its own."""
+        """Store the rows' keys and values; let each row see all rows up to itself."""
         # Compute the queries first: on a CPU the projections are one product, which v_proj ends.
         query = self.queries(x_TC, rows.cos, rows.sin)
         key, value = self.keys_and_values(x_TC, rows.cos, rows.sin)

@@ -56,7 +56,7 @@ class ReadingChoice:
 
     @property
     def shown(self) -> list[str]:
-        """Each reading in words, by what tells it from the others."""
+        """Each reading in words, by its differences from the others."""
         return [
             described(found.spec, [each.spec for each in self.matches]) for found in self.matches
         ]
@@ -69,7 +69,7 @@ def states_of(spec: HeadSpec) -> set[int]:
 
 
 def described(spec: HeadSpec, among: Sequence[HeadSpec]) -> str:
-    """A reading in words, with what tells it from others."""
+    """A reading in words, with its differences from others."""
     words = [f"states {list(spec.aux_layers)}" if spec.aux_layers else "the final state"]
     if len({each.scores_normed for each in among}) > 1:
         words.append("scores after the norm" if spec.scores_normed else "scores without the norm")

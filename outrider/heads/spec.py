@@ -116,7 +116,7 @@ class HeadSpec:
     """dflash, dspark: for each layer, whether a block's rows see only rows before them."""
     window_from_anchor: bool = False
     """dflash, dspark: whether all rows of a block see as far back as the anchor, as speculators
-    trains them; otherwise each row sees the window's positions, its own the last."""
+    trains them; otherwise each row sees the window's positions, of which its own is the last."""
     markov: Markov = "none"
     """dspark: how the previous token changes the scores of a row."""
     markov_rank: int = 0

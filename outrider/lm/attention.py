@@ -45,8 +45,8 @@ class PagedKernel(Protocol):
 
         Return [T, H, value size]. Each token sees the text up to its own slot, and in a tree its
         ancestors and itself, as far as `softmax` lets it. No sequence has more than `max_seq_len`
-        keys. The call must not read the batch on the host: a CUDA graph
-        repeats it for batches of the same shapes.
+        keys. The call must not read the batch on the host: a CUDA graph repeats the call for
+        batches of the same shapes.
         """
         ...
 

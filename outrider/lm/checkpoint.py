@@ -1,4 +1,4 @@
-"""Reads a model's checkpoint with `transformers`; refuses one that lacks weights of the model."""
+"""Reads checkpoints with `transformers`; refuses a checkpoint that lacks weights of its model."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ SIBLINGS = (ATTENTION, GATED)
 """Names of layers in one module. A model calls a group's layers in turn with the same input."""
 
 MakeLayer = Callable[[torch.nn.Linear, torch.Tensor, torch.Tensor | None], torch.nn.Module]
-"""Makes a layer that computes as the given one does, with this weight and bias."""
+"""Makes a layer that computes like the given layer, with this weight and bias."""
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Linear:

@@ -19,11 +19,11 @@ class FeatureProjection(Protocol):
 
     @property
     def states(self) -> Sequence[int]:
-        """The states that it reads, in their order."""
+        """The states that the projection reads, in their order."""
 
     @property
     def projected_width(self) -> int:
-        """How many numbers it makes of a token's states."""
+        """How many numbers the projection makes of a token's states."""
 
     def __call__(self, features: torch.Tensor, /) -> torch.Tensor:
         """Project rows of the `states`, of any type; return [R, projected_width] of that type."""

@@ -33,9 +33,9 @@ class SequenceSlice:
     including those of this slice. The forward returns logits for the last `logit_count` tokens.
 
     `parents` has the parents of the last `len(parents)` tokens, as in `protocol.token_tree`; row 0
-    is the token before these. Token i is in the slot `start + i` of the sequence, and a token of
-    the tree has the position after its parent's. It attends to the text and to its ancestors.
-    Without `parents`, each token follows the one before it, and slots and positions are the same.
+    is the token before them. Token i is in the slot `start + i` of the sequence, and a token of the
+    tree has the position after its parent's. It attends to the text and to its ancestors. Without
+    `parents`, each token follows the previous token, and slots and positions are the same.
 
     `kv` is the sequence that holds the pages, if there is one from step to step. The block table on
     a GPU then gets only its new pages.

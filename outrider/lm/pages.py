@@ -87,8 +87,8 @@ class PagePool:
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
         """Return a new sequence that shares the full pages of the first `length` tokens.
 
-        The caller computes the tokens after those pages. While both sequences live, the first
-        must not be rewound into the shared pages and then continue.
+        The caller computes the tokens after those pages. While both sequences live, `sequence` must
+        not be rewound into the shared pages and then continue.
         """
         full = min(length, sequence.num_computed_tokens) // self.page_size
         for page in sequence.pages[:full]:

@@ -37,7 +37,7 @@ __all__ = ["Bounds", "ModelRunner", "SequenceSlice"]
 
 log = logging.getLogger(__name__)
 
-# Tokens a page. Small pages waste little, and no attention kernel is faster with larger ones.
+# Tokens a page. Small pages waste little, and no attention kernel is faster with larger pages.
 _PAGE_SIZE = 16
 _CPU_CACHE_BYTES = 2**30
 _SEQUENCES_AT_FULL_CONTEXT = 64
@@ -468,7 +468,7 @@ class ModelRunner:
         return max(1, min(budget // page_bytes, useful))
 
     def _gpu_cache_bytes(self, bounds: Bounds | None, memory_share: float, page_bytes: int) -> int:
-        """Return the GPU memory for the cache; raises OutriderError(INVALID_VALUE) for no room."""
+        """Return the cache's GPU memory; raises OutriderError(INVALID_VALUE) if no page fits."""
         step = 0
         if bounds is not None and self._takes_graphs():
             step = self._largest_step_bytes(bounds)

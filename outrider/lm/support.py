@@ -68,10 +68,10 @@ def _lacks_mask(cause: Exception) -> bool:
 def context_length(name: str, config: Any) -> int:
     """Return the largest number of tokens in a sequence.
 
-    Longrope picks its rotary frequencies by the longest position in a forward, so one long
-    sequence would change the others packed with it. Such models are served up to the length at
-    which the frequencies would switch. Raises OutriderError(INVALID_VALUE) if the configuration
-    has no length.
+    Longrope picks its rotary frequencies by the longest position in a forward, so one long sequence
+    would change the other sequences of its batch. Such models are served up to the length at which
+    the frequencies would switch. Raises OutriderError(INVALID_VALUE) if the configuration has no
+    length.
     """
     length: int | None = getattr(config, "max_position_embeddings", None)
     if length is None:
@@ -185,7 +185,7 @@ def own_logits(model: Any, name: str, vocab_size: int, texts: trial.Texts) -> tr
     Raises OutriderError(INVALID_VALUE) if that fails or the logits are of another vocabulary.
     """
     with refusals(name):
-        # Eager attention is each model's own code; sdpa leaves out soft caps, for one.
+        # Eager attention is each model's own code; sdpa leaves out soft caps, for example.
         model.set_attn_implementation("eager")
         logits = trial.compute(model, texts)
         if logits.shape[-1] != vocab_size:

@@ -44,7 +44,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check(status: os.stat_result, path: Path, most_bytes: int) -> None:
-    """Raise OSError unless it is a regular file of at most `most_bytes`; 0 is any number."""
+    """Raise OSError unless it is a regular file of at most `most_bytes`; 0 allows any size."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):

@@ -301,7 +301,7 @@ class TokenChunk:
         return sum([source.is_accepted for source in self.sources])
 
     def joined(self, after: TokenChunk) -> TokenChunk:
-        """Merge this chunk with the next one."""
+        """Merge this chunk with the next chunk."""
         return replace(
             after,
             token_ids=[*self.token_ids, *after.token_ids],

@@ -57,7 +57,7 @@ class Load:
     max_running: int
     max_waiting: int
     sequence_s: float | None = None
-    """Mean time of recent sequences in the batch, in seconds; None before one has ended."""
+    """Mean seconds of recent sequences in the batch; None before a sequence has ended."""
     kv_cache_usage: float = 0.0
     """Share of the KV cache's pages that sequences hold, 0 to 1."""
 

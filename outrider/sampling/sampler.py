@@ -308,6 +308,6 @@ def inverse_cdf(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tens
     """
     cumulative = weights_RV.cumsum(-1, dtype=torch.float64)
     # `uniform_R` is at most 1 - 2^-53, so the product never rounds up to the total, which would
-    # select a token past the last one with weight.
+    # select a token after the last token with weight.
     point = uniform_R.to(torch.float64).unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)

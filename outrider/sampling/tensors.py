@@ -117,7 +117,7 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def triton_works(device: torch.device) -> bool:
-    """Whether our Triton kernels run on this device; the first call tries a small one."""
+    """Whether our Triton kernels run on this device; the first call tries a small kernel."""
     if device.type != "cuda":
         return False
     problem = _problem(device)

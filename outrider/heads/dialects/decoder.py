@@ -299,7 +299,7 @@ def choose_aux_layers(
 
 
 def after(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The auxiliary layers that the outputs of the layers `ids` enter."""
+    """The auxiliary layers whose inputs are the outputs of the layers `ids`."""
     return tuple(i + 1 for i in ids)
 
 
@@ -328,7 +328,7 @@ def check_target_size(keys: Keys, target: TargetShape) -> None:
 
 
 def mask_token(keys: Keys, most: int, *sections: Keys) -> int | None:
-    """The token in the place of unknown tokens, under any of the names that dialects give it.
+    """The token that stands for unknown tokens, under any of the names that dialects give it.
 
     `most` is the last token with an embedding. Raises OutriderError for a later token.
     """

@@ -74,7 +74,7 @@ def read_dflash(
     if is_dspark:
         confidence = _take_confidence(keys, own, weights, hidden, rank)
     # Files of DeepSpec and SpecForge are DSpark's own, and there the anchor predicts; a speculators
-    # file says whether it does.
+    # file says whether the anchor predicts.
     anchor = is_dspark and not by_speculators
     spec = HeadSpec(
         kind="dspark" if is_dspark else "dflash",
@@ -140,7 +140,7 @@ def _causal(keys: Keys, own: Keys, decoder: Decoder) -> tuple[bool, ...]:
     """For each layer, whether a block's rows see only the rows before them.
 
     A file may state it for all layers. Otherwise SpecForge and speculators train the layers with a
-    window in this way; a key of speculators excepts these layers too.
+    window in this way; with a key of speculators, these layers see the whole block too.
     """
     for part, name in ((keys, "is_causal"), (own, "is_causal"), (own, "causal")):
         if name in part:

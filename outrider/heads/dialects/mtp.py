@@ -9,7 +9,7 @@ from outrider.heads.files import BY_VLLM, Keys, Weights
 from outrider.heads.spec import Head, HeadSpec, TargetShape, refusal
 
 PREFIX = "model.mtp_layers."
-# Keys by which a target's config says how many such layers its files have.
+# Keys by which a target's config says how many MTP layers its files have.
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 

@@ -51,7 +51,7 @@ class AutoregressiveModel(HeadModel):
 
     @abstractmethod
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
-        """Float32 scores [B, draft vocabulary] of what follows."""
+        """Float32 scores [B, draft vocabulary] of the next token."""
 
     def read_as(self, spec: HeadSpec) -> None:
         """As HeadModel.read_as; graphs of another reading are dropped."""
@@ -86,7 +86,7 @@ class AutoregressiveModel(HeadModel):
         states = torch.stack([s.state for s in sequences if s.state is not None])
         tokens = pick(self.state_scores(states))
         for step in range(count - 1):
-            # The tokens stay on the device: the layout tells only places.
+            # The tokens stay on the device: the layout has only places.
             slices = [
                 SequenceSlice([0], s.kv.num_computed_tokens + step, s.kv.pages, 1)
                 for s in sequences

@@ -56,7 +56,7 @@ class ConfidenceHead(Module):
         self.proj = Linear(inputs, 1, bias=bias)
 
     def forward(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return probabilities [B] for states, or states and embeddings of tokens before."""
+        """Return probabilities [B] for states, or for states and embeddings of previous tokens."""
         out: torch.Tensor = self.proj(torch.cat(parts, dim=-1)).squeeze(-1).float().sigmoid()
         return out
 

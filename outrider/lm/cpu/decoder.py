@@ -148,8 +148,8 @@ class CpuDecoder:
 
         Considers token ids below `limit` only. Writes keys and values of the slices' tokens and of
         all new tokens but the last to the caches; the caller provides pages for them. Also returns
-        the float32 logits of each forward, [count, B, V], or with `keep_logits` False those of the
-        last forward, [1, B, V].
+        the float32 logits of each forward, [count, B, V], or with `keep_logits` False the logits of
+        the last forward, [1, B, V].
         """
         slice_count = layout.token_ids.numel()
         logits = torch.empty(count if keep_logits else 1, slice_count, self._vocab_size)

@@ -14,8 +14,8 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# Library by torch's name of the processor's capability. A processor can run its own library and all
-# libraries before it.
+# The name of the library for each capability of a processor, as torch names it. A processor can run
+# its own library and all libraries before it.
 _BUILDS = {"DEFAULT": "_cpu", "AVX2": "_cpu_avx2", "AVX512": "_cpu_avx512"}
 _AVX512_BFLOAT16 = "_cpu_avx512_bf16"
 _AMX = "_cpu_amx"

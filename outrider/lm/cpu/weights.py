@@ -1,6 +1,6 @@
 """Replaces a model's linear layers with layers that cost less overhead on a CPU.
 
-Five things cost time beside the product itself:
+Five things cost time besides the product itself:
 - safetensors maps its file, and mapped pages read a third slower than ordinary memory. So weights
   are copied out of the file.
 - Small pages fill the processor's table of pages. So reordered weights lie in huge pages.
@@ -32,7 +32,7 @@ class LeanLinear(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # Tensors rather than parameters, because a module finds its parameters the slow way.
+        # Tensors rather than parameters, because a module takes longer to find its parameters.
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
 
@@ -189,8 +189,8 @@ def optimize_for_cpu(model: torch.nn.Module, siblings: Sequence[Sequence[str]] =
     """
     groups = [layers for module in model.modules() for layers in fusible(module, siblings)]
     fused = {layer for layers in groups for layer in layers}
-    # Fusing and reordering copy a weight out of the file. A copy before that as well would double
-    # the model's memory for a while, and the heap would stay that large.
+    # Fusing and reordering copy a weight out of the file. An earlier copy as well would double the
+    # model's memory for a while, and the heap would stay that large.
     unfused = (module for module in model.modules() if module not in fused)
     in_file = [module for module in unfused if _cpu_class(module) in (None, LeanLinear)]
     to_copy = {

@@ -1,7 +1,7 @@
 """The forward of a Llama-like model on a GPU, with fewer kernels than `transformers` launches.
 
 A layer is four products, the attention and four small kernels of `layer_kernels`. Layers that share
-an input are one product, because a small product reads its weight slower than a large one. The
+an input are one product, because a small product reads its weight slower than a large product. The
 `transformers` model stays: its modules hold the weights and the rotary embedding.
 """
 

@@ -27,14 +27,14 @@ Replay = Callable[[], object]
 CaptureGraph = Callable[[Callable[[], object]], Replay]
 """Captures what a function launches; raises RuntimeError if it waits for the device."""
 
-# Sizes of decoding batches: sequences, and mean tokens a sequence. Padding adds at most half to 16
-# sequences or more, and to a mean of 2 or more.
+# Sizes of decoding batches: sequences, and mean tokens a sequence. Padding adds at most half to a
+# number of 16 sequences or more, and to a mean of 2 or more.
 _LARGE_BATCHES = tuple(
     size for power in range(4, 12) for size in (3 * 2 ** (power - 1), 2 ** (power + 1))
 )
 _BATCHES = (1, 2, 4, 8, 16, *_LARGE_BATCHES)
 _MEANS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Tokens of batches with a prompt. Fewer tokens cost a large model no less time than 128.
+# Tokens of batches with a prompt. Fewer than 128 tokens cost a large model as much time as 128.
 _PROMPT_ROWS = tuple(2**power for power in range(7, 14))
 
 
@@ -69,7 +69,7 @@ def buckets(bounds: Bounds) -> list[Bucket]:
 def bucket_of(lengths: Sequence[int], bounds: Bounds) -> Bucket | None:
     """Return the bucket of a batch whose slices have these `lengths`; None if none fits.
 
-    A decoding batch gets the smallest batch size that fits, then the smallest mean.
+    A decoding batch gets the smallest batch size that fits, and for it the smallest mean.
     """
     total = sum(lengths)
     if len(lengths) > bounds.sequences or total > bounds.tokens:
@@ -285,8 +285,8 @@ class _CudaCapture:
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            # The first run creates what later runs reuse, such as cuBLAS's workspace. That must not
-            # happen during a capture.
+            # The first run creates what later runs reuse, such as cuBLAS's workspace; a capture
+            # must not create it.
             run()
             _run_without_waits(run)
         before.wait_stream(self._stream)
@@ -308,8 +308,8 @@ def _run_without_waits(run: Callable[[], object]) -> None:
     """Call `run`; raise RuntimeError if it waits for the device.
 
     The error comes before any capture has begun, so nothing has to be undone. Other threads that
-    wait meanwhile would get it too, so a process captures while it loads, before any drafter in it
-    runs.
+    wait meanwhile would get the error too, so a process captures while it loads, before any of its
+    drafters runs.
     """
     with warnings.catch_warnings():
         # Torch warns that the mode is a prototype.

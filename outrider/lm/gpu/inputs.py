@@ -43,7 +43,7 @@ class Bucket:
 
 
 class BlockTable:
-    """The pages of the last `most` sequences that ran, a row each, and of a row for padding.
+    """A row with the pages of each of the last `most` sequences that ran, and a row for padding.
 
     A sequence keeps its row until another sequence needs the room; then the sequence that ran
     longest ago loses its row.
@@ -105,7 +105,7 @@ class BlockTable:
             row = known.pop(sequence, None)
             if row is not None:
                 known[sequence] = row
-        # The sequences of this batch are now after all others, so none of them loses its row.
+        # The sequences of this batch now come last in the order, so none of them loses its row.
         for sequence in sequences:
             if sequence not in known:
                 known[sequence] = self._take_row()
@@ -180,7 +180,7 @@ class Inputs:
         return StaticLayout(arrays["slot_mapping"].long(), kernel)
 
     def advance(self) -> None:
-        """Let each sequence of a bucket of one token each go on with a token, without the host.
+        """Let each sequence go on with a token, without the host, in a bucket of one token each.
 
         The caller writes `token_ids`. The pages must have been sent, see `write`. Padding goes on
         in the spare page.

@@ -15,7 +15,7 @@ import triton.language as tl
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.tensors import on
 
-# Moves that are read before the first of them is written; one tree has no more.
+# How many moves are read before the first of them is written; a tree has no more moves.
 _MOVES = MAX_TREE_TOKENS
 # 64-bit words of a slot that one program moves.
 _LANES = 32
@@ -33,7 +33,7 @@ def _move(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
 
     All moves touch the same words of their slots, and no other program does. So programs need no
     order among themselves. Within a program, the barriers order the threads: a chunk's sources are
-    read before its targets are written, and these before the next chunk's sources are read.
+    read before its targets are written, and then the next chunk's sources are read.
     """
     array = tl.program_id(0)
     base = tl.load(addresses + array).to(tl.pointer_type(tl.int64))

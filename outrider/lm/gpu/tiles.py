@@ -6,8 +6,8 @@ same instruction (mma.sync) and divide their keys alike among the warps. Tiles o
 on Hopper (9.x), which divides the keys in another way. So a plain and a drafted step attend alike
 where a sequence has at most 32 rows on average in both: eight tokens if four query heads share a
 key/value head. In float32 all tiles have 16 rows. Whole forwards promise less, because cuBLAS
-chooses its products by the number of rows too. On an H200, other sizes of parts and tiles made one
-sequence faster and eight slower (bench/results/2026-11-27-h200).
+chooses its products by the number of rows too. On an H200, other sizes of parts and tiles made a
+single sequence faster and eight sequences slower (bench/results/2026-11-27-h200).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _tile_scores(  # type: ignore[no-untyped-def]  # the arguments are Triton te
     scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
     seen = _is_seen(at, slot, position, window, WINDOWED, CHUNKED)
     scores = tl.where(seen, scores, float("-inf"))
-    # A constant condition first: it decides whether the code exists.
+    # The constant condition comes first: it decides whether the code is compiled.
     if TREES:  # noqa: SIM102
         if start >= tree_tile:
             seen = _is_text_or_ancestor(at, tree_start, words)
@@ -382,7 +382,7 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     """Join the parts that one row sees into `out` [T, heads, value size], several parts at once.
 
     Starts with the last part, in which the row sees at least its own key. So the maximum is finite
-    before a part in which a token of a tree sees no key.
+    when a part comes in which a token of a tree sees no key.
     """
     row = tl.program_id(0).to(tl.int64)
     last = _part_of(tl.load(slots + row // HEADS), DOUBLINGS)

@@ -69,7 +69,7 @@ def _newer_reflection() -> bytes:
     file.name = file.name.replace("v1alpha", "v1")
     file.package = _V1
     for message in file.message_type:
-        # Numbers and texts have no name of a type, and must not have an empty one.
+        # Fields of numbers and texts have no type name, and must not have an empty type name.
         for field in filter(lambda field: field.type_name, message.field):
             field.type_name = field.type_name.replace(_V1ALPHA, _V1)
     for service in file.service:

@@ -97,7 +97,7 @@ def handler_within(
     check: Callable[[Any], Any] = lambda request: request,
     parse: Callable[[bytes], Any] | None = None,
 ) -> Any:
-    """A handler like this one whose calls run within `enter(context)`.
+    """A handler like the given handler, whose calls run within `enter(context)`.
 
     There `check` changes the request or the stream of requests, or raises. `parse` replaces the
     handler's deserializer. The behaviour stays an asynchronous generator or a coroutine function:
@@ -126,7 +126,7 @@ def handler_within(
 def refusal(error: OutriderError) -> Any:
     """A handler that ends each call with this error."""
 
-    # A stream of requests suits every method: a single request is a stream of one.
+    # A stream of requests suits every method: a single request is a stream of one request.
     async def refuse(_requests: Any, context: _Context) -> None:
         await abort(context, error)
 

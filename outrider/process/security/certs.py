@@ -25,7 +25,7 @@ from outrider.process.security.tls import SOCKET_NAME
 
 _AUTHORITY_DAYS = 3650
 LOCAL_NAMES = (SOCKET_NAME, "127.0.0.1", "::1")
-"""Names that all certificates but drafters' have, for processes on one machine."""
+"""Names that all certificates except drafters' have, for processes on one machine."""
 # Clocks of other machines may be behind.
 _SKEW = timedelta(minutes=5)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

@@ -67,8 +67,8 @@ class Tls:
     def of(cls, cert: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
         """The three files; None if no file is named.
 
-        Raises OutriderError(INVALID_VALUE) if only some are named, if one is not a file, or if the
-        key does not belong to the certificate.
+        Raises OutriderError(INVALID_VALUE) if only some are named, if a name is not a file's, or if
+        the key does not belong to the certificate.
         """
         given = {"tls-cert": cert, "tls-key": key, "tls-ca": ca}
         if cert is None or key is None or ca is None:
@@ -127,7 +127,7 @@ class Tls:
 
     def load_pair(self, context: ssl.SSLContext) -> None:
         """Load the certificate and its key. Raises ssl.SSLError."""
-        # Without a password OpenSSL would ask for one on the terminal, and wait.
+        # Without a password argument OpenSSL would ask for a password on the terminal, and wait.
         context.load_cert_chain(self.cert, self.key, password=b"")
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:

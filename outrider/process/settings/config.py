@@ -136,7 +136,7 @@ class ServiceSettings(FileSettings):
 
 
 class ScrapedSettings(ServiceSettings):
-    """Base of the settings of a process whose only HTTP server is that of its metrics."""
+    """Base of the settings of a process whose only HTTP server serves its metrics."""
 
     groups: ClassVar[Mapping[str, str]] = {"listen": "Addresses"}
 
@@ -166,7 +166,7 @@ def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any])
     """
 
     def called(**values: Any) -> Any:
-        """Load the settings and run; exit with status 2 and the reasons if one is wrong."""
+        """Load the settings and run; exit with status 2 and the reasons if a setting is wrong."""
         context = click.get_current_context()
         try:
             settings = load(schema, _given(schema, context, values))
@@ -258,7 +258,7 @@ def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
         raise ValueError(f"config: {path} cannot be read: {error.strerror}") from error
 
 
-class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on alone
+class _Text(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.4 on
     """Any text, which the schema checks. A shell completes it to one of `choices`, or to a file."""
 
     name = "text"

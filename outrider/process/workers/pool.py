@@ -170,9 +170,9 @@ class Worker:
         """Have the request answered within `seconds` of processor time.
 
         A worker that somebody else killed, perhaps before this call, is replaced once. Raises
-        OutOfTime, also if no answer comes within five times as long by the wall's clock,
-        OutOfMemory, WorkerLost if the second worker was killed too, or WorkerError; the next call
-        has a new process if this one was killed.
+        OutOfTime, also if no answer comes within five times as long by the wall clock; OutOfMemory;
+        WorkerLost if the second worker was killed too; or WorkerError. If the process was killed,
+        the next call has a new process.
         """
         try:
             return self._call(request, seconds)

@@ -29,7 +29,7 @@ class TenantThreads:
     A free thread takes the work of the tenant with the fewest running pieces of work. If several
     tenants have the fewest, it takes the work of the tenant that was served longest ago. A tenant
     never has all threads, so that another tenant need not wait for work that has begun; it has at
-    most `each` of them, if given. Each thread has a stack of `stack_bytes`, if given, and runs at
+    most `each` threads, if given. Each thread has a stack of `stack_bytes`, if given, and runs at
     the priority `nice`, where the system has priorities of threads.
 
     All slow tenants together leave `spare` threads free, so that another tenant need not wait,

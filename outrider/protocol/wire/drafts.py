@@ -149,7 +149,7 @@ def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> d.DraftB
     """Check and convert; raises OutriderError(PROTOCOL_VIOLATION).
 
     Ids must be in [0, vocab_size). Base lengths and windows depend on the committed tokens; the
-    trie checks those.
+    trie checks them.
     """
     if len(proto.proposals) + len(proto.skips) > MAX_BATCH_ENTRIES:
         raise _violation("drafts", f"must hold at most {MAX_BATCH_ENTRIES} proposals and skips")
