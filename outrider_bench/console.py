@@ -71,7 +71,7 @@ class _Lines(Progress):
 
 
 def table_of(title: str, columns: Iterable[str], text: Iterable[str] = ()) -> Table:
-    """A table whose columns are aligned to the right, except the first and those in `text`."""
+    """A table. Columns are aligned to the right, but not the first and the columns in `text`."""
     table = Table(title=title)
     left = set(text)
     for number, name in enumerate(columns):

@@ -32,7 +32,7 @@ _NOISE_COUNT = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the grown model, each at least the small model's.
+    """Sizes of the grown model, each at least the size of the small model.
 
     A key/value head needs at least as many query heads as in the small model. `hidden` must be a
     multiple of `heads`.
@@ -44,7 +44,7 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocab_size: int = 0
-    """0 keeps the small model's. Added tokens have logit 0, so a greedy text never has them."""
+    """0 keeps the small model's size. Added tokens have logit 0, so no greedy text has them."""
 
 
 MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
@@ -52,7 +52,7 @@ MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
 
 
 def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
-    """The grown model's configuration, from the small model's.
+    """The grown model's configuration, from the small model's configuration.
 
     Raises ValueError for a shape that cannot hold the small model or that transformers refuses.
     """

@@ -35,7 +35,7 @@ class Prompt(BaseModel):
     text: str = ""
     chat: tuple[Message, ...] = ()
     structured_outputs: Mapping[str, Any] | None = None
-    """The grammar of the answer, as the field of a request."""
+    """The grammar of the answer, as in the field of a request."""
 
 
 class _Said(BaseModel):
@@ -46,7 +46,7 @@ class _Said(BaseModel):
 
 
 class _Row(BaseModel):
-    """A row of any format. Data sets have more fields than those that are read."""
+    """A row of any format. Data sets have further fields, which are not read."""
 
     model_config = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)
 

@@ -12,7 +12,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read(path: Path, schema: type[_Model], **given: Any) -> _Model:
-    """Read a file; `given` are values of fields that replace the file's.
+    """Read a file; `given` are values of fields that replace the file's values.
 
     Raises ValueError that names the file, the field and the problem.
     """

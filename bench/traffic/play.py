@@ -125,7 +125,7 @@ def measure(path: Path, port: int, kind: str) -> None:
 
 
 def wait_ready(port: int) -> None:
-    """Wait until the gateway is ready. Raises SystemExit if it is not within READY_S."""
+    """Wait until the gateway is ready. Raises SystemExit if this takes longer than READY_S."""
     url = f"http://127.0.0.1:{port}/readyz"
     until = time.monotonic() + READY_S
     while True:

@@ -116,7 +116,7 @@ class TrainedHead(Trained):
 
 
 class TrainedModel(Trained):
-    """A draft model with the target's tokens, whose embeddings start as the target's, projected."""
+    """A draft model with the target's tokens. It starts with the target's embeddings, projected."""
 
     def __init__(self, target: LlamaForCausalLM, rows: Rows, count: int) -> None:
         super().__init__(target, rows, count)

@@ -1,6 +1,6 @@
 """The heads that `train.py` trains, EAGLE-3 and MTP, with their loss and their files.
 
-The names of a head's modules are those of the tensors in its dialect.
+The modules of a head have the names of the tensors in its dialect.
 """
 
 from abc import abstractmethod

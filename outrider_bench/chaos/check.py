@@ -92,7 +92,7 @@ def _is_allowed(event: Event, faults: Sequence[Event]) -> bool:
 
 
 def _is_near(fault: Event, request: Event) -> bool:
-    """Whether a fault may concern the request: it is not a fault of another gateway."""
+    """Whether a fault may concern the request. Only faults of other gateways cannot."""
     return fault["target"] == request["gateway"] or fault["target"] not in GATEWAYS
 
 

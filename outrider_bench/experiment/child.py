@@ -127,7 +127,7 @@ async def start(launch: Launch) -> Child:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, **launch.environment},
-        # In a separate group: Ctrl-C then reaches only the runner, which stops all in order.
+        # In a separate group: Ctrl-C then reaches only the runner, which stops processes in order.
         start_new_session=True,
     )
     return Child(process)

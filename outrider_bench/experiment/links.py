@@ -111,7 +111,7 @@ class ShapedLink:
 
     @property
     def queue_bytes(self) -> int:
-        """Bytes under way at which the sender must wait, as with TCP's window.
+        """The bytes under way above which the sender must wait, as with TCP's window.
 
         The limit is for each connection and direction.
         """
@@ -272,7 +272,7 @@ class _End(asyncio.Protocol):
             self._transport.abort()
 
     def _in_order(self) -> float:
-        """When an end of stream or connection that comes now is due."""
+        """The time at which an end of stream or connection that comes now is due."""
         return max(self._last, self._loop.time() + self.link.round_trip_s / 2)
 
     def _put(self, *pieces: tuple[float, bytes | None]) -> None:

@@ -31,7 +31,7 @@ from outrider_bench.experiment.unmeasured import load_profile, profile_of
 from outrider_bench.simulator.simulation import Simulation
 
 PAYS = 1.02
-"""Drafting pays if its speed is at least this multiple of plain decoding's."""
+"""Drafting pays if its speed is at least this multiple of the speed of plain decoding."""
 
 
 def run(file: Path, paths: Sequence[Path], validate: Path | None, out: Path) -> Path:

@@ -12,7 +12,7 @@ from outrider_bench.experiment.serving import Serving, busy
 from outrider_bench.simulator.costs import Costs
 
 NEVER = "never"
-"""When the profile of a cost table was measured."""
+"""The time of measurement in the profile of a cost table."""
 
 
 class Conditions(BaseModel):

@@ -41,7 +41,7 @@ class Serving(BaseModel):
     """Time of drafting over its time on the idle machine."""
 
     def with_host_times(self, other: Serving) -> Serving:
-        """These costs with the host's work of another way."""
+        """These costs, but with the times that the host works in another way of decoding."""
         return self.model_copy(update={"before_s": other.before_s, "after_s": other.after_s})
 
 

@@ -60,7 +60,7 @@ class Drafter(_Part):
     `settings.token_ms`."""
 
     model: Path | None = None
-    """Directory of a draft model, or of a head; unset is the bundled one of the family."""
+    """Directory of a draft model, or of a head; unset is the family's bundled model."""
 
     count: int = Field(1, ge=1, le=64)
     """Processes."""
@@ -84,11 +84,11 @@ class Drafter(_Part):
     """The device of a draft model or head: cpu, cuda or cuda:N."""
 
     cost: str | None = None
-    """For predictions, its name in the cost table's `drafting`; unset goes by family and
-    threads."""
+    """For predictions, the drafter's name in the cost table's `drafting`; if unset, family and
+    threads give the name."""
 
     host: Name | None = None
-    """Any name of another machine, for predictions; unset is the verifier's."""
+    """For predictions, any name for another machine; unset is the verifier's machine."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
     """Other settings of its process, see `outrider drafter --help`, with underscores."""
@@ -135,7 +135,7 @@ class Workload(_Part):
     """Requests that are kept under way."""
 
     waves: int = Field(4, ge=1)
-    """Requests in all for each one under way, but at least 8."""
+    """Requests in total, as a multiple of `batch`, but at least 8 requests."""
 
     output_tokens: int = Field(64, ge=1, le=4096)
     """Mean length of answers. The lengths lie between half and one and a half times the mean."""

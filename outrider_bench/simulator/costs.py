@@ -89,10 +89,10 @@ class Costs(_Table):
 
     source: str
     measured: bool
-    """Whether the figures were measured on such a machine, not assumed or derived from published
-    figures."""
+    """Whether the figures were measured on a machine of this kind, not assumed or derived from
+    published figures."""
     links: dict[str, LinkShape] = Field(default_factory=dict)
-    """Links from a drafter to the verifier that such machines have, by name."""
+    """Links from a drafter to the verifier on machines of this kind, by name."""
     forwards: list[Forward] = Field(min_length=1)
     prompt_step_s: NotNegative
     """Seconds that a step with prompts adds, independent of their length."""

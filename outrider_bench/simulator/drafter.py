@@ -35,7 +35,7 @@ from verifier_svc.state.drafter import Drafter
 
 
 class DrafterActor:
-    """One connection of one drafter; a drafter that joins again has a new one.
+    """One connection of one drafter; a drafter that joins again has a new connection.
 
     Connections of one process share `process`.
     """
@@ -236,7 +236,7 @@ class DrafterActor:
             self._computes(work.ends[-1])
 
     def _computes(self, seconds: float) -> None:
-        """Record `seconds` of drafting, and slow down the target's forward by their share."""
+        """Record `seconds` of drafting. The target's forward loses the drafter's share of them."""
         self.computed_s += seconds
         self._verifier.target.share_cores(self._share * seconds)
 

@@ -44,7 +44,7 @@ class Events:
         self.at(self.now + seconds, work)
 
     def run(self, until: float) -> None:
-        """Run all events up to and including `until`, with those that they schedule."""
+        """Run all events up to and including `until`, with the events that they schedule."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, work = heappop(heap)

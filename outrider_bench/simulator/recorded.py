@@ -32,9 +32,9 @@ class RecordedRequest(BaseModel):
         default_factory=dict
     )
     """By drafter, one character for each token of the output, given the tokens before it: + if the
-    drafter guesses the token, - if it guesses another one, 1 to 9 if the token is that alternative
-    to its guess (for `drafts_by: model`), and . if it has no guess. The scenario's acceptance of
-    such a drafter is ignored."""
+    drafter guesses the token, - if it guesses another token, 1 to 9 if the token is that
+    alternative to its guess (for `drafts_by: model`), and . if it has no guess. The scenario's
+    acceptance of such a drafter is ignored."""
     grammar: bool = False
     """Whether the request has a grammar. Some drafters draft for no other requests."""
     prompt_ids: list[int] = Field(default_factory=list)

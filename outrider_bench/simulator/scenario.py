@@ -195,7 +195,7 @@ class Scenario(_Part):
 
     warm_up: int = Field(0, ge=0)
     """Requests at the beginning of the recording that are not measured. They are closed arrivals.
-    When all of them have ended, time begins for the other requests and for the schedule."""
+    When all these requests have ended, time begins for the other requests and for the schedule."""
 
     timeout_seconds: float | None = Field(None, gt=0)
     """How long clients wait for an answer. Then they cancel it. The gateway's rule refuses requests

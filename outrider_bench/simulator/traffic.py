@@ -136,7 +136,7 @@ class Traffic:
             self._poisson()
 
     def stop(self) -> None:
-        """Send no more requests, and cancel those under way."""
+        """Send no more requests, and cancel the requests under way."""
         self._stopped = True
         for request in self.requests:
             if not request.over:

@@ -85,7 +85,7 @@ def _vllm_methods(settings: TableSettings) -> dict[str, _Method]:
 async def _start_vllm(
     python: Path, target: Path, method: _Method, running: AsyncExitStack
 ) -> peer_process.Ask:
-    """Start vLLM and, if the method has a drafter of ours, our scheduler in vLLM and that drafter.
+    """Start vLLM. If the method has our drafter, start it too, and let vLLM use our scheduler.
 
     Asking raises PeerDied with the drafter's last words if it has died.
     """

@@ -124,7 +124,7 @@ def test_a_round_after_one_without_any_guess_guesses_as_usual(
     monkeypatch: pytest.MonkeyPatch,
     parallel: bool,
 ) -> None:
-    """A forward may overflow. A step may add no token of the model's to the text."""
+    """A forward may overflow, and a step may add no token of the draft model to the text."""
     monkeypatch.setattr(runner, "parallel_token_id", UNKNOWN if parallel else None)
     monkeypatch.setattr(runner, "decoder", None)
     forward = runner.forward

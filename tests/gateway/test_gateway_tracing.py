@@ -31,7 +31,7 @@ def of_requests(spans: InMemorySpanExporter) -> list[ReadableSpan]:
 
 
 def check_links(rig: Rig, spans: InMemorySpanExporter) -> None:
-    """The request's span has a client's span for each sequence, whose child is the verifier's."""
+    """The request's span has a client's span for each sequence, which has the verifier's span."""
     [root] = of_requests(spans)
     clients = [span for span in spans.get_finished_spans() if span.kind is SpanKind.CLIENT]
     assert sorted(rig.script.traceparents) == sorted(

@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss: an answer is messages for thought, content and calls."""
+"""Harmony, the format of gpt-oss: an answer has messages for thought, content and calls."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 ALLOWED_S = 0.05
 TRIES = 8
 MIB = 2**20
-# Many models have this context. With the bundled model's, more requests would be refused early.
+# Many models have this context. With a shorter context, more requests would be refused early.
 CONTEXT = 131_072
 HEADERS = {"content-type": "application/json"}
 _BUCKET = re.compile(

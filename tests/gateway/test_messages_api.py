@@ -405,7 +405,7 @@ async def test_errors_around_the_body_have_anthropics_shape(rig: Rig, path: str)
     assert error_of(await rig.http.get(path), 405)
     foreign = await post(path, json=good, headers={"host": "evil.example"})
     assert error_of(foreign, 403)["type"] == "permission_error"
-    # The HTTP parser writes this answer, and sends no such header.
+    # The HTTP parser writes this answer, without the header request-id.
     headers = await post(path, json=good, headers={"x": "x" * 70_000})
     assert (headers.status_code, headers.json()["type"]) == (431, "error")
 

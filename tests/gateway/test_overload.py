@@ -98,7 +98,7 @@ async def test_a_flood_does_not_make_another_tenant_late() -> None:
 
 
 async def test_a_large_tenant_waits_longer_beside_small_ones() -> None:
-    """Small tenants' requests, present and future, overtake the large tenant's in the queue."""
+    """Small tenants' requests, present and future, overtake the large tenant's requests."""
     alone = refusal(BUSY, {"a": 128}, timeout=ClientTimeout(1.0))
     beside = refusal(BUSY, {"a": 128, "b": 4, "c": 12}, timeout=ClientTimeout(1.0))
     assert alone is not None
@@ -242,7 +242,7 @@ async def test_a_timeout_that_a_library_sends_by_itself_makes_nobody_patient(
 
 
 async def test_callers_that_name_no_timeout_have_a_minute_until_their_first_token(rig: Rig) -> None:
-    """Twice the wait must fit into the minute; the time of the answer does not count."""
+    """Twice the expected wait must fit into the minute. The time of the answer does not count."""
     async with crowded(rig, 1, sequence_s=31.0):
         answer = await rig.http.post("/v1/completions", json=BODY)
         assert answer.status_code == 429

@@ -1,4 +1,4 @@
-"""The kept answers of the Responses API take bounded memory, and each tenant has its own."""
+"""The kept answers of the Responses API take bounded memory, and each tenant has its own bounds."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Launches(TorchDispatchMode):
 
         def counted(executor: Any, *arguments: Any, **options: Any) -> Any:
             self.count += 1
-            # A GPU makes no such copies; they are the interpreter's.
+            # Only the interpreter makes these copies, not a GPU.
             with torch.utils._python_dispatch._disable_current_modes():
                 return launch(executor, *arguments, **options)
 

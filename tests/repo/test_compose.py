@@ -124,7 +124,7 @@ def networks(service: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("text", [TEXT, STACK_TEXT], ids=["compose.yaml", "stack.yaml"])
 def test_only_services_with_published_ports_reach_anything_outside(text: str) -> None:
-    """An attacker may make a verifier or a drafter open addresses, but it reaches none."""
+    """If an attacker makes a verifier or a drafter open connections, they reach nothing."""
     document = yaml.safe_load(text)
     closed = {
         name for name, options in document["networks"].items() if (options or {}).get("internal")

@@ -375,7 +375,7 @@ def test_every_pod_has_a_policy_and_no_port_without_a_lock_is_open_to_all(
 
 
 def test_a_pod_reaches_its_peers_and_the_clusters_dns_alone(documents: list[Document]) -> None:
-    """An attacker may make a process open addresses, but it reaches none, inside or outside."""
+    """If an attacker makes a process open connections, they reach nothing, inside or outside."""
     policies = of_kind(documents, "NetworkPolicy")
     for name in ("outrider-verifier", "outrider-redis"):
         assert policies[name]["spec"]["egress"] == []

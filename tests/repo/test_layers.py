@@ -60,7 +60,7 @@ def test_modules_load_without_libraries_that_they_do_not_need(
     "command", ["verifier_svc --target x", "drafter_svc --family model --model x"]
 )
 def test_a_process_without_torch_names_the_missing_extra(command: str) -> None:
-    """As after `pip install outrider` without extras: a module that is None cannot be imported."""
+    """A module that is None in sys.modules seems not installed, as without the package's extras."""
     module, *arguments = command.split()
     without = f"import runpy, sys; sys.argv[1:] = {arguments}"
     without += f"; sys.modules.update(dict.fromkeys({MODEL_LIBRARIES}))"

@@ -63,7 +63,7 @@ async def test_a_reader_that_reads_nothing_is_given_up_once() -> None:
 async def test_each_item_read_gives_a_slow_reader_more_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The time is the loop's, which the test sets."""
+    """The test sets the time of the loop."""
     loop = asyncio.get_running_loop()
     real = loop.time
     passed = 0.0

@@ -24,7 +24,7 @@ OUTPUT = 160
 # drains says more about those steps than about drafters.
 TEXTS = {1: 8, 8: 24}
 # The quick drafters answer in 0.6 ms. The model's draft takes 2 ms and the head's 3 ms, in steps of
-# 10 ms. The model runs ahead. A head does not, which the head's longer round trip stands for.
+# 10 ms. The model runs ahead. The head does not, so its round trip is longer.
 DRAFTERS = {
     "ngram": DrafterSpec(name="ngram", cost="ngram"),
     "short": DrafterSpec(name="short", cost="ngram"),

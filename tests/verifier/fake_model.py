@@ -276,7 +276,7 @@ def make_engine(
 def make_plan(engine: Engine, times: int = 1) -> Plan:
     """Plan `times` times for the running sequences, each time from the previous plan.
 
-    Returns the last plan, which is then the engine's.
+    Returns the last plan, which the engine then has.
     """
     for _ in range(times):
         running = engine.scheduler.running.values()

@@ -1,4 +1,4 @@
-"""A drafter whose acceptance falls clearly below its first hour's is noticed, and only then."""
+"""A drafter is noticed only if its acceptance falls clearly below that of its first hour."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_trees_know_the_room_that_prompts_leave_them() -> None:
     assert engine.scheduler.draft_room() == 15
     engine.submit(TokenRequest([1] * 40, 6, GREEDY), Client())
     engine.scheduler.admit()
-    # A quarter of the batch is the prompt's.
+    # The prompt gets a quarter of the batch.
     assert engine.scheduler.draft_room() == 11
 
 

@@ -34,7 +34,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
 
 
 def wanted(text: list[int], request: FeatureRequest = REQUEST) -> np.ndarray:
-    """The features of a text's tokens by the table model."""
+    """The features that the table model gives for a text's tokens."""
     rows = []
     for position, token in enumerate(text):
         state = (text[max(position - 1, 0)], token, position)

@@ -26,7 +26,7 @@ from verifier_svc.policy.draft_policy import EVERY_DRAFT
 
 BAD = 7
 PAGES, PAGE = 8, 16
-# torch's attention over gathered pages and, with head size 64, the C library's.
+# torch's attention over gathered pages and, with head size 64, the C library's attention.
 every_attention = pytest.mark.parametrize(
     ("dtype", "head_size"), [(torch.float16, 8), (torch.float32, 64)]
 )

@@ -163,7 +163,7 @@ def test_a_request_that_insists_gets_drafts_where_they_do_not_pay() -> None:
 
 @pytest.mark.parametrize("other_tenant", [False, True])
 def test_insisting_does_not_slow_down_another_request(other_tenant: bool) -> None:
-    """The other request does not insist, or is another tenant's and insists."""
+    """The other request does not insist; or it insists, and is another tenant's request."""
 
     def steps_s(others: SpeculationOptions) -> float:
         stack = Stack()

@@ -223,7 +223,7 @@ def test_claims_that_the_commits_contradict_lose_their_weight() -> None:
         rates.observe(0, 1, 0.4, i % 10 == 0)
     assert rates.estimate(0, 1, 0.4) == pytest.approx(0.1, abs=0.03)
     assert rates.estimate(0, 1, 0.2) == pytest.approx(0.05, abs=0.015)
-    # Other ranks and depths have separate measurements; the deepest share one measurement.
+    # Other ranks and depths have separate measurements, but all great depths share one.
     assert rates.estimate(0, 2, 0.4) == rates.estimate(1, 1, 0.4) == 0.4
     rates.observe(9, 1, 0.4, True)
     assert rates.estimate(3, 1, 0.4) > 0.4

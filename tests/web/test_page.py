@@ -261,7 +261,7 @@ async def test_the_join_example_continues_with_the_new_drafter(page: Page, site:
 
 
 async def test_the_leave_examples_command_kills_only_its_drafter(page: Page, site: Site) -> None:
-    # An id with a shell command in it, and an id that begins like the victim's.
+    # An id with a shell command in it, and an id that begins like the victim's id.
     others = ("x'; touch pwned; echo '", "ngram-12")
     for name in others:
         site.stack.add_drafter(name, "ngram")

@@ -147,7 +147,7 @@ def _rows(
 
 
 def _add_ratios(results: Results) -> None:
-    """Add `times_plain`, and its share of what is possible, to the rows of drafted decoding."""
+    """Add `times_plain`, and its share of the possible speed, to the rows of drafted decoding."""
     rows = {row: row.figures for row in results.rows}
     for row in results.rows:
         plain = rows.get(replace(row, way=PLAIN), {})

@@ -305,8 +305,8 @@ def eagle3_by_specforge(name: str, seed: int, **flags: Any) -> None:
 def mtp(seed: int) -> None:
     """MiMo-7B's layer: speculators' MTP layer around transformers' Qwen2 layer.
 
-    Speculators' layer has the embedding first in the joined input. MiMo has it last, so the columns
-    of input_proj change places.
+    Speculators' layer has the embedding first in the joined input. MiMo's layer has the
+    embedding last, so the columns of input_proj change places.
     """
     from speculators.models.mtp.model_definitions import _create_mtp_layer_class
     from transformers import Qwen2Config
