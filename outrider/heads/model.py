@@ -31,9 +31,9 @@ from outrider.sampling.tensors import fetch
 Place = tuple[int, Sequence[int]]
 """Where a token is guessed: after these guesses of the sequence with this number in the batch."""
 Rank = Callable[[Sequence[Place], torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""Ranks the next tokens: from R places, scores [R, V] of all target ids and a width, to the first
-`width` target ids of each place and their shares, [R, width]. The first is chosen. A drafter with
-the verifier's noise draws with it here."""
+"""Ranks the next tokens. It gets R places, scores [R, V] of all target ids and a width, and returns
+the first `width` target ids of each place and their shares, [R, width]. The first is chosen. A
+drafter with the verifier's noise draws with it here."""
 
 
 # How many rows of guesses still have room after a full context.
@@ -264,11 +264,11 @@ class HeadModel(torch.nn.Module):
         return self.guess(sequences, count, Picker(self, width, rank))
 
     def tree_rows(self, count: int) -> int:
-        """Count the rows that `guess` reads for a tree of `count` levels; 0 if it grows none."""
+        """Count the rows that `guess` reads for a tree of `count` levels; 0 if it grows no tree."""
         return 0
 
     def capture(self, width: int) -> None:
-        """Capture CUDA graphs for rounds of at most `width` tokens a place, where a kind has any.
+        """Capture CUDA graphs for rounds of at most `width` tokens a place, if the kind has graphs.
 
         Call it once the reading of the file is chosen, on the thread that runs the head. Raises
         torch.AcceleratorError if the device failed.
@@ -455,7 +455,7 @@ class Picker:
         return top.indices if self._ids is None else self._ids[top.indices], top.values
 
     def _spread(self, scores_RV: torch.Tensor) -> torch.Tensor:
-        """Bring scores of the draft vocabulary to target ids; all other ids get none."""
+        """Bring scores of the draft vocabulary to target ids; all other ids get -inf."""
         if self._ids is None:
             return scores_RV
         spread = scores_RV.new_full((len(scores_RV), self._vocab_size), -torch.inf)

@@ -86,7 +86,7 @@ class HeadCache:
         self._cos, self._sin = self._turns(_FIRST_TURNS)
 
     def rows(self, slices: list[SequenceSlice]) -> HeadRows:
-        """Prepare a forward of these slices: every layer attends by them."""
+        """Prepare a forward of these slices; every layer then attends by their layout."""
         layout = BatchLayout(slices, self.page_size, self._device)
         for layer in self.layers:
             layer.layout = layout
@@ -96,7 +96,7 @@ class HeadCache:
         return HeadRows(self._cos[layout.positions], self._sin[layout.positions], layout)
 
     def static_rows(self, layout: StaticLayout) -> Turns:
-        """Prepare a forward at fixed addresses, of any positions; every layer attends by it.
+        """Prepare a forward at fixed addresses, of any positions; every layer attends by `layout`.
 
         All cosines and sines are kept from now on: 64 MiB for 131,072 positions of 128 channels in
         bfloat16.

@@ -43,7 +43,7 @@ class Projection(Module):
 
 
 def projection_tensors(head: Head) -> Mapping[str, torch.Tensor]:
-    """The tensors of the head's projection, by the names of `Projection`; none if it has none."""
+    """The tensors of the head's projection, by the names of `Projection`; empty without one."""
     if not head.spec.aux_layers:
         return {}
     names = [name for name in head.tensors if name.partition(".")[0] in _PARTS]

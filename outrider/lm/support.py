@@ -197,7 +197,7 @@ def own_logits(model: Any, name: str, vocab_size: int, texts: trial.Texts) -> tr
 
 
 def _rounding(model: Any, texts: trial.Texts, logits: torch.Tensor) -> float:
-    """Return the median by which logits with sdpa differ; infinite for a model without it."""
+    """Return the median by which logits with sdpa differ; infinite for a model without sdpa."""
     try:
         model.set_attn_implementation("sdpa")
     except (ImportError, ValueError):

@@ -30,8 +30,8 @@ def weights_fingerprint(model: str) -> str:
     """SHA-256 (hex) over each tensor's name, type, shape and samples, and over the config.
 
     `model` is a directory or a hub id. A model whose tensors are not found in safetensors has a
-    random fingerprint, which equals no other. Raises OutriderError(MODEL_NOT_FOUND) if there is no
-    such model.
+    random fingerprint, which equals no other fingerprint. Raises OutriderError(MODEL_NOT_FOUND) if
+    there is no such model.
     """
     files = _files(model)
     if not files:

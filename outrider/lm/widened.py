@@ -121,7 +121,7 @@ class _Widened(torch.nn.Module):
 
 @contextmanager
 def _widened(model: torch.nn.Module) -> Iterator[None]:
-    """Have every product below the model compute in float32, meanwhile."""
+    """While the block runs, have every product below the model compute in float32."""
     restored: list[tuple[Any, str, Any]] = []
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:

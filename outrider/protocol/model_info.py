@@ -141,7 +141,7 @@ class ModelInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the model in requests; answers have the first."""
+        """All names of the model in requests; answers have the first name."""
         return self.model_id, *self.aliases
 
 

@@ -95,7 +95,7 @@ async def resolve(host: str, port: int) -> list[str]:
     """All addresses of a host, sorted, each with the port. Raises OSError.
 
     If the host has IPv4 and IPv6 addresses, the IPv6 addresses are left out, since each replica
-    probably has one of each.
+    probably has an address of each kind.
     """
     loop = asyncio.get_running_loop()
     infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -12,7 +12,7 @@ from outrider.errors import OutriderError, Reason
 # Linux gives outgoing connections higher ports. Such a connection could take the port of a server
 # that is down for a moment.
 _PORTS = range(20_000, 32_000)
-# Each process has an order of its own, and gives no port twice before all others.
+# Each process has its own order of ports, and gives all ports before it gives one again.
 _candidates = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
 
 

@@ -62,7 +62,7 @@ def error_of(
     """
     error = OutriderError(otherwise, failure.details() or failure.code().name)
     try:
-        # It reads only code, details and trailing metadata, which an AioRpcError has too.
+        # `from_call` reads only code, details and trailing metadata, which an AioRpcError has too.
         status = rpc_status.from_call(failure)  # type: ignore[arg-type]
         return error if status is None else _with_details(error, status)
     except (DecodeError, ValueError):

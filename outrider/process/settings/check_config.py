@@ -29,8 +29,8 @@ def check_config(
 ) -> None:
     """Print the settings as YAML, without passwords and keys, if the process could use them.
 
-    `check` raises OutriderError for what only this process knows. A problem ends the command with
-    one sentence and status 1.
+    `check` raises OutriderError for problems that only this process can find. A problem ends the
+    command with one sentence and status 1.
     """
     try:
         for name, value in settings:

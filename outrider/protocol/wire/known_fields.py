@@ -1,6 +1,6 @@
 """Refuses requests with fields that this version does not know.
 
-If a server ignored a field, such as a new sampling setting, the output would silently be another.
+If a server ignored a field, such as a new sampling setting, the output would silently differ.
 JSON's parsers refuse unknown fields by name; protobuf keeps them only by number.
 """
 
