@@ -51,7 +51,7 @@ class Branch:
 
 
 def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None:
-    """Offer those tokens of the branches that are likeliest to be committed, the likeliest first.
+    """Offer the branches' tokens that are likeliest to be committed, the likeliest first.
 
     At most `sequence.tree_room` tokens are offered. A token is committed with the probability of
     its cumulative acceptance: the product of its own confidence and the confidences of all tokens

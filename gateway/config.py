@@ -45,8 +45,8 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     """Directory, GGUF file or hub id of tokenizer and chat template. It must be the target's."""
 
     tool_format: str = ""
-    """Format in which the model writes tool calls, such as hermes or qwen_3_coder; docs/api.md
-    lists them. Without it the gateway guesses it from the chat template, and says so at the start.
+    """Format in which the model writes tool calls, such as hermes or qwen_3_coder. docs/api.md
+    lists the formats. By default the gateway guesses it from the chat template, and says so.
     The value `none` means that the model has no format of its own; then only forced calls work."""
 
     http_host: str = "127.0.0.1"

@@ -150,7 +150,7 @@ class Gateway:
         self.router.start(self._grpc.set_serving)
 
     async def stop(self) -> None:
-        """Refuse new requests, give running ones `drain_seconds` to finish, and fail the rest.
+        """Refuse new requests, give running requests `drain_seconds` to finish, fail the rest.
 
         Until everything has ended, new HTTP requests get an error that says so.
         """

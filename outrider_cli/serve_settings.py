@@ -61,8 +61,8 @@ class ServeSettings(TargetSettings, ServiceSettings):
     """Type of the weights of target and draft models: auto is the checkpoint's."""
 
     tool_format: str = ""
-    """Format in which the target writes tool calls, such as hermes; without it, the chat template
-    tells. docs/api.md lists the formats."""
+    """Format in which the target writes tool calls, such as hermes; by default, the format that the
+    chat template shows. docs/api.md lists the formats."""
 
     host: str = "127.0.0.1"
     """Address that the gateway listens on."""

@@ -82,7 +82,7 @@ def _service_arguments(settings: ServeSettings) -> list[str]:
 
 
 def _named(settings: ServeSettings) -> dict[str, DrafterSpec]:
-    """The drafters by their ids; raises OutriderError(INVALID_VALUE) if two have one id."""
+    """The drafters by their ids; raises OutriderError(INVALID_VALUE) if two have the same id."""
     found: dict[str, DrafterSpec] = {}
     counts: Counter[str] = Counter()
     for spec in map(DrafterSpec.parse, settings.drafter):
@@ -164,7 +164,7 @@ def _free_cores(specs: list[DrafterSpec]) -> int:
 
     Processes whose threads meet at barriers on the same cores hold each other up.
     """
-    # In a container these can be fewer than the machine has.
+    # A container can have fewer cores than the machine.
     available = os.sched_getaffinity(0)
     models = [spec for spec in specs if spec.runs_model]
     given = [spec.options["cores"] for spec in models if "cores" in spec.options]

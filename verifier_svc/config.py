@@ -51,7 +51,8 @@ class TargetSettings(BaseModel):
 
     sampled_drafts: bool = False
     """Let trusted drafters sample for requests without a seed, and accept their drafts by the
-    distribution that they claim; a trusted drafter that claims a wrong one can bias the output.
+    distribution that they claim. A trusted drafter that claims a false distribution can bias the
+    output.
     With TLS, drafters whose certificates have the role trusted-drafter are trusted; without TLS,
     all that connect. Other drafters then propose their likeliest tokens for these requests. Where
     this is off, drafters draw with the verifier's noise if they can."""
@@ -98,8 +99,8 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     beginning is computed once. Turn it off where no cache may outlive its request."""
 
     sampled_rule: SampledRule = "block"
-    """Acceptance rule for drafts that a trusted drafter sampled. block accepts at least as many
-    tokens on average; token-wise is for comparisons with it."""
+    """Acceptance rule for drafts that a trusted drafter sampled. On average, block accepts at least
+    as many tokens as token-wise, which is for comparisons."""
 
     draft_trees: bool = True
     """Verify trees of draft tokens, at most 64 of a sequence, where they are faster than chains.
@@ -125,8 +126,8 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     chooses."""
 
     trust_remote_code: bool = False
-    """Run the checkpoint's own code, for architectures that transformers lacks. It may do all that
-    this process may."""
+    """Run the checkpoint's own code, for architectures that transformers lacks. That code may do
+    all that this process may do."""
 
     listen: str = "127.0.0.1:50051"
     """host:port to serve on."""

@@ -1,4 +1,4 @@
 """The families of drafters.
 
-To add one, see docs/contribute.md, or register an entry point in another package.
+To add a family, see docs/contribute.md, or register an entry point in another package.
 """

@@ -254,7 +254,7 @@ class Forwards:
         return self._of_target(self._runner.forward(slices))
 
     def _of_target(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] of the target's tokens: the model's, if both have one vocabulary."""
+        """The logits [R, V] of the target's tokens: the model's own if both vocabularies agree."""
         return logits_RV if self._columns is None else self._columns.pick(logits_RV)
 
     def _cache_pages(self, draft: CachedDraft) -> None:
@@ -265,8 +265,8 @@ class Forwards:
     ) -> list[Guess | None]:
         """Choose a token of each draft from a row of logits; None where no token may follow.
 
-        Take the likeliest token, or draw one if the draft's `distribution` says so. `places` are
-        the tokens' positions.
+        Take the likeliest token, or draw a token if the draft's `distribution` says so. `places`
+        are the tokens' positions.
         """
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
         best_RK, shares_RK = _best(logits_RV, trees=_want_trees(drafts))

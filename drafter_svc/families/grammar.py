@@ -86,7 +86,7 @@ class Grammars:
         return b"".join([self.token_bytes[token] for token in tokens])
 
     def end_of(self, tokens: Sequence[int]) -> int:
-        """The token that ends a text, if the prompt `tokens` has such ends of earlier texts."""
+        """The token that ends texts: if the prompt `tokens` has such tokens, the last of them."""
         ends = [token for token in tokens[-_PROMPT_TOKENS:] if token in self.stops]
         return ends[-1] if ends else self.stops[0]
 

@@ -353,7 +353,7 @@ class HeadWorker:
 
 
 def _joined(parts: Sequence[SharedRows], draft: HeadDraft) -> torch.Tensor:
-    """The features as one tensor of the head's stream."""
+    """The features as one tensor, for the head's CUDA stream."""
     if not parts:
         return torch.empty(0, draft.width, dtype=draft.dtype)
     return torch.cat([part.read() for part in parts])

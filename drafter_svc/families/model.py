@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 # On a GPU, forwards of up to this many sequences and branches are captured as CUDA graphs.
 _GRAPHED_SEQUENCES = 64
-# The most tokens in one forward. A draft model reads prompts in such chunks between its drafts.
+# The most tokens in one forward. Between its drafts, a draft model reads prompts in chunks of this
+# size.
 _MAX_BATCH_TOKENS = 512
 # Branches that are prepared beside a draft while it is verified, where the verifier lets drafters
-# run ahead. Each of them takes a row of every forward, so only the likeliest few are worth it.
+# run ahead. Each branch takes a row of every forward, so only the likeliest few are worth it.
 _BRANCHES = 4
 
 
@@ -274,7 +275,7 @@ class ModelFamily(Family):
         sequence.give_up_branches()
 
     def _offer_leaves(self, draft: CachedDraft) -> None:
-        """Offer the best tokens beside those guessed in this round, where trees are verified.
+        """Offer the best tokens beside this round's guesses, where trees are verified.
 
         It offers none beside a sampled chain, whose tokens carry distributions and which is
         verified without branches.

@@ -21,9 +21,9 @@ from drafter_svc.pools.redis import Query, RedisCounters, RedisOptions, RedisPoo
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.model_info import ModelInfo
 
-# Branches of all sequences together between two verdicts, and the least that one sequence may have.
-# A sequence needs a branch at each place where its draft can end. Finding branches costs almost
-# nothing, but sending them does.
+# Between two verdicts, all sequences together have about this many branches, and each sequence may
+# have at least `_MIN_BRANCHES`. A sequence needs a branch at each place where its draft can end.
+# Finding branches costs almost nothing, but sending them costs time.
 _BRANCHES = 64
 _MIN_BRANCHES = 4
 
@@ -188,7 +188,7 @@ class NgramFamily(Family):
     def _branch(self, sequence: DraftSequence) -> None:
         """Offer other continuations that the sequence's own pool knows, at each place of the draft.
 
-        If the draft fails at that place, such a branch is the next draft and is already there.
+        If the draft fails at a place, a branch there is the next draft, and is already known.
         """
         # Where the verifier verifies trees, `_extend` has offered them.
         if sequence.wants_tree:

@@ -42,8 +42,8 @@ class RedisSettings(FamilySettings):
     names other files."""
 
     redis_cluster: bool = False
-    """Whether the Redis is a cluster. Then redis takes the URLs of several nodes, with commas
-    between them, which are asked for the slots."""
+    """Whether the Redis is a cluster. Then the setting redis takes the URLs of several nodes, with
+    commas between them. These nodes are asked for the slots."""
 
     redis_password_file: Path | None = None
     """File with the password of the URL's user; it is read again for each connection."""
@@ -76,7 +76,7 @@ class NgramSettings(RedisSettings):
     """Settings of the family ngram."""
 
     max_draft_len: int = Field(8, ge=1, le=MAX_DRAFT_TOKENS)
-    """The most tokens proposed at once. More of them help with texts that repeat long parts."""
+    """The most tokens proposed at once. More tokens help with texts that repeat long parts."""
 
     max_matching_ngram_size: int = Field(3, ge=1, le=16)
     """Tokens of the longest suffix that is looked up. Longer suffixes guess more surely, and make
@@ -132,8 +132,8 @@ class ModelSettings(FamilySettings):
     reads the target's tokenizer and configuration."""
 
     trust_remote_code: bool = False
-    """Run the checkpoint's own code, for architectures that transformers lacks. It may do all that
-    this process may."""
+    """Run the checkpoint's own code, for architectures that transformers lacks. That code may do
+    all that this process may do."""
 
 
 class HeadSettings(FamilySettings):
@@ -164,8 +164,8 @@ class HeadSettings(FamilySettings):
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""
 
     trust_remote_code: bool = False
-    """Run the code of the target's configuration, for architectures that transformers lacks. It may
-    do all that this process may."""
+    """Run the code of the target's configuration, for architectures that transformers lacks. That
+    code may do all that this process may do."""
 
     page_count: int | None = Field(None, ge=1)
     """Pages of 16 tokens of the head's KV cache, by default for 64 full contexts in at most 1 GiB.

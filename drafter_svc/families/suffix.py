@@ -103,7 +103,7 @@ class SuffixFamily(Family):
         cls, settings: SuffixSettings, place: PlacementPlan, metrics: DrafterMetrics
     ) -> Loaded:
         """Check the settings. Connections of one tokenizer share their trees."""
-        # Make one and discard it, so that a missing package is reported now, not on connecting.
+        # Make trees and discard them, so that a missing package is reported now, not on connecting.
         Corpora(settings)
         by_tokenizer: dict[str, Corpora] = {}
 

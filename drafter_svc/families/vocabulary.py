@@ -189,7 +189,8 @@ class Vocabulary:
         return text
 
     def encode(self, tokens: Sequence[int], *, at_beginning: bool) -> _Encoding:
-        """The draft model's tokens for a text, or for a part that begins with a token of both."""
+        """The draft model's tokens for a text, or for a part at whose beginning both tokenizers
+        begin a token."""
         found = _Encoding()
         run: list[bytes] = []
         for token in tokens:
@@ -247,16 +248,17 @@ class OwnText:
         self.ids = list(prefix)
         self._sure = len(prefix)
         self._sure_tokens = self._skipped = skipped
-        """The counts of the draft model's and the target's tokens before that place."""
+        """`_sure` of the draft model's tokens and `_sure_tokens` of the target's are before the
+        place where the text is encoded again."""
 
     def follow(
         self, tokens: Sequence[int], held: Sequence[int] = (), guesses: Sequence[int] = ()
     ) -> int:
         """Take over the target's `tokens`, which begin with the tokens taken over before.
 
-        `held` are the guesses that were right after the earlier text, `guesses` those that are left
-        after the present text. Returns how many of the draft model's tokens for the earlier text
-        and `held` are still its tokens for the present text and `guesses`.
+        `held` are the guesses after the earlier text that are still right. `guesses` are the
+        guesses after the present text. Returns how many of the draft model's tokens stay right: the
+        first tokens that are the same for both texts with their guesses.
         """
         before = [*self.ids[self._sure :], *self.of_guesses(held)]
         begin, begin_tokens = self._sure, self._sure_tokens

@@ -117,8 +117,8 @@ class MemoryPool:
     ) -> tuple[float, list[Continuation]]:
         """The probability of the token `chosen` after `context`, and all other continuations.
 
-        The others begin with different tokens and have at most `length` tokens. Probabilities are
-        those of PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and
+        The others begin with different tokens and have at most `length` tokens. Probabilities come
+        from PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and
         Partial String Matching", 1984): a token that followed c of n occurrences of the longest
         suffix has c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among the
         tokens that followed only shorter suffixes. It is 0 for a token that the pool does not know.
@@ -143,7 +143,7 @@ class MemoryPool:
                 else:
                     text, end = places[0]
                     tokens = text[end : end + length]
-                    # As if all these occurrences had gone on in the same way.
+                    # The guess is taken as if all these occurrences had gone on in the same way.
                     further = len(places) / (len(places) + 1)
                     confidences = [each * len(places), *[further] * (len(tokens) - 1)]
                     others.append(Continuation(tokens, confidences))
@@ -161,9 +161,9 @@ class MemoryPool:
         return (found,) if isinstance(found, tuple) else found
 
     def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
-        """The `length` tokens after the newest occurrence that has so many.
+        """The `length` tokens after the newest occurrence that at least `length` tokens follow.
 
-        If none has, the tokens after the occurrence that has the most.
+        If there is none, the tokens after the occurrence that the most tokens follow.
         """
         best: list[int] = []
         for text, end in reversed(occurrences):

@@ -96,8 +96,8 @@ class Generation:
         """Yield the deltas of a request's sequences as they arrive.
 
         The request is built for the model of one replica and runs there. If the replica fails or
-        leaves, each sequence goes on at another one; before its first chunk it is built again for
-        that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
+        leaves, each sequence goes on at another replica. A sequence without a chunk is built again
+        for that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
         name of the operation, `prefixes` are the prefixes of the first prompt. A sequence that
         has ended is released from `admitted`. At the deadline of `admitted`, the sequences that
         still run end with DEADLINE_EXCEEDED.

@@ -11,7 +11,7 @@ from gateway.tools.reader import AnswerReader, Content, Part, Reading
 # replacement character.
 _UNSURE_CHARACTERS = 3
 # How many tokens may wait for the end of a character. Decoders of byte tokens show a whole run of
-# them as replacement characters until the last character of the run is complete.
+# byte tokens as replacement characters until the run's last character is complete.
 _LONGEST_WAIT = 128
 _BORDER_SEARCH = 8
 # An answer's first token is decoded after this many of the prompt's last tokens that have text.
@@ -23,9 +23,9 @@ _PROMPT_SEARCH = 1024
 class Detokenizer:
     """Decodes a growing sequence of ids without splitting a character.
 
-    A push decodes only the tokens since the last whole character but one, so its cost does not
-    grow with the text. `tokenizers.decoders.DecodeStream` does the same, but raises on invalid
-    UTF-8 and cannot return the text that it holds back.
+    A push decodes only the last tokens, from the last whole character but one on, so its cost does
+    not grow with the text. `tokenizers.decoders.DecodeStream` also decodes in this way, but raises
+    on invalid UTF-8 and cannot return the text that it holds back.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _PRINTED = [
 _UNPRINTED = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTED}
 _BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTED)}
-# The tokens among which an unfinished character, and one before it, must begin.
+# An unfinished character, and the character before it, must begin among this many last tokens.
 _CHARACTER_TOKENS = 8
 # How many tokens are tried if no token is a single letter.
 _SEARCHED = 4096
@@ -41,7 +41,7 @@ class TokenTable:
         self._special = frozenset(
             index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        # By the texts of an answer's format, of which a gateway has a few.
+        # By the argument of `hidden_ids`; a gateway has few different values.
         self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
         # A list of log probabilities names thousands of tokens, mostly the same tokens each time.
         self._known: dict[int, tuple[str, bytes]] = {}
@@ -49,9 +49,9 @@ class TokenTable:
         self._before_length = len(self.decode(self._before))
 
     def _plain_word(self) -> list[int]:
-        """A list with one token of letters or digits; empty if no token has only these.
+        """A list with one token of only letters or digits; empty if the tokenizer has none.
 
-        Such a token has the same text whatever token follows.
+        The text of such a token does not depend on the token after it.
         """
         letters = map(self._tokenizer.token_to_id, string.ascii_letters + string.digits)
         for index in (*letters, *range(min(_SEARCHED, self._tokenizer.get_vocab_size()))):
@@ -64,7 +64,7 @@ class TokenTable:
         return []
 
     def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
-        """The special tokens, which have no text, except for those in a text of `shown`."""
+        """The special tokens without text: all whose names are in none of the texts `shown`."""
         known = self._hidden.get(tuple(shown))
         if known is None:
             names = {index: self.token_text(index) for index in self._special}

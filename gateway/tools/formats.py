@@ -262,9 +262,10 @@ class AnswerFormat:
 
 
 def answer_format(template: str, name: str = "") -> AnswerFormat:
-    """The format that a chat template shows, with the named format for calls.
+    """How a model writes calls and thoughts, by its chat template.
 
-    The name "none" stands for no calls. Raises OutriderError(INVALID_VALUE) for an unknown name.
+    If `name` is given, it names the format of calls, or is "none" for no calls. Raises
+    OutriderError(INVALID_VALUE) for an unknown name.
     """
     if name and name != "none" and name not in FORMATS:
         raise invalid("tool-format", f"must be none or one of {', '.join(FORMATS)}, not {name!r}")

@@ -73,7 +73,7 @@ class _Calls:
         """Only calls, at least one."""
         if not self._form.sections:
             return self._listed()
-        # Sections differ only in layout, so a forced call has the first.
+        # Sections differ only in layout, so a forced call has the first section.
         return self._section(*self._form.sections[0])
 
     def within_text(self) -> Json:

@@ -47,8 +47,8 @@ class Replica:
         """The sequences that run on this replica, or that wait for another replica since this
         replica was lost."""
         self.unread_count = 0
-        """How many of these sequences have no place there: they are paused or have ended, and their
-        clients have not read the rest yet."""
+        """How many of these sequences have no place in the verifier's batch or queue: they are
+        paused or have ended, and their clients have not read the rest yet."""
         self.foreign_count = 0
         """Sequences of other gateways and callers there, at the last poll."""
         self.round_trip_s: float | None = None
@@ -101,7 +101,7 @@ class Replica:
 
     @property
     def own_count(self) -> int:
-        """The sequences of this gateway that have a place there, or wait for one."""
+        """The sequences of this gateway that have a place at the verifier, or wait for a place."""
         return len(self.sequences) - self.unread_count
 
     def fail_sequences(self, error: OutriderError, *, waiting_only: bool = False) -> None:
@@ -115,7 +115,7 @@ class Replica:
         `fingerprint` is the gateway's tokenizer's, and must equal the verifier's.
         """
         if self._files is not None and self._files.refresh():
-            # A channel keeps the certificate that it began with, so changed files need a new one.
+            # A channel keeps its first certificate, so changed files need a new channel.
             self.redial()
         asked = time.perf_counter()
         request = verifier_pb2.GetModelRequest()

@@ -1,7 +1,7 @@
 """Poll the verifier's replicas, and pick a ready one for each request.
 
-It picks the replica that was sent the longest beginning of the prompt before, unless that replica
-has clearly more to do than the others; else the least busy replica.
+The router picks the replica that was sent the longest beginning of the prompt before. If that
+replica has clearly more to do than the others, it picks the least busy replica.
 """
 
 from __future__ import annotations

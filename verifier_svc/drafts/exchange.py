@@ -127,7 +127,7 @@ class DraftExchange:
         """End the drafter's stream with `error`, and count a protocol violation.
 
         INTERNAL is a fault of our own and does not count. The drafter's sequences go to other
-        drafters. No effect if it is not connected.
+        drafters. No effect if the drafter is not connected.
         """
         if self.roster.connected.get(drafter.id) is not drafter:
             return

@@ -28,7 +28,7 @@ _MAX_HELD_TOKENS = 64
 
 
 class FeatureSource(Protocol):
-    """A model that keeps hidden states; `outrider.lm.runner.ModelRunner` is one."""
+    """A model that keeps hidden states, such as `outrider.lm.runner.ModelRunner`."""
 
     layer_count: int
     hidden_size: int
@@ -46,7 +46,7 @@ class FeatureSource(Protocol):
     ) -> bytes:
         """The watched `states` of the last forward's `rows`: each row's states, in order.
 
-        With the name of a projection, its result for each row.
+        With the name of a projection, the projection's result for each row.
         """
 
     def share_states(
@@ -135,7 +135,8 @@ class FeatureSender:
     ) -> None:
         """Take the features of one kind, for all sequences at once.
 
-        They stay on the device for a drafter of this process, and are copied for others.
+        Features for a drafter of this process stay on the device. For other drafters they are
+        copied.
         """
         assert self._source is not None
         rows = [row for part in parts for row in part.rows]

@@ -154,7 +154,7 @@ class DraftWait:
         return remaining_s
 
     def _awaited(self, plan: Plan) -> list[Assignment]:
-        """The drafts of `plan.wait_for` that are missing and still better than those that came."""
+        """The missing drafts of `plan.wait_for` that are still better than the drafts that came."""
         awaited: list[Assignment] = []
         if not plan.wait_for:
             return awaited

@@ -59,8 +59,8 @@ class FairQueue:
         """The sequence that loses its place in a full queue to a sequence of `tenant`, if any.
 
         The tenant with the most waiting sequences loses its youngest sequence that has not begun,
-        here or at another verifier. That tenant must then still have at least as many waiting
-        sequences as `tenant`, so the two cannot displace each other in turns.
+        here or at another verifier. After that it must still have at least as many waiting
+        sequences as `tenant`, so that the two tenants cannot displace each other in turns.
         """
         longest = max(self._by_tenant.values(), key=len, default=deque())
         own = len(self._by_tenant.get(tenant, ()))

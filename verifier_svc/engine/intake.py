@@ -21,7 +21,7 @@ from verifier_svc.state.sequence import Sequence
 class Inbox:
     """Work that other threads post to the engine's thread, in order.
 
-    Any thread may call `post` and `stop`; the rest is for the thread that owns the inbox.
+    Any thread may call `post` and `stop`; only the inbox's owner may call the other methods.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class LoadMeter:
         self._most_waiting = most_waiting
         self._recent = max(_SEQUENCES, _BATCHES * most_running)
         self._ended_count = 0
-        # Means of the recent sequences. The prompt tokens are those that were computed, not cached.
+        # Means of the recent sequences. Only computed prompt tokens count, not cached tokens.
         self._sequence_s: float | None = None
         self._forwards = 0.0
         self._prompt_tokens = 0.0
@@ -76,9 +76,9 @@ class LoadMeter:
     def _sequence_s_at(self, places: int) -> float | None:
         """How long a sequence is in a batch of `places` sequences; None if nothing was timed.
 
-        Recent sequences may have run alone, far faster than in a full batch. So the time is at
-        least the time of as many forwards with the full batch, plus the time of one prompt for each
-        place.
+        Recent sequences may have run alone, far faster than in a full batch. So the result is at
+        least the time of their number of forwards with a full batch, plus the time of one prompt
+        for each place.
         """
         if not self._cost.known:
             return self._sequence_s

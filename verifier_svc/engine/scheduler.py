@@ -40,7 +40,7 @@ class Scheduler:
     """Serves tenants in turn, a tenant's sequences in order of arrival, and decodes before prefill.
 
     Places in the batch, pages and the time of a step are shared between tenants (max-min). When
-    places or pages run out, the youngest sequence of the tenant with the most of them is preempted.
+    places or pages run out, the tenant with the most places or pages loses its youngest sequence.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Scheduler:
         """
         batch: dict[int, ScheduledSequence] = {}
         decoding, prefill = self._parts(draft_tokens, trees)
-        # Every decoding sequence has room for its one token. Drafts and prompts share the rest.
+        # Every decoding sequence has room for one token. Drafts and prompts share the other tokens.
         spare = max(0, self._max_batch_tokens - len(decoding))
         for_prompts = self._for_prompts(sum([part.most for part in prefill])) if prefill else 0
         for sequence in decoding:
@@ -347,8 +347,8 @@ class Scheduler:
     def _losers_of_pages(self, sequence: Sequence) -> list[Sequence]:
         """The sequences to preempt so that `sequence` gets pages; empty if it must wait.
 
-        As for places, a tenant that loses pages must keep at least as many pages as the tenant of
-        `sequence` then has.
+        A tenant that loses pages must keep at least as many pages as the tenant of `sequence` then
+        has. The same holds for places.
         """
         held = self._pages_held()
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)

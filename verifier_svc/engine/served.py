@@ -1,4 +1,4 @@
-"""The engine's ports to the verifier's server: one for drafts, one for requests."""
+"""The engine's ports to the verifier's server: a port for drafts, and a port for requests."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from verifier_svc.state.sequence import Sequence
 
 # A step takes at most `_LONGEST` times as long as the smallest step while it serves a tenant that
 # has used little, or while another tenant may come back at any moment and would wait for the step's
-# end. Where forwards cost little more with more rows, as on a GPU, the bound cuts nothing. At most
-# 1/4 of such a step's time is its cost without rows.
+# end. On a GPU the bound mostly cuts nothing, because there a forward with more rows takes little
+# longer. In a step that reaches the bound, the fixed cost of a forward is at most 1/4 of the time.
 _LONGEST = 4.0
 # Work of other tenants lengthens the step of a light tenant by at most this share.
 _ADDED = 0.25
@@ -110,7 +110,7 @@ class _Fill:
         return self._cost.estimate(len(self.decoding), rows) if self.decoding else 0.0
 
     def add(self, parts: StepParts, room_s: float, last_id: int) -> int:
-        """Add work that lengthens the step by at most `room_s`; prompts, if any, get half of it.
+        """Add work that lengthens the step by at most `room_s`; prompts, if any, get half the time.
 
         Decoding begins after the sequence `last_id`. Returns the id of the last sequence that
         had room, or `last_id` if all had room.

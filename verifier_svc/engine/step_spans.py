@@ -92,7 +92,7 @@ def _verify_span(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span
     """
     if not scheduled.sequence.span.traceparent:
         return NO_SPAN
-    # Its verdict goes to drafters, whose spans then have the kind CONSUMER.
+    # The step's verdict goes to drafters, whose spans then have the kind CONSUMER.
     parent = scheduled.sequence.span.traceparent
     span = telemetry.start("verify", parent, links=[step], kind=telemetry.Kind.PRODUCER)
     span.set(

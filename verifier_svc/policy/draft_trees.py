@@ -65,7 +65,7 @@ def grow_trees(
 
 
 def _is_planned(sequence: Sequence, plan: Plan) -> bool:
-    """Whether the step verifies a draft of the sequence, if one is ready."""
+    """Whether the step verifies a draft of the sequence, if a draft is ready."""
     return sequence.num_uncomputed_tokens == 1 and plan.draft_tokens.get(sequence.id, 0) > 0
 
 
@@ -89,7 +89,7 @@ def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
 class _Tree:
     """The tree of one sequence while it grows. Its rows are in the order in which they were taken.
 
-    With `fixed`, it takes as many tokens as it may, whatever they cost.
+    With `fixed`, the tree takes the most tokens that it may have, whatever they cost.
     """
 
     assignment: Assignment

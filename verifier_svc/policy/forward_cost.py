@@ -27,8 +27,8 @@ class ForwardCost:
     def __init__(self) -> None:
         # Seconds by sequences, then by tokens of each sequence.
         self._grid: dict[float, dict[float, float]] = {}
-        # The grid's keys in rising order: sequence counts; numbers of tokens of each sequence, by
-        # sequence count; and all such numbers above 1.
+        # The grid's keys in rising order: `_counts` are its sequence counts, `_depths` has each
+        # count's numbers of tokens, and `_drafted_depths` has all numbers of tokens above 1.
         self._counts: list[float] = []
         self._depths: dict[float, list[float]] = {}
         self._drafted_depths: list[float] = []

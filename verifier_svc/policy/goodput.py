@@ -65,7 +65,7 @@ def acceptance_threshold(accept_probs: list[float], token_costs: list[tuple[int,
     for end, threshold in token_costs:
         count = len(accept_probs) - bisect_left(accept_probs, threshold)
         if count <= begin:
-            # The tokens before this place are worth their cost, and those after it are not.
+            # The tokens before this place are worth their cost, and the tokens after it are not.
             return accept_probs[-begin] if begin else threshold
         if count < end:
             return threshold
@@ -132,8 +132,8 @@ def max_wait_s(
         return 0.0
     now, promised = gain
     steps = steps_meanwhile(due_s, decode_step_s)
-    # Comparisons instead of `max` and `min`, whose calls take longer than the rest of this
-    # function.
+    # This compares and does not call `max` and `min`: the calls would take longer than all other
+    # lines of this function.
     rest_s = due_s - steps * decode_step_s
     missed_s = decode_step_s / batch - now / batch_rate
     going_on_s = steps * missed_s if missed_s > 0.0 else 0.0

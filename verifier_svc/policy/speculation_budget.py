@@ -42,8 +42,8 @@ _BASELINE_WEIGHT = 1 / 32
 # mean before them.
 _LOAD_STEPS = 16
 _GROWN = 1.25
-# A reset halves a budget's capacity and fills it, unless half of it is less than `_LEAST_STEPS`. So
-# a load that comes and goes does not cancel a loss again and again.
+# A reset halves a budget's capacity and fills the budget, unless half the capacity is less than
+# `_LEAST_STEPS`. So a load that comes and goes does not cancel a loss again and again.
 _LEAST_STEPS = 1.0
 
 

@@ -32,9 +32,9 @@ _RECENT_ANSWER = 0.05
 # A quick drafter makes a guess in at most this share of a plain step. Wherever it computes, it may
 # slow down the target in that time.
 _QUICK_SHARE = 0.05
-# Memory that a message takes besides its size on the wire, and memory for each of its tokens and
-# for each of its proposals and skips. A message of 4096 skips fills the budget of a stream from
-# which the engine takes nothing.
+# A message takes `_MESSAGE_BYTES` of memory besides its size on the wire, `_TOKEN_BYTES` for each
+# token, and `_ENTRY_BYTES` for each proposal and skip. If the engine takes no messages, a message
+# of 4096 skips fills the budget of its stream.
 _MESSAGE_BYTES = 1024
 _TOKEN_BYTES = 16
 _ENTRY_BYTES = 256
@@ -102,9 +102,9 @@ class Drafter:
     # One more than the messages to it allow, so that an id that was never opened gets the error
     # about ids.
     proposals_left: int = 1
-    """Proposals that it may send before it is told more."""
+    """Proposals that it may send before it gets a further message."""
     skips_left: int = 1
-    """Skips that it may send before it is told more."""
+    """Skips that it may send before it gets a further message."""
     taken_bytes: int = 0
     """The `held_bytes` of its messages that the engine has processed."""
     right_guesses: int = 0
@@ -112,7 +112,7 @@ class Drafter:
     proven: bool = False
     """Whether it has passed its trial. A proven drafter is preferred to others."""
     told_steps: int = 0
-    """Steps of its trial since its last right guess. Wrong guesses count as more."""
+    """Steps of its trial since its last right guess. A wrong guess counts as further steps."""
     silent_at: float = math.inf
     """When it counts as silent if it does not answer (seconds); inf if it owes no answer."""
     silent: bool = False
@@ -223,7 +223,7 @@ class Drafter:
             self.told_steps += _WRONG_STEPS
 
     def count_answer(self, drafted: bool) -> None:
-        """Update `answer_rate` by an answer with or without a draft, or by the lack of one."""
+        """Update `answer_rate` by an answer with or without a draft, or by a missing answer."""
         self.answer_rate += _RECENT_ANSWER * (drafted - self.answer_rate)
 
     def latency(self, draft_tokens: float) -> float:

@@ -69,7 +69,7 @@ class Assignment:
     tree_tokens: int = 0
     """Draft tokens of all branches together that the last message asked for; 0 for a chain."""
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0))
-    """By position, how often a draft has the token at all, if all before it were right."""
+    """By position, how often a draft has a token there, if all tokens before it were right."""
     sibling_rates: SiblingRates = field(default_factory=SiblingRates)
     """Measurements of the siblings of its main guesses, for this kind of traffic."""
     opened: bool = False

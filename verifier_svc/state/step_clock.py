@@ -54,7 +54,7 @@ class StepClock:
         self._phase_began = self._clock()
 
     def end(self, phase: str) -> None:
-        """End a phase and begin the next one; the times of a phase that occurs twice add up."""
+        """End a phase and begin the next phase; the times of a phase that occurs twice add up."""
         now = self._clock()
         seconds = max(now - self._phase_began, 0.0)
         self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds

@@ -153,8 +153,8 @@ class Trie:
         self._check_base(proposal.base_length, len(committed))
         added = AddResult()
         parents = proposal.parents
-        # `depth` and `node` are those of the next token's parent. A committed token has a depth of
-        # at most 0, and the root as its node. `places` has both for each token of a tree.
+        # `depth` and `node` belong to the next token's parent. A committed token has a depth of at
+        # most 0, and the root as its node. `places` has both for each token of a tree.
         depth = proposal.base_length - len(committed)
         node = self._root
         places = [(depth, node)]

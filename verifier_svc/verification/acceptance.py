@@ -385,7 +385,7 @@ class _Lossy:
     def accept(
         self, probs_NV: torch.Tensor, tokens_R: torch.Tensor, matches_R: torch.Tensor
     ) -> None:
-        """Accept the tokens that the rule allows, besides those of the exact rule."""
+        """Accept the tokens that the rule allows, besides the tokens of the exact rule."""
         at = self._rows_J.tensor
         settings = [staged.tensor for staged in self._settings]
         allowed_J = self._rule.judge(

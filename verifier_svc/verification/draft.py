@@ -21,8 +21,8 @@ NOT_FINITE = -2
 class Draft:
     """One sequence's share of a batch.
 
-    It has a logits row after the last committed token, and one after each draft token. The draft
-    tokens may be a tree, but not for TOKEN_WISE and BLOCK.
+    There is a logits row after the last committed token, and a row after each draft token. The
+    draft tokens may be a tree, but not for TOKEN_WISE and BLOCK.
     """
 
     context: Context

@@ -231,13 +231,13 @@ class DraftHub:
         self._chosen.clear()
 
     def pause(self, seconds: float) -> None:
-        """Let other threads' work run for at most `seconds`, until some has run."""
+        """Let other threads' work run for at most `seconds`, until some of it has run."""
         self.outbox.send_to_drafters()
         self.inbox.wait(seconds)
         self.inbox.run_all()
 
     def choose(self, request_id: str, room: int) -> list[int]:
-        """The draft of a decoding request, of at most `room` tokens; empty without one."""
+        """The draft of a decoding request, of at most `room` tokens; empty without a draft."""
         sequence = self._by_request.get(request_id)
         if sequence is None or room <= 0:
             return []

@@ -1,10 +1,10 @@
 """What vLLM's two runners need to verify drafts that its scheduler brings.
 
-vLLM verifies drafts only beside a drafter of its own, so each runner gets one that never drafts.
-The first runner takes its class by name. The second has a closed list of drafters, so `install`,
-a general plugin of vLLM, puts ours in the place of the n-gram drafter. `install` also hands the
-scheduler's drafts to the second runner, which would otherwise look only at its own drafter's
-drafts.
+vLLM verifies drafts only beside a drafter of its own, so each runner gets a drafter that never
+drafts. The first runner takes the drafter's class by name. The second runner has a closed list of
+drafters, so `install`, a general plugin of vLLM, replaces the n-gram drafter by ours. `install`
+also hands the scheduler's drafts to the second runner, which would otherwise look only at its own
+drafter's drafts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def engine_arguments(draft_tokens: int, *, v2: bool) -> dict[str, Any]:
 
 
 def check_config(vllm_config: VllmConfig) -> None:
-    """Raise OutriderError(INVALID_VALUE) unless vLLM's drafter is the one that ours replaces."""
+    """Raise OutriderError(INVALID_VALUE) unless vLLM has the drafter that ours replaces."""
     wanted = "ngram" if vllm_config.use_v2_model_runner else "custom_class"
     found = getattr(vllm_config.speculative_config, "method", None)
     if found != wanted:

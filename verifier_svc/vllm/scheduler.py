@@ -135,7 +135,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
             request.spec_token_ids = tokens
 
     def _spare_pages(self) -> int:
-        """Free pages beyond those of every request's plain step."""
+        """Free pages beyond the pages that every request's plain step needs."""
         size = self.block_size
         groups = self._page_groups
         needed = 0

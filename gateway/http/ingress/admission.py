@@ -51,12 +51,12 @@ class AdmittedRequest:
         self._has_slot = True
 
     def release_slots(self) -> None:
-        """Stop counting as one sequence: the sequences that the body asks for count instead."""
+        """Stop counting the request as one sequence: its body's sequences count instead."""
         for admitted in self._admitted:
             admitted.close()
 
     def end(self) -> None:
-        """Release what is still held: the place as one sequence, and the slot of `preparing`."""
+        """Release the slots that it still holds: as one sequence, and of `preparing`."""
         self.release_slots()
         if self._has_slot:
             self._has_slot = False

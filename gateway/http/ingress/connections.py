@@ -53,7 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
-    # uvicorn's own method overrides with the same narrower type.
+    # uvicorn's own override has the same narrower type.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's type
         """Give the first request's headers `header_seconds` to arrive."""
         super().connection_made(transport)

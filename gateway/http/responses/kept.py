@@ -93,7 +93,7 @@ def _no_response(response_id: str) -> OutriderError:
 
 
 def _replay(found: bytes, deltas: Sequence[Sequence[int]], after: int | None) -> Response:
-    """The stream of a response's events. Raises OutriderError(INVALID_VALUE) for a large one."""
+    """A response's events as a stream. Raises OutriderError(INVALID_VALUE) for a large response."""
     if len(found) > MAX_REPLAYED_BYTES:
         problem = f"is for responses of at most {MAX_REPLAYED_BYTES} bytes, not {len(found)}"
         raise invalid("stream", problem)

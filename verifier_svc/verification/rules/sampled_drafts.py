@@ -67,7 +67,7 @@ def block(drafts: SparseDrafts) -> AcceptedPrefixes:
 
     Accepts up to the last position whose coin accepts, not up to the first position whose coin
     rejects. In expectation this accepts at least as many tokens as `token_wise`: a token that is
-    likelier under the target can make up for one that is less likely.
+    likelier under the target can make up for a token that is less likely.
 
     With w_i = min(1, w_(i-1) * target_i / draft_i), position i can end the accepted block with
     probability s_i / (s_i + 1 - w_i), where s_i is the sum of max(0, w_i * target - draft) over the
