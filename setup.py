@@ -16,15 +16,22 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 _KERNELS = Path("outrider/lm/cpu/kernels")
-_SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c"]
-# Compiler flags of the library for each kind of processor. Each is optional: without a C compiler,
-# or on another architecture, installation goes on with the libraries that build.
+_SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c", "decoder_int8.c"]
+# Compiler flags of the library for each kind of processor. A processor with AVX512-BF16 has
+# AVX512-VNNI as well. Each is optional: without a C compiler, or on another architecture,
+# installation goes on with the libraries that build.
 _BUILDS = {
     "_cpu": [],
     "_cpu_avx2": ["-march=x86-64-v3"],
     "_cpu_avx512": ["-march=x86-64-v4"],
-    "_cpu_avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
-    "_cpu_amx": ["-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mavx512bf16"],
+    "_cpu_avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"],
+    "_cpu_amx": [
+        "-march=x86-64-v4",
+        "-mamx-tile",
+        "-mamx-bf16",
+        "-mavx512bf16",
+        "-mavx512vnni",
+    ],
 }
 
 

@@ -305,6 +305,7 @@ def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
     runner = ModelRunner.load(
         settings.model,
         dtype=settings.dtype,
+        int8=settings.weights == "int8",
         device=str(device),
         page_count=settings.page_count,
         bounds=bounds,

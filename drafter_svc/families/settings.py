@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.process.security.tls import TlsSettings
-from outrider.process.settings.config import Device, Dtype
+from outrider.process.settings.config import Device, Dtype, Weights
 from outrider.protocol.limits import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
@@ -115,6 +115,10 @@ class ModelSettings(FamilySettings):
 
     dtype: Dtype = "auto"
     """Type of the weights and of the computation; auto takes the checkpoint's."""
+
+    weights: Weights = "auto"
+    """auto keeps the weights in the type of the computation. int8, on a CPU only, keeps those of
+    linear layers in int8, in half the memory of bfloat16, and computes in bfloat16."""
 
     device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Reason
 from outrider.lm import attention, support, trial
 from outrider.lm.checkpoint import read_checkpoint
 from outrider.lm.cpu.decoder import CpuDecoder
@@ -186,6 +186,7 @@ class ModelRunner:
         model: str,
         *,
         dtype: str = "auto",
+        int8: bool = False,
         device: str = "auto",
         page_size: int | None = None,
         page_count: int | None = None,
@@ -198,7 +199,8 @@ class ModelRunner:
         """Load a model from a directory or by its hub id.
 
         Reads safetensors only and never opens a pickle. `dtype` is auto (the checkpoint's),
-        float32, bfloat16 or float16. `threads` is torch's number of threads on a CPU. `page_size`
+        float32, bfloat16 or float16. `int8` keeps the weights of layers in int8 and computes in
+        bfloat16, on a CPU only. `threads` is torch's number of threads on a CPU. `page_size`
         is in tokens; by default `page_count` is as large as memory allows. On a GPU, the process
         takes at most `memory_share` of the card's memory: for the weights, the cache, and the
         largest step within `bounds`, which is measured; `capture` gets the same bounds.
@@ -209,11 +211,13 @@ class ModelRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         target_device = find_device(device)
+        if int8:
+            dtype = _dtype_for_int8(dtype, target_device)
         report(f"reading {model}")
         loaded = read_checkpoint(model, dtype, trust_remote_code)
         report(f"moving the weights to {target_device}")
         if target_device.type == "cpu":
-            optimize_for_cpu(loaded)
+            optimize_for_cpu(loaded, int8=int8)
         else:
             # CUDA streams and graphs belong to the current device, which is a thread's own setting.
             torch.cuda.set_device(target_device)
@@ -497,6 +501,22 @@ class ModelRunner:
         except torch.OutOfMemoryError as cause:
             why = f"the GPU has no memory for a step of {bounds.tokens} tokens"
             raise support.unsupported(self._name, why) from cause
+
+
+def _dtype_for_int8(dtype: str, device: torch.device) -> str:
+    """Return the type of the computation beside int8 weights, if it can be.
+
+    Raises OutriderError(INVALID_VALUE) otherwise.
+    """
+    if device.type != "cpu":
+        message = f"weights int8 is for CPUs, not for {device.type}: set device to cpu"
+        raise OutriderError(Reason.INVALID_VALUE, message, "weights")
+    if dtype not in ("auto", "bfloat16"):
+        message = (
+            f"weights int8 computes in bfloat16, not in {dtype}: set dtype to auto or bfloat16"
+        )
+        raise OutriderError(Reason.INVALID_VALUE, message, "weights")
+    return "bfloat16"
 
 
 def _hidden_states(model: Any) -> HiddenStates | None:

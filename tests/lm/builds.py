@@ -26,11 +26,18 @@ _FLAGS = [
     "-Wno-psabi",
     "-march=x86-64-v4",
     "-mavx512bf16",
+    "-mavx512vnni",
     "-D__AMX_BF16__",
     "-fPIC",
     "-shared",
 ]
-_SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c", "amx_attention.c"]
+_SOURCES = [
+    "paged_attention.c",
+    "decoder.c",
+    "decoder_float32.c",
+    "decoder_int8.c",
+    "amx_attention.c",
+]
 
 
 def use_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """A whole forward of a Llama-like model in one call of `kernels/decoder.c`, in bfloat16 or float32.
 
+Weights in int8 are multiplied by integers, and all else is in bfloat16.
+
 The `transformers` model stays: its modules hold the weights, and in a trial this forward must be as
 near to the logits in float32 as the model's own forward. Any other model keeps running its own
 forward.
@@ -79,6 +81,7 @@ class CpuDecoder:
         """
         found = library()
         self._dtype = next(model.parameters()).dtype
+        self.numbers = getattr(getattr(model, "lm_head", None), "numbers", "")
         if found is None or self._dtype not in (torch.bfloat16, torch.float32):
             raise LookupError(f"no library was built for {self._dtype}")
         if not is_built_like_llama(model):
@@ -95,7 +98,7 @@ class CpuDecoder:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def _declare_functions(self, found: ctypes.CDLL) -> None:
-        names = (prefix(self._dtype) + name for name in ("decode", "continue", "scratch"))
+        names = (prefix(self.numbers) + name for name in ("decode", "continue", "scratch"))
         self._decode, self._continue, self._scratch_bytes = (getattr(found, name) for name in names)
         pointers = [ctypes.POINTER(struct) for struct in (_Decoder, Batch, _Step)]
         self._decode.argtypes = pointers
@@ -233,9 +236,11 @@ class CpuDecoder:
         )
 
     def _tiled(self, layer: Any) -> LinearStruct:
-        if not isinstance(layer, TiledLinear) or layer.dtype is not self._dtype:
+        is_tiled = isinstance(layer, TiledLinear) and layer.dtype is self._dtype
+        if not is_tiled or layer.numbers != self.numbers:
             raise LookupError(f"a layer's weight is not in tiles of {self._dtype}")
-        return layer.struct
+        struct: LinearStruct = layer.struct
+        return struct
 
     def _fused(self, first: Any) -> LinearStruct:
         if not isinstance(first, FusedLinearPart):

@@ -56,9 +56,9 @@ def _can(question: str) -> bool:
     return ask is not None and bool(ask())
 
 
-def prefix(dtype: torch.dtype) -> str:
-    """Return the prefix of the names that `decoder.c` exports for bfloat16 or float32 weights."""
-    return f"outrider_{str(dtype).removeprefix('torch.')}_"
+def prefix(numbers: str) -> str:
+    """Return the prefix of `decoder.c`'s names for weights in bfloat16, float32 or int8."""
+    return f"outrider_{numbers}_"
 
 
 def load_build(name: str) -> ctypes.CDLL | None:

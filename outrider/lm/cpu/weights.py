@@ -17,13 +17,20 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear
 
+from outrider.errors import OutriderError, Reason
 from outrider.lm.cpu.library import library, prefix
-from outrider.lm.fused_linear import SIBLINGS, FusedLinear, FusedLinearPart, fusible
+from outrider.lm.fused_linear import SIBLINGS, FusedLinear, FusedLinearPart, MakeLayer, fusible
+
+# The byte that stands for zero in a weight of int8.
+_ZERO = 128
+# Rows of a weight that are quantised at a time: the head of a large vocabulary has gigabytes.
+_ROWS = 4096
 
 
 class LeanLinear(torch.nn.Module):
@@ -64,7 +71,7 @@ class LinearStruct(ctypes.Structure):
     """`struct linear` in C."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tiles", "bias")),
+        *((name, ctypes.c_void_p) for name in ("tiles", "bias", "scales")),
         *((name, ctypes.c_int64) for name in ("in_features", "out_features")),
     )
 
@@ -78,27 +85,42 @@ class TiledLinear(torch.nn.Module):
     BLOCK = 32
     """`in` must be a multiple of this; `out` is padded to a multiple."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, int8: bool = False
+    ) -> None:
+        """`int8` keeps a bfloat16 weight in int8, with a scale for each output."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._bias = None if bias is None else _padded(bias.detach(), self.BLOCK).clone()
-        self._tiles = _tiles(weight.detach(), self.BLOCK, _line_columns(weight.dtype))
-        bias_address = None if self._bias is None else self._bias.data_ptr()
         self.dtype = weight.dtype
+        self.numbers = "int8" if int8 else _name(weight.dtype)
+        """The type in which the weight is kept."""
+        self._bias = None if bias is None else _padded(bias.detach(), self.BLOCK).clone()
+        weight = weight.detach()
+        self._scales: torch.Tensor | None = None
+        if int8:
+            weight, scales = _quantized(weight)
+            self._scales = _padded(scales, self.BLOCK)
+        self._tiles = _tiles(weight, self.BLOCK, self.numbers)
         self.struct = LinearStruct(
-            self._tiles.data_ptr(), bias_address, self.in_features, self.out_features
+            self._tiles.data_ptr(),
+            *(None if it is None else it.data_ptr() for it in (self._bias, self._scales)),
+            self.in_features,
+            self.out_features,
         )
-        self._gemm = _gemm_function(weight.dtype)
+        self._gemm = _gemm_function(self.numbers)
 
     @classmethod
     def supports(cls, weight: torch.Tensor) -> bool:
         """Whether the library was built and supports such a weight [out, in]."""
-        return weight.shape[1] % cls.BLOCK == 0 and _gemm_function(weight.dtype) is not None
+        is_whole = weight.shape[1] % cls.BLOCK == 0
+        return is_whole and _gemm_function(_name(weight.dtype)) is not None
 
     @property
     def weight(self) -> torch.Tensor:
         """A copy of the weight [out, in], for models that look at it."""
         outs = self._tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, self.in_features)
+        if self._scales is not None:
+            outs = ((outs.float() - _ZERO) * self._scales.unsqueeze(1)).to(self.dtype)
         return outs[: self.out_features]
 
     @property
@@ -121,12 +143,25 @@ class TiledLinear(torch.nn.Module):
     __call__ = forward
 
 
-def _tiles(weight: torch.Tensor, block: int, line: int) -> torch.Tensor:
+def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight [out, in] as bytes, of which 128 stands for zero, and the scales [out]."""
+    scales = weight.abs().amax(1).float() / 127
+    # A row of zeros has scale zero, and any divisor will do.
+    divisors = scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    found = torch.empty(weight.shape, dtype=torch.uint8)
+    for start in range(0, len(weight), _ROWS):
+        rows = slice(start, start + _ROWS)
+        steps = weight[rows].float() / divisors[rows]
+        found[rows] = steps.round_().clamp_(-127, 127).add_(_ZERO)
+    return found, scales
+
+
+def _tiles(weight: torch.Tensor, block: int, numbers: str) -> torch.Tensor:
     """Reorder a weight [out, in] as `struct linear` in C describes, padded with zeros.
 
     The result is [blocks of out, blocks of in, parts of a line, lines, `line` out, pair of in].
     """
-    pair = 4 // weight.itemsize
+    line, pair = _constant(numbers, "line"), _constant(numbers, "pair")
     lines = _padded(weight, block).view(
         -1, block // line, line, weight.shape[1] // block, block // pair, pair
     )
@@ -151,16 +186,20 @@ def _padded(tensor: torch.Tensor, block: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(-len(tensor) % block, *tensor.shape[1:])])
 
 
-def _line_columns(dtype: torch.dtype) -> int:
-    """Return the number of weight columns that the library wants next to each other."""
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _constant(numbers: str, name: str) -> int:
+    """Return a constant of the library for such weights: how it wants them next to each other."""
     found = library()
     assert found is not None
-    return ctypes.c_int64.in_dll(found, f"{prefix(dtype)}line").value
+    return ctypes.c_int64.in_dll(found, prefix(numbers) + name).value
 
 
-def _gemm_function(dtype: torch.dtype) -> Any:
+def _gemm_function(numbers: str) -> Any:
     """Return the library's matrix product for such weights, or None."""
-    function = getattr(library(), f"{prefix(dtype)}product", None)
+    function = getattr(library(), f"{prefix(numbers)}product", None)
     if function is not None:
         function.argtypes = (
             ctypes.POINTER(LinearStruct),
@@ -177,16 +216,27 @@ CpuLinear = LeanLinear | PackedLinear | TiledLinear
 
 def fastest_dtype() -> torch.dtype:
     """Return bfloat16 if the library multiplies it, else float32."""
-    return torch.float32 if _gemm_function(torch.bfloat16) is None else torch.bfloat16
+    return torch.float32 if _gemm_function("bfloat16") is None else torch.bfloat16
 
 
-def optimize_for_cpu(model: torch.nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> None:
+def optimize_for_cpu(
+    model: torch.nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *, int8: bool = False
+) -> None:
     """Copy the weights into ordinary memory and replace the linear layers, in place.
 
     `siblings` are the names of layers that become one product, where one module has them all.
     A reordered weight is no longer tied to an embedding, which keeps its own copy. Subclasses of
     `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
+
+    `int8` keeps the bfloat16 weights of layers in int8, which changes results. Layers whose inputs
+    are no multiple of `TiledLinear.BLOCK` stay in bfloat16. Raises OutriderError(INVALID_VALUE) if
+    the library was not built.
     """
+    if int8 and _gemm_function("int8") is None:
+        message = (
+            "weights int8 needs the C kernels, which were not built: install with a C compiler"
+        )
+        raise OutriderError(Reason.INVALID_VALUE, message, "weights")
     groups = [layers for module in model.modules() for layers in fusible(module, siblings)]
     fused = {layer for layers in groups for layer in layers}
     # Fusing and reordering copy a weight out of the file. An earlier copy as well would double the
@@ -200,7 +250,7 @@ def optimize_for_cpu(model: torch.nn.Module, siblings: Sequence[Sequence[str]] =
         for parameter in model.parameters():
             if id(parameter) in to_copy:
                 parameter.data = parameter.data.clone()
-        _replace(model, siblings)
+        _replace(model, siblings, partial(_replacement, int8=int8))
 
 
 def _cpu_class(module: torch.nn.Module) -> type[CpuLinear] | None:
@@ -216,23 +266,28 @@ def _cpu_class(module: torch.nn.Module) -> type[CpuLinear] | None:
     return LeanLinear
 
 
-def _replace(module: torch.nn.Module, siblings: Sequence[Sequence[str]]) -> None:
+def _replace(
+    module: torch.nn.Module, siblings: Sequence[Sequence[str]], replacement: MakeLayer
+) -> None:
     """Replace all linear layers below `module`."""
     parts: dict[torch.nn.Module, FusedLinearPart] = {}
     for layers in fusible(module, siblings):
-        fused = FusedLinear(layers, _replacement, contiguous=True)
+        fused = FusedLinear(layers, replacement, contiguous=True)
         parts |= {layer: FusedLinearPart(fused, i) for i, layer in enumerate(layers)}
     for name, child in module.named_children():
         if child in parts:
             setattr(module, name, parts[child])
         elif type(child) is torch.nn.Linear:
-            setattr(module, name, _replacement(child, child.weight, child.bias))
+            setattr(module, name, replacement(child, child.weight, child.bias))
         else:
-            _replace(child, siblings)
+            _replace(child, siblings, replacement)
 
 
 def _replacement(
-    like: torch.nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None
+    like: torch.nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None, *, int8: bool
 ) -> CpuLinear:
     """Create a layer of the class that replaces `like`, with this weight and bias."""
-    return (_cpu_class(like) or LeanLinear)(weight, bias)
+    kind = _cpu_class(like) or LeanLinear
+    if kind is TiledLinear:
+        return TiledLinear(weight, bias, int8=int8)
+    return kind(weight, bias)

@@ -4,16 +4,23 @@
 // how steadily weights arrive from memory, and on the time between two products. So weights lie in
 // the order in which they are read, and nothing between the products leaves C. Sums are float.
 // Results are rounded to bfloat16 where transformers rounds them, except inside attention and the
-// rotary embedding. This file is compiled for bfloat16, and by decoder_float32.c for float, where
-// nothing is rounded.
+// rotary embedding. This file is compiled for bfloat16, by decoder_float32.c for float, where nothing
+// is rounded, and by decoder_int8.c for bfloat16 with weights in int8.
 
 #ifndef BFLOAT16
 #define BFLOAT16 1
 #endif
+#ifndef INT8
+#define INT8 0
+#endif
 
 #include "gemm.h"
 
-#if BFLOAT16
+#include <stdlib.h>
+
+#if INT8
+#define NAME(name) outrider_int8_##name
+#elif BFLOAT16
 #define NAME(name) outrider_bfloat16_##name
 #else
 #define NAME(name) outrider_float32_##name
@@ -53,16 +60,20 @@ struct step {
 #define FINAL_STATE -1
 
 const int64_t NAME(line) = LINE;
+const int64_t NAME(pair) = PAIR;
 
 // Computes out [rows, out] of x [rows, in].
 void NAME(product)(const struct linear *linear, const element *x, int64_t rows, element *out) {
   struct thread_pool pool = {0};
+  struct gemm_input input = {x, choose_tile_rows(rows), 0, NULL};
+  if (INT8) input.room = malloc((size_t)(rows * ROW_ELEMENTS(linear->in)) * sizeof(element));
 #pragma omp parallel
   {
     saved_state saved = join_pool(&pool);
-    gemm(&pool, (struct gemm_input){x, choose_tile_rows(rows), 0}, rows, linear, out, STORE);
+    gemm(&pool, input, rows, linear, out, STORE);
     restore_state(&saved);
   }
+  free(input.room);
 }
 
 // Root mean square norm (Zhang and Sennrich, arXiv 1910.07467) of `size` elements, a multiple of
@@ -132,15 +143,23 @@ static void store_token(const struct decoder *decoder, const struct decoder_laye
   memcpy((char *)cache->values + slot * bytes, qkv + cache->heads * size + width, (size_t)bytes);
 }
 
-// The parts of the scratch memory, all [tokens, …]. `normed` and `gated` are tiled. NAME(scratch)
-// returns their total size.
+// The parts of the scratch memory, all [tokens, …]. `normed` and `gated` are tiled. `room` has a
+// product's rows in int8. NAME(scratch) returns their total size.
 struct buffers {
-  element *residual, *normed, *qkv, *attended, *gated;
+  element *residual, *normed, *qkv, *attended, *gated, *room;
   float *cos_sin;
 };
 
 static int64_t qkv_width(const struct layer *cache) {
   return (cache->heads + 2 * cache->kv_heads) * cache->head_size;
+}
+
+// Returns the elements of a row of the widest product's input in int8.
+static int64_t room_width(const struct decoder *decoder) {
+  int64_t attended = decoder->layers->cache.heads * decoder->layers->cache.head_size;
+  int64_t widest = decoder->hidden > attended ? decoder->hidden : attended;
+  if (decoder->intermediate > widest) widest = decoder->intermediate;
+  return INT8 ? ROW_ELEMENTS(widest) : 0;
 }
 
 static int64_t whole_tiles(int64_t count) {
@@ -157,6 +176,7 @@ static struct buffers divide_scratch(const struct decoder *decoder, const struct
   buffers.qkv = buffers.normed + count * decoder->hidden;
   buffers.attended = buffers.qkv + count * qkv_width(cache);
   buffers.gated = buffers.attended + count * cache->heads * cache->head_size;
+  buffers.room = buffers.gated + count * decoder->intermediate;
   return buffers;
 }
 
@@ -164,13 +184,13 @@ static struct buffers divide_scratch(const struct decoder *decoder, const struct
 int64_t NAME(scratch)(const struct decoder *decoder, int64_t count) {
   const struct layer *cache = &decoder->layers->cache;
   int64_t elements = 2 * decoder->hidden + qkv_width(cache) + cache->heads * cache->head_size +
-                     decoder->intermediate;
+                     decoder->intermediate + room_width(decoder);
   return whole_tiles(count) * ((int64_t)sizeof(element) * elements + 4 * 2 * decoder->pairs);
 }
 
 INLINE void attend(const struct layer *cache, const struct batch *batch, const struct rows *query,
                    element *out, float scale, struct attention_item item) {
-#if BFLOAT16 && defined(__AMX_BF16__)
+#if BFLOAT16 && !INT8 && defined(__AMX_BF16__)
   if (outrider_fits_amx(cache)) {
     for (int64_t end = item.kv_head + item.kv_heads; item.kv_head < end; item.kv_head++)
       outrider_attend_amx(cache, batch, query, out, scale, item);
@@ -210,9 +230,9 @@ static void run_layer(const struct decoder *decoder, const struct decoder_layer 
                       struct thread_pool *pool) {
   int64_t count = batch->token_count, hidden = decoder->hidden;
   int64_t tile_rows = choose_tile_rows(count);
-  const struct gemm_input normed = {buffers->normed, tile_rows, 1};
-  const struct gemm_input attended = {buffers->attended, tile_rows, 0};
-  const struct gemm_input gated = {buffers->gated, tile_rows, 1};
+  const struct gemm_input normed = {buffers->normed, tile_rows, 1, buffers->room};
+  const struct gemm_input attended = {buffers->attended, tile_rows, 0, buffers->room};
+  const struct gemm_input gated = {buffers->gated, tile_rows, 1, buffers->room};
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++)
     normalize_tiled(buffers->residual + i * hidden, layer->input_norm, decoder, buffers->normed, i,
@@ -277,7 +297,7 @@ void NAME(decode)(const struct decoder *decoder, const struct batch *batch,
       normalize_tiled(buffers.residual + step->logits_indices[i] * hidden, decoder->norm, decoder,
                       buffers.normed, i, head_tile_rows);
     barrier_wait(&pool);
-    struct gemm_input normed = {buffers.normed, head_tile_rows, 1};
+    struct gemm_input normed = {buffers.normed, head_tile_rows, 1, buffers.room};
     gemm(&pool, normed, step->logits_count, &decoder->head, step->logits, LOGITS);
     restore_state(&saved);
   }

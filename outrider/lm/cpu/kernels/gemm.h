@@ -2,7 +2,6 @@
 #pragma once
 
 #include "gemm_block.h"
-#include "thread_pool.h"
 
 #include <omp.h>
 
@@ -16,6 +15,9 @@ INLINE vec rounded(vec x) {
 // Returns LANES accumulators of a row, from `column` on, with the bias added and rounded.
 INLINE vec add_bias(const float *acc, const struct linear *linear, int64_t column) {
   vec sum = load_float(acc);
+#if INT8
+  sum *= load_float(linear->scales + column);
+#endif
   return rounded(linear->bias ? sum + load(linear->bias, column, BFLOAT16) : sum);
 }
 
@@ -90,6 +92,9 @@ INLINE void gemm_and_store(struct gemm_input x, int rows, const struct linear *l
 // blocks claims them before it begins with the present ones.
 static void gemm(struct thread_pool *pool, struct gemm_input x, int64_t rows,
                  const struct linear *linear, void *out, enum epilogue epilogue) {
+#if INT8
+  x = quantize(pool, x, rows, linear->in);
+#endif
   const int64_t columns = epilogue == SWIGLU ? linear->out / 2 : linear->out;
   const int64_t blocks = (columns + BLOCK - 1) / BLOCK;
   int64_t some = blocks / (8 * pool->size);
@@ -110,7 +115,8 @@ static void gemm(struct thread_pool *pool, struct gemm_input x, int64_t rows,
         int64_t next = block + 1 < end ? block + 1 : later;
         int fetches_next = PREFETCHES_NEXT(rows) && next < blocks;
         struct prefetch_plan prefetch = {row == 0 && !prefetched, fetches_next ? next - block : 0};
-        struct gemm_input some_x = {x.data + row * linear->in, x.tile_rows, x.tiled};
+        struct gemm_input some_x = x;
+        some_x.data += row * ROW_ELEMENTS(linear->in);
         char *some_out = (char *)out + row * row_bytes;
         gemm_and_store(some_x, count, linear, block, some_out, epilogue, prefetch);
         prefetched = PREFETCHES_NEXT(rows);

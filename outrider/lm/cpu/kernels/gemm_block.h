@@ -2,15 +2,21 @@
 // products of AVX512-BF16; else by vectors of floats. A row's result does not depend on the other
 // rows, because its sums are always taken in the same order.
 //
-// Including files define BFLOAT16: 1 if inputs and weights are bfloat16, 0 if they are float.
+// Including files define BFLOAT16: 1 if inputs and weights are bfloat16, 0 if they are float. With
+// INT8 as well, weights are int8, and products are of integers.
 #pragma once
 
 #include "cpu_kernels.h"
+#include "thread_pool.h"
 
 #if BFLOAT16
 typedef uint16_t element;
 // Rows of `in` that a line of weights interleaves, for LINE columns of `out`.
+#if INT8 && defined(__AVX512VNNI__)
+#define PAIR 4
+#else
 #define PAIR 2
+#endif
 #else
 typedef float element;
 #define PAIR 1
@@ -21,13 +27,15 @@ typedef float element;
 #define ROWS 32
 // Lines of weights for TILE_DEPTH elements of `in`, and the bytes that a block's lines take.
 #define LINES (TILE_DEPTH / PAIR)
-#define DEPTH_BYTES (LINES * BLOCK * 4)
+#define DEPTH_BYTES (TILE_DEPTH * BLOCK * (INT8 ? 1 : 4 / PAIR))
 
 // A layer's weights [out, in], in the order [blocks of 32 out][blocks of 32 in][parts of a line]
-// [lines][LINE columns][pair]; zeros pad `out` to a whole block. The bias, if any, is padded too.
+// [lines][LINE columns][pair]; zeros pad `out` to a whole block. The bias, if any, is padded too,
+// and so are the factors of the columns of int8 weights.
 struct linear {
   const void *tiles;
   const element *bias;
+  const float *scales;
   int64_t in, out;
 };
 
@@ -35,11 +43,12 @@ struct linear {
 // elements, and the tiles of the same rows are adjacent; tiles are read faster, because their lines
 // fall into different sets of the cache. Otherwise each row is contiguous. The vector code
 // multiplies at most `tile_rows` rows at once in both cases. The output of a SWIGLU product has
-// tiles of the same shape.
+// tiles of the same shape. `room` has space for the rows in int8; only INT8 needs it.
 struct gemm_input {
   const element *data;
   int64_t tile_rows;
   int tiled;
+  element *room;
 };
 
 // What to prefetch during a block. `cold`: the block's own weights are not in the cache yet.
@@ -54,8 +63,14 @@ INLINE element *tiled_row(element *data, int64_t row, int64_t in, int64_t tile_r
   return data + row / tile_rows * tile_rows * in + row % tile_rows * TILE_DEPTH;
 }
 
-#if BFLOAT16 && defined(__AMX_BF16__)
+#if INT8
+#include "gemm_int8.h"
+#elif BFLOAT16 && defined(__AMX_BF16__)
 #include "gemm_amx.h"
 #else
 #include "gemm_vector.h"
+#endif
+#ifndef ROW_ELEMENTS
+// Elements from one row of a product's input to the next.
+#define ROW_ELEMENTS(in) (in)
 #endif

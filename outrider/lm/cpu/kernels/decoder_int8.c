@@ -1,0 +1,3 @@
+// Compiles decoder.c for bfloat16 with weights in int8.
+#define INT8 1
+#include "decoder.c"
