@@ -171,7 +171,7 @@ def last(
 
 
 def ready(fingerprint: str, vocab_size: int = 4096, **changes: Any) -> ModelInfo:
-    """A ready model with the limits of the bundled one."""
+    """A ready model with the limits of the bundled model."""
     known: dict[str, Any] = {
         "model_id": "models/target",
         "stage": Stage.READY,

@@ -178,7 +178,7 @@ async def test_good_answers_to_probes_are_logged_at_debug_alone(
 
 
 async def ended(call: Any) -> grpc.StatusCode:
-    """The status of a call, once all of its answer was read."""
+    """The status of a call, once its whole answer was read."""
     with suppress(grpc.aio.AioRpcError):
         _ = [response async for response in call]
     code: grpc.StatusCode = await call.code()

@@ -1,7 +1,7 @@
 """One step commits the target's joint distribution, exactly to 1e-9, with nothing sampled.
 
-Every draft over a small vocabulary is verified. Over as many tokens as the longest step commits,
-the joint distribution must equal the target's.
+Every draft over a small vocabulary is verified. The joint distribution of
+as many tokens as the longest step commits must equal the target's distribution.
 """
 
 from __future__ import annotations

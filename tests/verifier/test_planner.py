@@ -194,7 +194,7 @@ def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
     """A drafter on the target's cores, with sequences for which it is `good` and `poor`.
 
-    A good draft has 5 accepted tokens; of poor drafts, every tenth has one. A forward takes
+    A good draft has 5 accepted tokens; every tenth poor draft has one. A forward takes
     50 ms, and a draft of 8 tokens 60 ms of the target's cores.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))

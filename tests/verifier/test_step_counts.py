@@ -149,7 +149,7 @@ class Batch:
 
 
 def run(case: Case, device: FakeDevice | None, size: int, steps: int = 3) -> list[object]:
-    """The results of some steps; the device counts the last one."""
+    """The results of some steps; the device counts the last step."""
     batch = Batch(case, size)
     rule = case.rule or AcceptanceRule.BLOCK
     verifier = DraftVerifier(rule)
