@@ -82,8 +82,8 @@ async def ask(
 ) -> Answer:
     """Request one greedy answer, and time it.
 
-    `question` has the fields of a completion's body, or with `messages` of a chat's. Raises
-    httpx.HTTPStatusError with the server's message if the server refuses the request.
+    `question` has the fields of a completion's body or, if it has `messages`, of a chat's body.
+    Raises httpx.HTTPStatusError with the server's message if the server refuses the request.
     """
     clock = asyncio.get_running_loop().time
     started = clock()

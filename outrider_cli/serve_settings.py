@@ -90,8 +90,8 @@ class ServeSettings(TargetSettings, ServiceSettings):
     """Threads of the target on a CPU; unset leaves a core to each draft model."""
 
     certs: Path | None = None
-    """Directory of `outrider certs`: all processes then use mutual TLS, and the gateway's ports
-    TLS. With sampled-drafts the drafters get the role trusted-drafter."""
+    """Directory of `outrider certs`. With it all processes use mutual TLS, and the gateway's ports
+    use TLS. With sampled-drafts the drafters get the role trusted-drafter."""
 
     @property
     def has_keys(self) -> bool:

@@ -124,7 +124,7 @@ def gpu_of(device: str) -> int | None:
 
 @cache
 def _has_gpu() -> bool:
-    """Whether torch finds a GPU. Torch takes seconds to load, so only if there is a driver."""
+    """Whether torch finds a GPU. Torch takes seconds to load, so it is asked only with a driver."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

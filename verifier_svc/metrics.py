@@ -292,7 +292,7 @@ class VerifierMetrics:
         self._verified.clear()
 
     def _add_shape(self, shape: str, count: int, drafted: int, emitted: int) -> None:
-        """Add `count` drafts of a shape, each of `drafted` tokens with `emitted` committed."""
+        """Add `count` drafts of a shape, each with `drafted` tokens and `emitted` committed."""
         labels = (self._model_name, shape)
         self._add(self._of_shapes.drafts, labels, count)
         self._add(self._of_shapes.draft_tokens, labels, count * drafted)

@@ -57,8 +57,8 @@ class CachedDraft:
     the draft model guesses the others. Ids from `vocab_size` on are unknown to the target.
 
     `own_text` is the committed text in the draft model's tokens, if its vocabulary is not the
-    target's; the first round makes it. Everything but the KV cache then counts and holds tokens of
-    the target. Each guess is one token in both vocabularies.
+    target's; the first round makes it. The KV cache then holds the draft model's tokens, and all
+    other fields count and hold the target's tokens. Each guess is one token in both vocabularies.
 
     The event loop and the model's thread both use it, but never at the same time: the thread may
     touch it only between `DraftModel.grow` and the end of that round.

@@ -148,7 +148,7 @@ class GrammarFamily(Family):
         self._grammars = grammars
         self._cpu_clock = cpu_clock
         self._clock = clock
-        # When each tenant has got back the time that its guesses took beyond what is free.
+        # By tenant, when it will have got back the time that its guesses took beyond the free time.
         self._repaid: dict[str, float] = {}
         self._texts: dict[int, _Text] = {}
 

@@ -217,8 +217,8 @@ class HeadWorker:
     ) -> None:
         """Choose the reading of the head's file that guesses a text best, and log the choice.
 
-        For the arguments see `reading_choice`. Call it before the first sequence, on any thread; it
-        waits.
+        For the arguments see `reading_choice`. Call it before the first sequence, on any thread. It
+        returns after the choice.
         """
         choice = self._thread.submit(choose_reading, self._model, text, states, answers).result()
         self._model.read_as(choice.spec)

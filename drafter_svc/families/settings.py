@@ -125,7 +125,7 @@ class ModelSettings(FamilySettings):
 
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache, by default a part of the free memory. Set it where the drafter has too
-    few pages for its sequences, or takes memory from others."""
+    few pages for its sequences, or takes memory that other processes need."""
 
     gpu_memory_share: float = Field(0.1, gt=0, le=1)
     """Share of a GPU's memory that this process takes at most: for the weights, the KV cache and
@@ -173,7 +173,8 @@ class HeadSettings(FamilySettings):
 
     page_count: int | None = Field(None, ge=1)
     """Pages of 16 tokens of the head's KV cache, by default for 64 full contexts in at most 1 GiB.
-    Set it where the drafter has too few pages for its sequences, or takes memory from others."""
+    Set it where the drafter has too few pages for its sequences, or takes memory that other
+    processes need."""
 
 
 OF_FAMILIES: Mapping[str, type[FamilySettings]] = {

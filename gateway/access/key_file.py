@@ -77,7 +77,7 @@ class KeyEntry(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_minutes(cls, given: Any) -> Any:
-        """Refuse an older file's limit per minute by name, since nothing enforces it any more."""
+        """Refuse an older file's limit per minute, and name it: nothing enforces it any more."""
         for name in _OF_A_MINUTE:
             if isinstance(given, dict) and name in given:
                 raise ValueError(

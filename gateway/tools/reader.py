@@ -178,7 +178,7 @@ class AnswerReader:
         elif self._step == self._call and self._may_be_content:
             self._no_call(parts)
             return joined([*parts, *self.finish()])
-        # Any other rest was cut off within the texts around a call, and means nothing.
+        # Any other text that is left was cut off within the marks of a call, and means nothing.
         self._buffer = ""
         return joined(parts)
 

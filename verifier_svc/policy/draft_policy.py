@@ -88,7 +88,7 @@ class PayingDrafts(DraftPolicy):
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])
 
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """The best offer: a proven drafter's first, then the greatest gain.
+        """The best offer: proven drafters come before others, and then the greatest gain counts.
 
         So a new drafter's first drafts do not displace drafts of drafters that were right before.
         """

@@ -130,8 +130,8 @@ class ForwardCost:
     def further_tokens_s(self, sequence_count: int) -> list[tuple[int, float]]:
         """Marginal costs of draft tokens, rising: (up to this many draft tokens, seconds of each).
 
-        Where forwards grow in steps, as with graphs of fixed sizes, the cost of a step is spread
-        over all tokens that it has room for.
+        Where the duration grows in jumps, as with graphs of fixed sizes, the cost of a jump is
+        spread over all tokens that it makes room for.
         """
         # The lower convex hull of the measured points, by Andrew's monotone chain.
         hull = [(0, self.estimate(sequence_count, sequence_count))]
@@ -156,9 +156,10 @@ def _neighbours(xs: list[float], x: float) -> list[float]:
 
 
 def _interpolate(xs: list[float], points: dict[float, float], x: float) -> float:
-    """The value at `x` on the line through the two nearest points, or the lowest point's if higher.
+    """The value at `x` on the line through the two nearest points.
 
-    `xs` are the keys of `points` in rising order.
+    If `x` is beyond all points, it is at least the least value of a point. `xs` are the keys of
+    `points` in rising order.
     """
     if len(xs) == 1:
         return points[xs[0]]

@@ -90,7 +90,7 @@ def goodput(
     plain: tuple[float, float],
     prob_all_accepted: float,
 ) -> tuple[float, bool]:
-    """Tokens a second with drafts that arrive `wait_s` after they are asked for; whether to wait.
+    """Tokens a second with drafts that arrive after `wait_s`, and whether to wait for them.
 
     Compares two ways. The first waits before each forward of `forward_s` seconds, which commits
     `tokens`. The second takes plain steps meanwhile, `plain` = (tokens, seconds) each, and then

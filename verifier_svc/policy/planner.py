@@ -256,7 +256,7 @@ class Planner:
         return found if gain >= least else {}
 
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
-        """A plan that asks no drafter, because there is none or to measure baseline steps.
+        """A plan that asks no drafter, either to measure baseline steps or because there is none.
 
         It keeps what the last plan decided about drafters.
         """

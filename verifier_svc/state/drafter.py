@@ -75,10 +75,10 @@ class Drafter:
     token_time: Latency = field(default_factory=Latency)
     """Time to draft one token."""
     rates: dict[tuple[bool, bool, bool], list[AcceptanceRate]] = field(default_factory=dict)
-    """Acceptance over all its sequences, by kind of traffic and then as in `Assignment.rates`: the
-    priors of a new sequence."""
+    """By kind of traffic, acceptance over all its sequences, in a list like `Assignment.rates`. A
+    new sequence has these rates as priors."""
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0, decay=LONG_MEMORY))
-    """How long its drafts are, as in `Assignment.lengths`: the prior of a new sequence."""
+    """How long its drafts are, as in `Assignment.lengths`. A new sequence has this as its prior."""
     sibling_rates: dict[tuple[bool, bool, bool], SiblingRates] = field(default_factory=dict)
     """Measurements of the siblings of its main guesses, by kind of traffic."""
     outbox: StepBatch = field(default_factory=StepBatch)
@@ -95,7 +95,7 @@ class Drafter:
     trusted: bool = False
     """Whether the distributions that it claims count where sampled drafts are accepted."""
     on_target_device: bool = False
-    """Whether it computes on the GPU, or on cores, that the target computes on."""
+    """Whether it computes on the target's GPU, or on cores that the target computes on."""
     busy_until: float = 0.0
     """Until when it is expected to draft, to fill all windows that it was told (seconds)."""
     draining: bool = False

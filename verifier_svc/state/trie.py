@@ -148,7 +148,7 @@ class Trie:
         """Compare a proposal with the tokens committed since its base; add the rest to the trie.
 
         `committed` are all committed tokens. Raises OutriderError(PROTOCOL_VIOLATION) for a base
-        that no delay explains.
+        that even a late message could not have.
         """
         self._check_base(proposal.base_length, len(committed))
         added = AddResult()

@@ -231,7 +231,7 @@ def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -
     with closing(_walk(matcher, draft)) as walk:
         for row, allowed in enumerate(walk, 1):
             if not allowed or matcher.ended:
-                # Rows after a forbidden token are never verified; rows after an end, never sent.
+                # Rows after a forbidden token are never verified, and rows after an end never sent.
                 mask[row] = -1
                 continue
             try:

@@ -291,7 +291,7 @@ class DraftHub:
         drafts: Mapping[str, list[int]],
     ) -> ScheduledSequence:
         drafted = drafts.get(request_id, [])
-        # The ids of a padded row are -1: vLLM reserves the row where a prompt's last token comes.
+        # vLLM reserves a row in the step of a prompt's last token, and pads it with ids of -1.
         if drafted and drafted[0] < 0:
             token_count -= len(drafted)
             drafted = []

@@ -15,7 +15,8 @@ MAX_TENANT_BYTES = 16 * 1024 * 1024
 MAX_TENANT_ANSWERS = 1024
 MAX_BYTES = 64 * 1024 * 1024
 MAX_ANSWERS = 8192
-# Bytes of Python's objects besides the JSON: for each piece, each use of a piece, each answer.
+# Bytes that Python's objects take besides the JSON. The three numbers are for each piece, for each
+# use of a piece, and for each answer.
 _PIECE_BYTES = 200
 _USE_BYTES = 16
 _ANSWER_BYTES = 2000
