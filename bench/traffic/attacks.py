@@ -55,7 +55,7 @@ class Attacker:
         self.ends[f"{answer.status_code} {error.get('code', '')}".strip()] += 1
 
     async def patterns(self, pattern: str) -> None:
-        """Ask for one grammar after the other; two at a time."""
+        """Ask for many grammars, two at a time."""
 
         async def ask(name: str) -> None:
             for number in itertools.count():

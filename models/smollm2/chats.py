@@ -22,7 +22,7 @@ HELD_OUT = 20
 class Rows:
     """Rows [N, CONTEXT] of ids with what the target makes of them.
 
-    `answers` tells the tokens that an assistant wrote. `states` [N, CONTEXT, 4 * hidden] are the
+    `answers` marks the tokens that an assistant wrote. `states` [N, CONTEXT, 4 * hidden] are the
     residual stream at three boundaries and the state after the final norm, in bfloat16. `best` are
     the target's likeliest next tokens.
     """
@@ -43,7 +43,7 @@ class Rows:
 
 
 def pack(chats: pathlib.Path, tokenizer: AutoTokenizer) -> tuple[Tensor, Tensor]:
-    """Return ids and answers [N, CONTEXT]: chats side by side, the last of a row cut off.
+    """Return ids and answers [N, CONTEXT]: chats one after the other; a row cuts its last chat off.
 
     `answers` is true for the tokens that the assistant writes, including the token that ends the
     message, but not for the header that the template writes before the message.

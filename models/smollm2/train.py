@@ -63,7 +63,7 @@ class Trained(nn.Module):
 
     @abstractmethod
     def loss(self, numbers: Tensor) -> Tensor:
-        """Return the loss of the rows of these numbers."""
+        """Return the loss of the rows with these numbers."""
 
     @abstractmethod
     def guesses(self, numbers: Tensor) -> Iterator[Tensor]:
@@ -206,7 +206,7 @@ def train(trained: Trained, rows: Rows, arguments: argparse.Namespace) -> int:
 
 @torch.no_grad()
 def hits(trained: Trained, rows: Rows) -> list[float]:
-    """Return how often the drafts of places 1 to 4 are the target's likeliest, in held-out rows."""
+    """Return how often draft tokens 1 to 4 are the target's likeliest, in held-out rows."""
     found, asked = [0] * 4, [0] * 4
     for numbers in rows.held_out().split(4):
         answers, best = rows.answers[numbers], rows.best[numbers]

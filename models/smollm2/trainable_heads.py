@@ -119,7 +119,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer. EAGLE-3's reads embedding and state side by side, each with its norm."""
+    """A decoder layer. EAGLE-3's layer reads embedding and state side by side, each with a norm."""
 
     def __init__(self, config: LlamaConfig, *, eagle: bool) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Layer(nn.Module):
         self.mlp = FeedForward(config)
 
     def copy(self, source: nn.Module) -> None:
-        """Start from one of the target's layers."""
+        """Take the weights of one of the target's layers."""
         self.input_layernorm.copy(source.input_layernorm)
         self.self_attn.copy(source.self_attn)
         self.post_attention_layernorm.copy(source.post_attention_layernorm)
@@ -149,7 +149,7 @@ class Batch:
     """Rows [B, T] with what a head may read and must learn.
 
     `embedded` [B, T, hidden]: the target's embeddings. `states` [B, T, 4 * hidden] as in `Rows`.
-    `counts` [B, T]: whether the next token is an answer's and the target's likeliest token is among
+    `counts` [B, T]: whether the next token is in an answer, and the target's likeliest token among
     the ids that the head learns. `goal` [B, T, D]: the target's softmax over those ids, where
     `counts` is true, else zeros. `rows` [D, hidden]: the target's output embeddings of those ids.
     """
@@ -217,7 +217,7 @@ class Head(nn.Module):
             yield state
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the cross-entropy against the target's softmax, less for later steps."""
+        """Return the cross-entropy against the target's softmax; later steps have less weight."""
         total = batch.states.new_zeros((), dtype=torch.float32)
         for step, state in enumerate(self.unroll(batch, DEPTH)):
             places = slice(1 + step, 1 + step + state.shape[1])

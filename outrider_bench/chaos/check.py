@@ -99,7 +99,7 @@ def _is_near(fault: Event, request: Event) -> bool:
 def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
     """Whether no verifier could be reached at some moment of the request.
 
-    An answer that has begun waits for a verifier, so then the moment must be as long as that wait.
+    If the answer has begun, this must last as long as a begun answer waits for a verifier.
     """
     least_s = _RESUME_S if event["answer"]["choices"] else 0.0
     for moment in [event["began"], *(fault["began"] for fault in faults)]:

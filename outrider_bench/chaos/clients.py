@@ -21,7 +21,7 @@ _HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localh"
 
 
 class Clients:
-    """Clients of gateways, given by name and URL. They send requests in the order of numbers."""
+    """Clients of gateways, given by name and URL. They send requests in numerical order."""
 
     def __init__(
         self, gateways: Mapping[str, str], trust: ssl.SSLContext | bool, history: History

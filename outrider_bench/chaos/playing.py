@@ -43,7 +43,7 @@ def _tell(text: str) -> None:
 
 
 async def _until_stopped(playing: Coroutine[Any, Any, None]) -> None:
-    """Await a campaign; raises StackFailed on SIGINT and SIGTERM, once it has stopped."""
+    """Await a campaign; on SIGINT and SIGTERM, stops the campaign and raises StackFailed."""
     task = asyncio.ensure_future(playing)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -70,7 +70,7 @@ def _report(path: Path, events: Sequence[Event]) -> bool:
 
 
 def markdown(events: Sequence[Event], violations: Sequence[Violation]) -> str:
-    """A Markdown table with the tries of each fault, and the counts of the rounds that had it."""
+    """A Markdown table: the tries of each fault, and counts over the rounds with that fault."""
     heads = ("fault", "tries", "requests", "finished", *_WHAT)
     lines = [heads, ("---",) + ("---:",) * (len(heads) - 1), *_rows(events, violations)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -151,7 +151,7 @@ def _drafter_options(
 def own_drafter(field: str, name: str, drafter: Drafter) -> DrafterSpec:
     """A drafter in the verifier's process; `field` names it in the file.
 
-    Raises OutriderError(INVALID_VALUE) for a wrong setting, or a family that has no place there.
+    Raises OutriderError(INVALID_VALUE) for a wrong setting, or for a family that cannot run there.
     """
     schema = _schema(field, drafter.family)
     options = {key: str(value) for key, value in drafter.settings.items()}

@@ -164,7 +164,7 @@ class ShapedLink:
 class _End(asyncio.Protocol):
     """One end of a connection. Received bytes wait here until they are due at the other end.
 
-    An end that was accepted dials its target, which makes the other end.
+    An end that was accepted dials its target, and so makes the other end.
     """
 
     link: ShapedLink

@@ -154,7 +154,7 @@ class Drafting:
         await self.processes.until("the drafters", lambda: self.server.has_drafters(count))
 
     async def _reconnect(self, name: str, control: LinkControl) -> None:
-        """Cut a link's connections, and go on when there is a new one."""
+        """Cut a link's connections, and wait for a new connection."""
         before = (await control.traffic()).connection_count
         await control.reset()
 

@@ -66,7 +66,7 @@ class Encoder:
 
     @cached_property
     def _templates(self) -> Prompts:
-        """Made on the first chat, since rendering takes processes."""
+        """The templates. They are made at the first chat, since rendering needs processes."""
         return Prompts(str(self._model))
 
 

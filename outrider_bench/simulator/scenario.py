@@ -75,7 +75,7 @@ class DrafterSpec(_Part, LinkShape):
     wrong."""
 
     skips_hard: bool = False
-    """Propose nothing within hard stretches, as a lookup that finds nothing."""
+    """Propose nothing within hard stretches, like a lookup that finds nothing."""
 
     process: str = ""
     """Drafters with equal `process` are connections of one process, which computes for one of them

@@ -311,5 +311,5 @@ class Traffic:
             if request.sequence is not None:
                 request.verifier.engine.cancel(request.sequence)
 
-        # The submission may be under way; this arrives after it.
+        # The submission may be under way; the cancellation arrives after it.
         self._events.after(self._latency_s, lambda: request.verifier.post(cancel))

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from drafter_svc.families.head_worker import Offer
 
 VOCAB = 256
-# Recorded prompts begin with a token at or above this, which identifies the text. No model has it.
+# Recorded prompts begin with a token of at least this number, which identifies the text. No model
+# has such tokens.
 FIRST_MARK = 2**31
 # Recorded guesses: the true token, or no guess. All other characters are wrong tokens.
 RIGHT = "+"

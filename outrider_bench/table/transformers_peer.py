@@ -5,7 +5,7 @@ line with a JSON line.
 In: {"how": "plain", "lookup" or "assisted", "prompt": [ids], "length": n, "temperature": x,
 "seed": n}.
 Out: {"tokens": n, "seconds": x, "forwards": n of the target, "output_ids": [[ids]]}.
-`lookup` is its prompt lookup, and `assisted` its assisted generation with the model of `--draft`.
+`lookup` is prompt lookup, and `assisted` is assisted generation with the model of `--draft`.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Results:
         return [(cell, of[0]) for cell, of in zip(self.cells, known, strict=True) if of]
 
     def values(self, cell: Cell, source: Source, way: str, figure: str) -> list[float]:
-        """A figure of each repetition that has it."""
+        """The values of a figure, one for each repetition that has the figure."""
         wanted = (cell.key, source, way)
         return [
             row.figures[figure]
