@@ -178,7 +178,7 @@ class _End(asyncio.Protocol):
     """Whether the program at this end sends no more."""
     has_vanished: bool = False
     queue: deque[tuple[float, bytes | None]] = field(default_factory=deque)
-    """Times with bytes; b"" is the end of the stream, None the end of the connection."""
+    """Due times with bytes; b"" is the end of the stream, None the end of the connection."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()

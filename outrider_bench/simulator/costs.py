@@ -95,7 +95,7 @@ class Costs(_Table):
     """Links from a drafter to the verifier on machines of this kind, by name."""
     forwards: list[Forward] = Field(min_length=1)
     prompt_step_s: NotNegative
-    """Seconds that a step with prompts adds, independent of their length."""
+    """Seconds that a step with prompts adds, independent of the prompts' length."""
     prompt_token_s: NotNegative
     """Seconds that each prompt token adds."""
     host_step_s: NotNegative

@@ -71,7 +71,7 @@ def mixed(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
 
 
 def turns(settings: TableSettings, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[Turn]:
-    """All turns in order. Each cell gets some of every kind early, in case time runs out.
+    """All turns in order. Each cell gets some prompts of every kind early, in case time runs out.
 
     At batch 1, a turn is a single prompt. At larger batches, a turn has all prompts of a group:
     when an answer ends, the next prompt takes its place. If a turn were one batch, it would end

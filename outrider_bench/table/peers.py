@@ -85,7 +85,7 @@ def _vllm_methods(settings: TableSettings) -> dict[str, _Method]:
 async def _start_vllm(
     python: Path, target: Path, method: _Method, running: AsyncExitStack
 ) -> peer_process.Ask:
-    """Start vLLM, with our scheduler if `drafter` is set, and our drafter if it has flags.
+    """Start vLLM, with our scheduler if `method.drafter` is set, and our drafter if it has flags.
 
     Asking raises PeerDied with the drafter's last words if it has died.
     """
