@@ -17,7 +17,8 @@
 #   bench/gpu.sh tenants   small requests beside a tenant that floods, real stack; needs wheels
 #   bench/gpu.sh tables    a table of the figures of steps; runs after steps as well
 #   bench/gpu.sh decisions what the figures of stack decide, beside their predictions
-#   bench/gpu.sh wheels    with a network: download the packages that stack needs to bench/wheels
+#   bench/gpu.sh wheels    with a network: download the packages that stack needs to bench/wheels, and
+#                          compile the engine's step and the kernels if a python3.12 is there
 #   bench/gpu.sh pack      print the size of what goes to the GPU's machine; fails above 63 MiB.
 #                          models/smollm2 stays behind: move it away first
 #
@@ -52,12 +53,37 @@ install_wheels() {
   export PYTHONPATH=$site:$PWD
 }
 
-# Builds the kernels for the drafter on the host's CPU. The engine's step stays uncompiled: its
-# compiler is too large to travel. The libraries are built in turn, because they share object files.
+# Names the libraries compiled from today's sources, so that no other sources run beside them.
+compiled() {
+  local hash
+  hash=$(find outrider verifier_svc setup.py -name '*.py' -print0 -o -name '*.[ch]' -print0 |
+    LC_ALL=C sort -z | xargs -0 cat | sha256sum)
+  echo "bench/wheels/compiled-${hash:0:16}.tgz"
+}
+
+# Builds the kernels for the drafter on the host's CPU, unless `wheels` has compiled them and the
+# engine's step. The libraries are built in turn, because they share object files.
 build_kernels() {
+  if [ -f "$(compiled)" ]; then
+    tar -xzf "$(compiled)"
+    return
+  fi
+  echo "the engine's step is not compiled: bench/wheels has no libraries for these sources"
   compgen -G "outrider/lm/cpu/*.so" > /dev/null ||
     python3 setup.py --quiet build --build-base bench/out/build --build-lib bench/out/lib
   [ ! -d bench/out/lib ] || cp bench/out/lib/outrider/lm/cpu/*.so outrider/lm/cpu/
+}
+
+# Compiles the engine's step and the kernels into bench/wheels. The GPU's machine has no compiler of
+# the step, and its time is dear.
+compile() {
+  local work=bench/out/compiled
+  rm -rf "$work"
+  python3.12 -m venv "$work/env"
+  "$work/env/bin/pip" install --quiet "setuptools>=77" "mypy>=2.4"
+  "$work/env/bin/python" setup.py --quiet build_ext --build-temp "$work/tmp" --build-lib "$work/lib"
+  find "$work/lib" -name '*.so' -exec strip {} +
+  tar -czf "$(compiled)" -C "$work/lib" .
 }
 
 # Writes bench/out/grown/{target,draft,head} if they are missing. Target and draft model have the
@@ -193,12 +219,17 @@ PY
   for name in $there cryptography pyqwest; do
     rm -f bench/wheels/"${name//-/_}"-*.whl
   done
+  if command -v python3.12 > /dev/null; then
+    compile
+  else
+    echo "the engine's step stays uncompiled: there is no python3.12 to compile it for"
+  fi
   exec "$0" pack
   ;;
 pack)
   {
     git ls-files -z --cached --others --exclude-standard ':!models/smollm2'
-    find bench -path 'bench/wheels/*.whl' -print0
+    find bench -path 'bench/wheels/*' -type f -print0
   } | xargs -0 du --apparent-size --block-size=1 | awk -F '[\t/]' '
     { of = $2 == "bench" && $3 == "wheels" ? "bench/wheels" : $2; size[of] += $1; all += $1 }
     END {
@@ -208,7 +239,7 @@ pack)
     }' | sort -n | tail -n 12
   ;;
 *)
-  sed -n '2,25p' "$0"
+  sed -n '2,26p' "$0"
   exit 2
   ;;
 esac

@@ -193,6 +193,8 @@ class Experiment(_Part):
         for name in self.drafters:
             if name in _RESERVED:
                 raise ValueError(f"drafters.{name}: another process has this name")
+        if "costs" in self.sweep:
+            raise ValueError("sweep: one run has one cost table, so costs cannot be swept")
         for combination in self.skip:
             _refuse_unknown("skip", list(combination), self.sweep)
         return self

@@ -87,6 +87,7 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
             {"sweep": {"question": ["a?", "a!"]}},
             "sweep: two cells would have the name 'question=a-'",
         ),
+        ({"sweep": {"costs": ["a", "b"]}}, "sweep: one run has one cost table"),
         ({"skip": [{"use": ["near"]}]}, "skip: must be one of"),
     ],
 )
