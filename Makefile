@@ -105,7 +105,7 @@ audit: $(SUPPLY)/installed
 	$(SUPPLY)/bin/python compose/audit.py $(SUPPLY)/bin/pip-audit $(PINNED)/heavy.txt \
 	  $(PINNED)/build.txt constraints.txt
 
-.PHONY: tools suffix agents lm-eval speculators vllm test-vllm
+.PHONY: tools suffix agents lm-eval speculators arm vllm test-vllm
 tools:
 	@tests/install-tools.sh
 
@@ -126,6 +126,12 @@ lm-eval:
 # scores with ours are slow, and are skipped without it.
 speculators: $(VENV)/installed-dev
 	@PYTHON=$(PYTHON) tests/heads/by_speculators/install.sh
+
+# Drafters on 64-bit ARM, which qemu emulates (Debian's qemu-user). Before a release; 6 GB, and
+# minutes. Its tests are skipped where there is no root for ARM.
+arm: $(VENV)/installed-dev
+	@PYTHON=$(CURDIR)/$(BIN)/python tests/arm/make-root.sh
+	$(BIN)/python -m pytest tests/arm
 
 # vLLM in an environment of its own, and the tests with vLLM as the engine.
 vllm: $(VENV)/installed-dev

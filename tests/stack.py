@@ -313,11 +313,13 @@ def running(stack: Stack, timeout_s: float = START_S) -> Iterator[Stack]:
 
 
 @contextmanager
-def behind_gateway(stack: Stack, *flags: str) -> Iterator[GatewayProcess]:
+def behind_gateway(
+    stack: Stack, *flags: str, timeout_s: float = START_S
+) -> Iterator[GatewayProcess]:
     """Run the stack behind a gateway during the block. The gateway stops first."""
     gateway = GatewayProcess(stack.address, flags=flags)
     try:
-        stack.wait_ready()
+        stack.wait_ready(timeout_s)
         gateway.wait_ready()
         yield gateway
     finally:

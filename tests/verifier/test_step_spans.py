@@ -7,6 +7,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from outrider.process.observability import telemetry
 from outrider.protocol.messages import SamplingParams, TokenRequest
+from outrider.protocol.model_info import Placement
 from tests.verifier.fake_model import Client, ScriptedDrafter, make_engine
 from verifier_svc.engine.loop import Engine
 
@@ -76,7 +77,8 @@ def test_a_steps_span_has_its_drafter_and_the_accepted_tokens(
     spans: InMemorySpanExporter,
 ) -> None:
     engine, model = make_engine(eos_bias=-99)
-    drafter = ScriptedDrafter(engine)
+    place = Placement("grace", "host", "cpu", (0, 1, 2), 1, "aarch64")
+    drafter = ScriptedDrafter(engine, placement=place)
     sequence = engine.submit(REQUEST, Client(), telemetry.start_root("request", {}))
     engine.step()
     drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
@@ -85,7 +87,10 @@ def test_a_steps_span_has_its_drafter_and_the_accepted_tokens(
     expected = {
         "outrider.drafter": "scripted",
         "outrider.family": "scripted",
-        "outrider.placement": "local",
+        "outrider.placement": "grace",
+        "outrider.architecture": "aarch64",
+        "outrider.cores": 3,
+        "outrider.numa_node": 1,
         "outrider.draft_tokens": 2,
         "outrider.draft_shape": "chain",
         "outrider.accepted_tokens": 2,

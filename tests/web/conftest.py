@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, Request
 
-from tests.web.site_rig import EXAMPLE, Site, npm
+from tests.web.site_rig import EXAMPLE, Site, chromium, npm
 
 # Messages of the browser that tests cause: by a refused request, and by a killed gateway.
 _PROVOKED = (
@@ -44,15 +43,8 @@ def npm_packages() -> Path:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
-    path = next(filter(None, found), None)
-    assert path is not None, "no Chromium on this machine; `make test` installs one"
-    async with async_playwright() as playwright:
-        # Chromium's sandbox needs user namespaces, which containers and root lack. The tests open
-        # only our own pages.
-        browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        await browser.close()
+    async with chromium() as found:
+        yield found
 
 
 @pytest_asyncio.fixture(loop_scope="session")

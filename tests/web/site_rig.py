@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from playwright.async_api import Browser, async_playwright
 
 from outrider.process.network.ports import free_port
 from tests.stack import ROOT, GatewayProcess, Stack
@@ -19,6 +24,20 @@ def npm(*arguments: str) -> None:
         ["npm", *arguments], cwd=EXAMPLE, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    """A browser, which is closed after the block."""
+    found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    path = next(filter(None, found), None)
+    assert path is not None, "no Chromium on this machine; `make test` installs one"
+    async with async_playwright() as playwright:
+        # Chromium's sandbox needs user namespaces, which containers and root lack. The tests open
+        # only our own pages.
+        browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        await browser.close()
 
 
 class Site:

@@ -104,11 +104,16 @@ def _verify_span(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span
     )
     if scheduled.assignment is not None:
         hello = scheduled.assignment.drafter.hello
+        place = hello.placement
         span.set(
             outrider__drafter=hello.drafter_id,
             outrider__family=hello.family,
-            outrider__placement=hello.placement.kind,
+            outrider__placement=place.kind,
+            outrider__architecture=place.architecture,
+            outrider__cores=len(place.cores),
             outrider__base_length=len(scheduled.sequence.tokens),
             outrider__draft_shape="tree" if scheduled.draft.parents else "chain",
         )
+        if place.numa_node is not None:
+            span.set(outrider__numa_node=place.numa_node)
     return span
