@@ -6,6 +6,8 @@ from pathlib import Path
 from outrider.process.settings.cores import format_cores
 
 BOARD = Path(__file__).parent / "placement/gb200"
+# The main id register of a Neoverse V2: revision 0 of Grace, and revision 1 of Graviton 4.
+_GRACE, _GRAVITON4 = "0x00000000410fd4f0", "0x00000000410fd4f1"
 
 
 def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor: str = "") -> Path:
@@ -35,3 +37,28 @@ def gb200(root: Path) -> Path:
     midr, vendor = ((BOARD / name).read_text().strip() for name in ("midr_el1", "sys_vendor"))
     written = {node: format_cores(cores) for node, cores in nodes.items()}
     return tree(root, format_cores(online), written, midr, vendor)
+
+
+def gh200(root: Path, *, boards: int = 1, driver_manages: bool = False) -> Path:
+    """The /sys of one GH200, or of four in one machine; **reconstructed**, not recorded.
+
+    Each has 72 cores on one node. Eight nodes of GPU memory for each follow behind all nodes with
+    cores, of which MIG may use seven. There are none where the driver manages the GPU's memory
+    itself (CDMM). The nodes of one are those of an lscpu in
+    https://github.com/bytedance/xpu-perf/issues/129, the number of nodes of four that of a
+    `numactl -H` in https://github.com/numactl/numactl/issues/224.
+    """
+    nodes = {node: f"{72 * node}-{72 * node + 71}" for node in range(boards)}
+    if not driver_manages:
+        nodes |= dict.fromkeys(range(boards, 9 * boards), "")
+    return tree(root, f"0-{72 * boards - 1}", nodes, _GRACE, "NVIDIA")
+
+
+def graviton4(root: Path, *, sockets: int) -> Path:
+    """The /sys of an EC2 instance with all of one or two Graviton 4; **reconstructed**.
+
+    It has Grace's core, Neoverse V2, 96 to a socket, on one node or two:
+    https://github.com/aws/aws-graviton-getting-started/pull/459. EC2's machines name this vendor.
+    """
+    nodes = {node: f"{96 * node}-{96 * node + 95}" for node in range(sockets)}
+    return tree(root, f"0-{96 * sockets - 1}", nodes, _GRAVITON4, "Amazon EC2")

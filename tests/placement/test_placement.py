@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_svc.placement import choose_address, plan
+from drafter_svc.placement import PlacementPlan, choose_address, plan
 from outrider.errors import OutriderError
 from outrider.process.settings.cores import format_cores, parse_cores
-from tests.sys_trees import gb200, tree
+from tests.sys_trees import gb200, gh200, graviton4, tree
 
 GRACE_MIDR = "0x00000000410fd4f0"
 
@@ -45,12 +45,44 @@ def test_grace_accepts_a_socket_and_threads(tmp_path: Path) -> None:
     assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72, 144)), 1, 4)
 
 
+@pytest.mark.parametrize("driver_manages", [False, True])
+def test_on_a_gh200_the_drafter_takes_all_cores_and_no_gpu_memory(
+    tmp_path: Path, driver_manages: bool
+) -> None:
+    root = gh200(tmp_path, driver_manages=driver_manages)
+    assert plan("grace", None, None, root) == PlacementPlan("grace", tuple(range(72)), 0, 72)
+    assert plan(None, 0, None, root).cores == tuple(range(72))
+    for node in range(1, 9):
+        reason = "must be one of 0, not" if driver_manages else "a GPU's memory has none"
+        with pytest.raises(OutriderError, match=reason):
+            plan("grace", node, None, root)
+
+
+def test_among_four_gh200_the_drafter_takes_the_cores_of_one(tmp_path: Path) -> None:
+    root = gh200(tmp_path, boards=4)
+    assert plan("grace", None, None, root).cores == tuple(range(72))
+    last = plan("grace", 3, None, root)
+    assert (last.cores, last.numa_node, last.threads) == (tuple(range(216, 288)), 3, 72)
+    with pytest.raises(OutriderError, match=r"nodes with cores: 0, 1, 2, 3"):
+        plan("grace", 4, None, root)
+
+
+def test_graviton_4_has_grace_s_core_but_its_nodes_are_named(tmp_path: Path) -> None:
+    root = graviton4(tmp_path / "two", sockets=2)
+    with pytest.raises(OutriderError, match="calls itself Amazon EC2, not NVIDIA's"):
+        plan("grace", None, None, root)
+    second = plan(None, 1, None, root)
+    assert second == PlacementPlan("cpu", tuple(range(96, 192)), 1, 96)
+    one = graviton4(tmp_path / "one", sockets=1)
+    assert plan(None, 0, 16, one) == PlacementPlan("cpu", tuple(range(96)), 0, 16)
+
+
 @pytest.mark.parametrize(
     ("midr", "vendor", "reason"),
     [
         ("", "", "the processor is not an Arm one"),
         ("0x00000000410fd0c1", "NVIDIA", "is not that of a Neoverse V2"),
-        (GRACE_MIDR, "Amazon EC2", "in a machine that calls itself Amazon EC2"),
+        (GRACE_MIDR, "", "in a machine that calls itself nothing"),
     ],
 )
 def test_grace_is_refused_with_the_reason_on_other_machines(
