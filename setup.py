@@ -7,19 +7,21 @@ Python sources.
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
+from sysconfig import get_platform
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 _KERNELS = Path("outrider/lm/cpu/kernels")
 _SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c", "decoder_int8.c"]
-# Compiler flags of the library for each kind of processor. A processor with AVX512-BF16 has
-# AVX512-VNNI as well. Each is optional: without a C compiler, or on another architecture,
-# installation goes on with the libraries that build.
+# Compiler flags of the library for each kind of processor, of any architecture: setup builds those
+# of the compiler's. A processor with AVX512-BF16 has AVX512-VNNI as well. Each is optional: without
+# a C compiler installation goes on without the libraries.
 _BUILDS = {
     "_cpu": [],
     "_cpu_avx2": ["-march=x86-64-v3"],
@@ -32,11 +34,14 @@ _BUILDS = {
         "-mavx512bf16",
         "-mavx512vnni",
     ],
+    # Every processor with these products has the rest of armv8.2-a, but not all of armv8.6-a.
+    "_cpu_arm_bf16": ["-march=armv8.2-a+bf16"],
 }
+_ARCHITECTURES = {"_cpu_avx": "x86_64", "_cpu_amx": "x86_64", "_cpu_arm": "aarch64"}
 
 
 def _kernels() -> list[Extension]:
-    """Return one extension for each kind of processor."""
+    """Return one extension for each kind of processor of any architecture."""
     headers_and_sources = [str(path) for path in sorted(_KERNELS.glob("*.[ch]"))]
     extensions = []
     for name, flags in _BUILDS.items():
@@ -51,6 +56,13 @@ def _kernels() -> list[Extension]:
         )
         extensions.append(extension)
     return extensions
+
+
+def _is_for(extension: Extension, machine: str) -> bool:
+    """Whether an extension's code can run on a machine such as `aarch64-linux-gnu`."""
+    library = extension.name.rpartition(".")[2]
+    needed = [needed for start, needed in _ARCHITECTURES.items() if library.startswith(start)]
+    return not needed or machine.startswith(needed[0])
 
 
 # The modules that a step runs for each of its sequences. Compiled classes check types, and cannot
@@ -144,7 +156,17 @@ class _BuildExtensions(build_ext):
         own.build_temp = str(Path(self.build_temp, ext.name))
         super(_BuildExtensions, own).build_extension(ext)
 
+    def _machine(self) -> str:
+        """Return what the compiler compiles for: another machine if CC is a cross compiler."""
+        try:
+            command = [*self.compiler.compiler_so, "-dumpmachine"]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            return get_platform().partition("-")[2]
+
     def build_extensions(self) -> None:
+        machine = self._machine()
+        self.extensions = [one for one in self.extensions if _is_for(one, machine)]
         super().build_extensions()
         paths = [Path(self.get_ext_fullpath(extension.name)) for extension in _STEP_EXTENSIONS]
         if not all(path.exists() for path in paths):

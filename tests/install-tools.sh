@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Installs the programs that the tests start and that are missing, from the system's own packages:
 # redis-server, openssl for its certificates, Chromium for the pages, npm to build the page of
-# clients/browser, Prometheus for the dashboard's queries, and Ruby with gRPC for the drafter of
-# docs/drafters.md.
+# clients/browser, Prometheus for the dashboard's queries, Ruby with gRPC for the drafter of
+# docs/drafters.md, and a compiler and QEMU for the kernels of ARM processors.
 set -euo pipefail
 missing() {
   local found=()
   local programs="redis-server openssl prometheus npm"
-  # docs/drafters.md installs Debian's packages.
+  # docs/drafters.md installs Debian's packages, and the tests of kernels compile with Debian's.
   command -v apt-get >/dev/null && programs="$programs grpc_tools_ruby_protoc protoc"
+  command -v apt-get >/dev/null && [ "$(uname -m)" = x86_64 ] &&
+    programs="$programs aarch64-linux-gnu-gcc qemu-aarch64"
   for program in $programs; do command -v "$program" >/dev/null || found+=("$program"); done
   command -v chromium >/dev/null || command -v chromium-browser >/dev/null ||
     command -v google-chrome >/dev/null || found+=(chromium)
@@ -59,6 +61,8 @@ if command -v apt-get >/dev/null; then
       chromium) packages+=(chromium fonts-dejavu-core) ;;
       grpc_tools_ruby_protoc) packages+=(ruby ruby-grpc ruby-grpc-tools) ;;
       protoc) packages+=(protobuf-compiler libprotobuf-dev) ;;
+      aarch64-linux-gnu-gcc) packages+=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross) ;;
+      qemu-aarch64) packages+=(qemu-user) ;;
       *) packages+=("$program") ;;
     esac
   done

@@ -1,6 +1,7 @@
 """Selects a build of the C kernels, so that tests can run against each build."""
 
 import ctypes
+import platform
 import subprocess
 import tempfile
 from functools import cache
@@ -14,10 +15,15 @@ from outrider.lm.cpu import decoder as cpu_decoder
 from outrider.lm.cpu import weights
 from outrider.lm.cpu.library import load_build, runnable_builds
 
+_NAMES = {
+    "x86_64": ["_cpu", "_cpu_avx2", "_cpu_avx512", "_cpu_avx512_bf16", "_cpu_amx"],
+    # On other machines test_arm_kernels.py runs these in QEMU.
+    "aarch64": ["_cpu", "_cpu_arm_bf16"],
+}
 # The quick suite runs the build that this machine uses.
 BUILDS = [
     pytest.param(name, marks=[] if name == runnable_builds()[0] else pytest.mark.slow)
-    for name in ("_cpu", "_cpu_avx2", "_cpu_avx512", "_cpu_avx512_bf16", "_cpu_amx")
+    for name in _NAMES.get(platform.machine(), ["_cpu"])
 ]
 _FLAGS = [
     "-O2",

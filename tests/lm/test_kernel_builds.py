@@ -5,8 +5,10 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
-from outrider.lm.cpu.library import load_build, runnable_builds
+from outrider.lm.cpu import library
+from outrider.lm.cpu.library import HWCAP2_BF16, load_build, runnable_builds
 
 # By library: the registers and instructions in its code that an earlier kind of processor lacks.
 MARKS = {
@@ -19,16 +21,37 @@ MARKS = {
 ALL_MARKS = MARKS["_cpu_amx"]
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one library")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="test_arm_kernels.py has ARM's builds")
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is missing: binutils")
 @pytest.mark.parametrize("name", MARKS)
 def test_a_library_has_the_instructions_of_its_kind_of_processor(name: str) -> None:
-    library = load_build(name)
-    assert library is not None, "tests need a C compiler when the package is installed"
-    command = ["objdump", "--disassemble", library._name]
+    found = load_build(name)
+    assert found is not None, "tests need a C compiler when the package is installed"
+    command = ["objdump", "--disassemble", found._name]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert {mark for mark in ALL_MARKS if mark in code} == MARKS[name]
 
 
 def test_the_best_library_for_this_processor_was_built() -> None:
     assert load_build(runnable_builds()[0]) is not None
+
+
+@pytest.mark.parametrize(
+    ("machine", "bits", "builds"),
+    [
+        ("aarch64", 0, ["_cpu"]),
+        ("aarch64", ~HWCAP2_BF16, ["_cpu"]),
+        ("aarch64", HWCAP2_BF16, ["_cpu_arm_bf16", "_cpu"]),
+        # The same bit means something else there.
+        ("riscv64", HWCAP2_BF16, ["_cpu"]),
+    ],
+)
+def test_an_arm_processor_runs_what_linux_says_it_can(
+    machine: str, bits: int, builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert library._hwcap2() >= 0
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
+    monkeypatch.setattr(library, "_can", lambda question: False)
+    monkeypatch.setattr(library.platform, "machine", lambda: machine)
+    monkeypatch.setattr(library, "_hwcap2", lambda: bits)
+    assert runnable_builds() == builds

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
 from functools import cache
 from importlib.util import find_spec
 
@@ -19,6 +20,11 @@ log = logging.getLogger(__name__)
 _BUILDS = {"DEFAULT": "_cpu", "AVX2": "_cpu_avx2", "AVX512": "_cpu_avx512"}
 _AVX512_BFLOAT16 = "_cpu_avx512_bf16"
 _AMX = "_cpu_amx"
+_ARM_BFLOAT16 = "_cpu_arm_bf16"
+# The entry of a process's auxiliary vector that `_hwcap2` reads, and its bit for ARM's products of
+# bfloat16, which Linux sets only if bfdot, bfmmla and bfcvt are all there.
+AT_HWCAP2 = 26
+HWCAP2_BF16 = 1 << 14
 
 
 @cache
@@ -41,6 +47,8 @@ def runnable_builds() -> list[str]:
     mine = torch.backends.cpu.get_cpu_capability()
     last = capabilities.index(mine) if mine in capabilities else 0
     names = [_BUILDS[capability] for capability in reversed(capabilities[: last + 1])]
+    if _is_arm_with_bfloat16():
+        names.insert(0, _ARM_BFLOAT16)
     if _can("_is_avx512_bf16_supported"):
         names.insert(0, _AVX512_BFLOAT16)
     # The operating system must permit this process to use the tile registers.
@@ -54,6 +62,18 @@ def _can(question: str) -> bool:
     """Ask torch for a capability of the processor; False if this torch has no such function."""
     ask = getattr(torch.cpu, question, None)
     return ask is not None and bool(ask())
+
+
+def _is_arm_with_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16; torch's names for ARM do not say."""
+    return platform.machine() == "aarch64" and bool(_hwcap2() & HWCAP2_BF16)
+
+
+def _hwcap2() -> int:
+    """Ask Linux for the processor's newer capabilities, whose bits each architecture defines."""
+    ask = ctypes.CDLL(None).getauxval
+    ask.argtypes, ask.restype = (ctypes.c_ulong,), ctypes.c_ulong
+    return int(ask(AT_HWCAP2))
 
 
 def prefix(numbers: str) -> str:

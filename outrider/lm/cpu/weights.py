@@ -159,7 +159,7 @@ def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _tiles(weight: torch.Tensor, block: int, numbers: str) -> torch.Tensor:
     """Reorder a weight [out, in] as `struct linear` in C describes, padded with zeros.
 
-    The result is [blocks of out, blocks of in, parts of a line, lines, `line` out, pair of in].
+    The result is [blocks of out, blocks of in, parts of a line, lines, `line` out, `pair` of in].
     """
     line, pair = _constant(numbers, "line"), _constant(numbers, "pair")
     lines = _padded(weight, block).view(

@@ -8,6 +8,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
 #endif
 
 // Rows of an AMX tile register, and bfloat16 elements of a row. Tiled inputs of products keep as
@@ -98,6 +100,8 @@ INLINE void store(vec value, void *to, int64_t at, int is_bfloat16) {
   // Rounds to nearest, ties to even; a NaN stays a NaN.
 #if defined(__AVX512BF16__)
   __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  bfloat16x4_t half = vcvt_bf16_f32((float32x4_t)value);
 #else
   uvec bits = (uvec)value, nan = (uvec)(value != value);
   uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -119,12 +123,35 @@ INLINE vec largest(vec a, vec b) {
 }
 
 // add_dots adds the products of LANES pairs of bfloat16 with one pair to `sum`. HAS_DOTS: the
-// processor does this in one instruction.
+// processor does this in one instruction. interleave makes pairs of the elements of a and b, the
+// first LANES pairs in out[0].
 #if defined(__AVX512BF16__)
 #define HAS_DOTS 1
 INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
   __m512bh same = (__m512bh)_mm512_set1_epi32((int32_t)pair);
   return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, same);
+}
+
+INLINE void interleave(vec a, vec b, vec out[2]) {
+  static const uint16_t order[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i first = _mm512_loadu_si512(order);
+  const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  out[0] = (vec)_mm512_permutex2var_epi16((__m512i)a, first, (__m512i)b);
+  out[1] = (vec)_mm512_permutex2var_epi16((__m512i)a, second, (__m512i)b);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_DOTS 1
+// Rounds to odd twice: the sum of the two products, and the sum with `sum`. Takes subnormal numbers
+// for zero.
+INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
+  bfloat16x8_t same = (bfloat16x8_t)vdupq_n_u32(pair);
+  return (vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)pairs, same);
+}
+
+INLINE void interleave(vec a, vec b, vec out[2]) {
+  out[0] = (vec)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
+  out[1] = (vec)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
 }
 #else
 #define HAS_DOTS 0

@@ -1,6 +1,6 @@
-// The matrix product of one block of output columns: in bfloat16 by AMX tiles or by the dot
-// products of AVX512-BF16; else by vectors of floats. A row's result does not depend on the other
-// rows, because its sums are always taken in the same order.
+// The matrix product of one block of output columns: in bfloat16 by AMX tiles, by the dot products
+// of AVX512-BF16 or by ARM's bfmmla; else by vectors of floats. A row's result does not depend on
+// the other rows, because its sums are always taken in the same order.
 //
 // Including files define BFLOAT16: 1 if inputs and weights are bfloat16, 0 if they are float. With
 // INT8 as well, weights are int8, and products are of integers.
@@ -12,7 +12,8 @@
 #if BFLOAT16
 typedef uint16_t element;
 // Rows of `in` that a line of weights interleaves, for LINE columns of `out`.
-#if INT8 && defined(__AVX512VNNI__)
+#if (INT8 && defined(__AVX512VNNI__)) || \
+    (!INT8 && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define PAIR 4
 #else
 #define PAIR 2
@@ -27,7 +28,7 @@ typedef float element;
 #define ROWS 32
 // Lines of weights for TILE_DEPTH elements of `in`, and the bytes that a block's lines take.
 #define LINES (TILE_DEPTH / PAIR)
-#define DEPTH_BYTES (TILE_DEPTH * BLOCK * (INT8 ? 1 : 4 / PAIR))
+#define DEPTH_BYTES (TILE_DEPTH * BLOCK * (INT8 ? 1 : (int)sizeof(element)))
 
 // A layer's weights [out, in], in the order [blocks of 32 out][blocks of 32 in][parts of a line]
 // [lines][LINE columns][pair]; zeros pad `out` to a whole block. The bias, if any, is padded too,
@@ -67,6 +68,8 @@ INLINE element *tiled_row(element *data, int64_t row, int64_t in, int64_t tile_r
 #include "gemm_int8.h"
 #elif BFLOAT16 && defined(__AMX_BF16__)
 #include "gemm_amx.h"
+#elif BFLOAT16 && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "gemm_bfmmla.h"
 #else
 #include "gemm_vector.h"
 #endif

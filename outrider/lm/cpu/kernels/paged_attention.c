@@ -117,16 +117,11 @@ INLINE void add_values(struct work *work, int row, int n, int count, int head_si
 // Loads the block's values and interleaves those of adjacent keys; zeros follow the last key.
 INLINE void pair_values(struct work *work, const uint16_t *values, const int64_t at[LANES],
                         int count, int head_size) {
-  static const uint16_t order[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i first = _mm512_loadu_si512(order);
-  const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
   for (int j = 0; j < count; j += 2)
     for (int d = 0; d < head_size; d += 2 * LANES) {
-      __m512i a = _mm512_loadu_si512(values + at[j] + d), b = _mm512_setzero_si512();
-      if (j + 1 < count) b = _mm512_loadu_si512(values + at[j + 1] + d);
-      work->values[j / 2][d / LANES] = (vec)_mm512_permutex2var_epi16(a, first, b);
-      work->values[j / 2][d / LANES + 1] = (vec)_mm512_permutex2var_epi16(a, second, b);
+      vec a = load_float((const float *)(values + at[j] + d)), b = splat(0);
+      if (j + 1 < count) b = load_float((const float *)(values + at[j + 1] + d));
+      interleave(a, b, &work->values[j / 2][d / LANES]);
     }
 }
 #endif

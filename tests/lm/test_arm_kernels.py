@@ -1,0 +1,262 @@
+"""The ARM builds of the C kernels, in QEMU: right, and each row's bits whatever is beside it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+from functools import cache
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from outrider.lm.cpu.attention import PagedAttention
+from outrider.lm.cpu.library import AT_HWCAP2, HWCAP2_BF16
+from outrider.lm.cpu.weights import TiledLinear
+from outrider.lm.layout import BatchLayout, SequenceSlice
+from outrider.lm.runner import ModelRunner
+from outrider.lm.softmax import Softmax
+from outrider.protocol.draft_messages import FINAL_STATE
+from tests.lm import test_cpu_attention, test_cpu_decoder
+from tests.lm.arm_processor import (
+    COMPILER,
+    PROCESSORS,
+    Memory,
+    arm_library,
+    library_files,
+    missing,
+    use_arm_build,
+)
+from tests.lm.builds import use_build
+from tests.lm.test_cpu_decoder import cpu_runner, ids
+from tests.lm.tiny_models import VOCAB_SIZE
+from tests.tree_paths import path_to
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(missing() is not None, reason=missing() or ""),
+]
+# Heads of two vectors, several blocks of columns, and a vocabulary that is no whole block.
+SIZES = test_cpu_decoder.SIZES | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+}
+CONFIGS = {
+    "biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "norms of heads": Qwen3Config(**SIZES),
+}
+INSTRUCTIONS = {"bfmmla", "bfdot", "bfcvtn"}
+WITH_BFLOAT16 = "_cpu_arm_bf16"
+
+
+@pytest.fixture(params=PROCESSORS)
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An ARM build, which new objects use."""
+    used: str = request.param
+    use_arm_build(used, monkeypatch)
+    return used
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    wanted: torch.dtype = request.param
+    return wanted
+
+
+def test_a_cross_compiler_builds_the_libraries_of_its_own_architecture() -> None:
+    assert set(library_files()) == set(PROCESSORS)
+
+
+@pytest.mark.parametrize("build", PROCESSORS)
+def test_a_build_has_the_instructions_of_its_kind_of_processor(build: str) -> None:
+    dump = COMPILER.replace("gcc", "objdump")
+    command = [dump, "--disassemble", str(library_files()[build])]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {instruction for instruction in INSTRUCTIONS if instruction in code}
+    assert found == (INSTRUCTIONS if build == WITH_BFLOAT16 else set())
+
+
+@pytest.mark.parametrize("build", PROCESSORS)
+def test_linux_names_the_processors_with_products_of_bfloat16(build: str) -> None:
+    capabilities = arm_library(build).ask("getauxval", Memory(), [AT_HWCAP2])
+    assert bool(capabilities & HWCAP2_BF16) == (build == WITH_BFLOAT16)
+
+
+def layers(dtype: torch.dtype) -> list[torch.nn.Linear]:
+    """Whole and partial blocks of columns, with and without a bias."""
+    torch.manual_seed(0)
+    shapes = [(96, 64, False), (160, 97, True), (32, 40, True)]
+    return [torch.nn.Linear(ins, outs, bias=bias).to(dtype) for ins, outs, bias in shapes]
+
+
+def test_a_product_is_as_exact_as_its_sums(name: str, dtype: torch.dtype) -> None:
+    """Each of a sum's steps rounds to odd at worst, by one unit in the last place."""
+    for layer in layers(dtype):
+        tiled = TiledLinear(layer.weight, layer.bias)
+        x = torch.randn(33, layer.in_features).to(dtype)
+        exact = layer.double()(x.double())
+        terms = x.double().abs() @ layer.weight.abs().T
+        bound = layer.in_features * 2.0**-23 * terms + exact.abs() * torch.finfo(dtype).eps
+        assert torch.equal(tiled.weight.double(), layer.weight)
+        assert ((tiled(x).double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("numbers", ["bfloat16", "float32", "int8"])
+def test_a_rows_product_has_the_same_bits_beside_any_others(name: str, numbers: str) -> None:
+    dtype = torch.float32 if numbers == "float32" else torch.bfloat16
+    for layer in layers(dtype):
+        tiled = TiledLinear(layer.weight, layer.bias, int8=numbers == "int8")
+        x = torch.randn(34, layer.in_features).to(dtype)
+        single = torch.cat([tiled(row[None]) for row in x])
+        for rows in range(2, 34):
+            # Each row has another place in its pair and its tile.
+            assert torch.equal(tiled(x[:rows]), single[:rows]), f"{rows} rows"
+            assert torch.equal(tiled(x[1 : rows + 1]), single[1 : rows + 1]), f"{rows} rows"
+
+
+def test_int8_weights_multiply_like_their_values_but_for_the_rows_rounding(name: str) -> None:
+    """A row's element is off by half a step of its group: 1/254 of the group's largest element."""
+    for layer in layers(torch.bfloat16):
+        tiled = TiledLinear(layer.weight, layer.bias, int8=True)
+        x = torch.randn(9, layer.in_features).bfloat16()
+        weight = tiled.weight.double()
+        bias = 0 if layer.bias is None else layer.bias.double()
+        exact = x.double() @ weight.T + bias
+        largest = x.double().abs().view(9, -1, 32).amax(2).repeat_interleave(32, 1)
+        # The values of `weight` are rounded to bfloat16.
+        bound = largest @ weight.abs().T * (1 / 250 + 2.0**-8) + exact.abs() * 2.0**-8
+        assert ((tiled(x).double() - exact).abs() <= bound).all()
+
+
+def test_plain_neon_multiplies_bfloat16_to_the_bits_of_the_portable_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Products of two bfloat16 are exact in float, so it does not matter that ARM fuses sums."""
+    outputs = []
+    for use, build in ((use_build, "_cpu"), (use_arm_build, "_cpu")):
+        use(build, monkeypatch)
+        of_layers = layers(torch.bfloat16)
+        inputs = [torch.randn(33, layer.in_features).bfloat16() for layer in of_layers]
+        tiled = [TiledLinear(layer.weight, layer.bias) for layer in of_layers]
+        outputs.append([layer(x) for layer, x in zip(tiled, inputs, strict=True)])
+    assert all(map(torch.equal, *outputs))
+
+
+@pytest.mark.parametrize("shape", test_cpu_attention.SHAPES)
+def test_its_attention_equals_plain_attention(shape: str, name: str, dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
+    test_cpu_attention.test_its_output_equals_plain_attention(shape, dtype, tolerance)
+
+
+def test_a_page_behind_a_text_is_ignored_even_if_it_is_nan(name: str) -> None:
+    test_cpu_attention.test_earlier_content_of_a_page_is_ignored_even_if_it_is_nan()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_attention_to_a_tree_gives_each_row_the_bits_of_its_chain(
+    seed: int, name: str, dtype: torch.dtype
+) -> None:
+    draw = random.Random(seed)
+    page_size, head_size, before = draw.choice([5, 16]), draw.choice([16, 64]), draw.randrange(40)
+    count = draw.randrange(2, 40)
+    parents = [draw.randint(0, i) for i in range(count)]
+    pages = draw.sample(range(64), -(-(before + 65) // page_size))
+    torch.manual_seed(seed)
+    cache = torch.randn(2, 64, page_size, 2, head_size).to(dtype)
+    query = torch.randn(count + 1, 8, head_size).to(dtype)
+    key, value = torch.randn(2, count + 1, 2, head_size).to(dtype)
+
+    def attend(rows: list[int], parents: list[int]) -> torch.Tensor:
+        part = SequenceSlice([0] * len(rows), before, pages, 0, parents)
+        batch = BatchLayout([part], page_size, torch.device("cpu")).cpu_batch
+        q, k, v = (held[rows][None].transpose(1, 2) for held in (query, key, value))
+        return PagedAttention(*cache.clone()).attend(batch, q, k, v, Softmax(0.2))
+
+    tree = attend([*range(count + 1)], parents)
+    for row in draw.sample(range(count + 1), min(4, count)):
+        assert torch.equal(tree[row], attend([0, *path_to(row, parents)], [])[-1])
+
+
+@cache
+def runner_of(name: str, dtype: torch.dtype, config: str = "biases") -> ModelRunner:
+    """A runner of a tiny model, by an ARM build or by `portable`, this machine's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "portable":
+            use_build("_cpu", patch)
+        else:
+            use_arm_build(name, patch)
+        runner = cpu_runner(CONFIGS[config], dtype)
+    # In a trial its logits were as near to exact numbers as those of the model's own forward.
+    assert runner.decoder is not None
+    return runner
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_its_logits_are_those_of_the_portable_build_but_for_rounding(
+    config: str, name: str, dtype: torch.dtype
+) -> None:
+    part = SequenceSlice(ids(40), 0, [5, 2, 9], 40)
+    found, portable = (runner_of(by, dtype, config).forward([part]) for by in (name, "portable"))
+    relative = {torch.bfloat16: 0.05, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(found, portable, rtol=0, atol=relative * float(portable.std()))
+
+
+def test_a_forward_has_the_same_bits_beside_others_in_pieces_and_on_two_threads(
+    name: str, dtype: torch.dtype
+) -> None:
+    runner = runner_of(name, dtype)
+    tokens = ids(37)
+    whole = runner.forward([SequenceSlice(tokens, 0, [0, 1, 2], 37)])
+    pages = [20, 11, 32]
+    pieces = [
+        runner.forward([SequenceSlice(tokens[start:end], start, pages, end - start)])
+        for start, end in itertools.pairwise([0, 1, 3, 36, 37])
+    ]
+    assert torch.equal(torch.cat(pieces), whole)
+    others = [SequenceSlice(ids(1, i), 0, [40 + i], 1) for i in range(12)]
+    at_first = torch.get_num_threads()
+    for threads, count in ((1, 1), (1, 6), (2, 12)):
+        torch.set_num_threads(threads)
+        try:
+            beside = runner.forward([*others[:count], SequenceSlice(tokens, 0, pages, 37)])
+        finally:
+            torch.set_num_threads(at_first)
+        assert torch.equal(beside[count:], whole), f"beside {count}, {threads} threads"
+
+
+def test_a_greedy_continuation_equals_one_forward_a_token(name: str, dtype: torch.dtype) -> None:
+    runner = runner_of(name, dtype)
+    texts = [ids(15, 1), ids(30, 2)]
+    pages = [[4, 1, 3], [7, 0, 9]]
+    chosen: list[list[int]] = []
+    logits = []
+    for count in range(5):
+        grown = [text + [row[i] for row in chosen] for i, text in enumerate(texts)]
+        parts = zip(grown, pages, strict=True)
+        logits.append(
+            runner.forward([SequenceSlice(text, 0, where, 1) for text, where in parts]).clone()
+        )
+        chosen.append(logits[count].argmax(-1).tolist())
+    parts = zip(texts, pages, strict=True)
+    last = [SequenceSlice(text[-1:], len(text) - 1, where, 1) for text, where in parts]
+    found = runner.continue_with_logits(last, 5, VOCAB_SIZE)
+    assert found is not None
+    assert found[0].tolist() == chosen
+    assert torch.equal(found[1], torch.stack(logits))
+
+
+def test_it_keeps_the_hidden_states_of_the_portable_build(name: str, dtype: torch.dtype) -> None:
+    states = [0, 1, 2, FINAL_STATE]
+    kept = []
+    for by in (name, "portable"):
+        runner = runner_of(by, dtype)
+        runner.watch(states)
+        runner.forward([SequenceSlice(ids(9), 0, [3], 1)])
+        rows = range(9)
+        kept.append(runner.pick_states(states, rows, str(dtype).removeprefix("torch.")).float())
+        runner.watch([])
+    tolerance = {torch.bfloat16: 0.05, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(kept[0], kept[1], rtol=tolerance, atol=tolerance)
