@@ -29,7 +29,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 
 def configuration() -> dict[str, str]:
-    """pip's settings by name, as this user's environment and files give them."""
+    """Return pip's settings, keyed by name, from this user's environment and files."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout

@@ -177,7 +177,7 @@ def plan(
 
 
 def _available(topology: Topology, numa_node: int | None) -> list[int]:
-    """The online cores of the node, or of the machine; raises OutriderError if there are none."""
+    """The online cores of the node, or of the machine. Raises OutriderError if there are none."""
     if numa_node is None:
         return topology.online
     if numa_node not in topology.nodes:

@@ -18,7 +18,7 @@ log = logging.getLogger("gateway.access")
 
 SCOPE_KEY = "outrider.access"
 """Key of an ASGI scope whose value is the request's Access."""
-# How the ids of generated answers begin, by path. All other ids begin with "req".
+# Maps a path to the prefix of its answers' ids. All other ids begin with "req".
 _PREFIXES = {
     "/v1/completions": "cmpl",
     "/v1/chat/completions": "chatcmpl",

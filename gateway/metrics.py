@@ -97,7 +97,7 @@ class Activity:
         self.later_token_seconds += seconds
 
     def snapshot(self) -> dict[str, Any]:
-        """The sums by name, as JSON has them."""
+        """The sums, keyed by name, as JSON has them."""
         return asdict(self)
 
 

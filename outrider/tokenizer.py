@@ -109,7 +109,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a text, by the files of a model directory or hub id. The log names them.
+    """The tokens that end a text, read from a model directory or hub id. The log names them.
 
     The generation config comes first, then the configuration, then the tokenizer's eos_token. The
     default of the model's type never counts: it may be any token of the model. Ids of `vocab_size`

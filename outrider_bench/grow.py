@@ -81,7 +81,7 @@ def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
 
 
 def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
-    """The grown model; raises ValueError for shapes that `grown_config` refuses."""
+    """The grown model. Raises ValueError for shapes that `grown_config` refuses."""
     old = small.config
     config = grown_config(old, shape, dtype)
     # The meta device allocates nothing, so each tensor exists only once, in its final form.

@@ -39,7 +39,7 @@ _COMPILED = not str(sys.modules[Engine.__module__].__file__).endswith(".py")
 
 
 def measure(console: Console) -> None:
-    """Measure and print the time of a step by sequences, plain and with drafts."""
+    """Measure and print a step's time for each number of sequences, plain and with drafts."""
     # A verifier does this once it is loaded.
     gc.collect()
     gc.freeze()

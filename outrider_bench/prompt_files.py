@@ -110,7 +110,7 @@ def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
 
 @cache
 def read(path: Path) -> dict[str, list[Prompt]]:
-    """The prompts of a file by kind, each in the order of the file.
+    """The prompts of a file, keyed by kind, each list in the order of the file.
 
     The kind is a row's `category`, else the file's name without its ending. Raises ValueError that
     names file, line and field.

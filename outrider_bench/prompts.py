@@ -1,4 +1,4 @@
-"""The prompts of an experiment by kind: the demo's prompts, chats, and answers with a grammar."""
+"""An experiment's prompts, keyed by kind: the demo's prompts, chats, answers with a grammar."""
 
 from __future__ import annotations
 

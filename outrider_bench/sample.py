@@ -9,7 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos."
-"""Beginning of the keys that count accepted draft tokens by position in their draft, from 0."""
+"""Prefix of the keys that count accepted draft tokens at a position in the draft, from 0."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ def _tokens_by(at: float, first: float, last: float, count: int) -> float:
 
 
 async def counters(port: int) -> dict[str, float]:
-    """Read a local process's Prometheus counters, by name and label of phase, result or drafter."""
+    """Read a local process's Prometheus counters, keyed by name and phase, result or drafter."""
     # Reading the system's certificates takes longer than the request, on the measured cores.
     async with httpx.AsyncClient(verify=False) as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text

@@ -68,7 +68,7 @@ class Part:
         ]
 
     def _ways(self, question: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """The field `speculation` of the question's requests, by the name of the way to decode."""
+        """Map each decoding mode to the field `speculation` of the question's requests."""
         common = {"metrics": True, "always_draft": self.is_exactness}
         specs = map(DrafterSpec.parse, self.drafters)
         names = [spec.options.get("id", spec.family) for spec in specs]
@@ -84,8 +84,8 @@ class Part:
 def run() -> int:
     """Run both parts, and return the exit status.
 
-    It is 0 if every drafter's texts in float32 are plain decoding's, 1 if not or if a process
-    failed, 2 without the bundled models, 130 after Ctrl-C.
+    It is 0 if every drafter's texts in float32 equal the texts of plain decoding, 1 if not or if a
+    process failed, 2 without the bundled models, 130 after Ctrl-C.
     """
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     for model in (_TARGET, _DRAFT, _HEAD):
@@ -183,9 +183,9 @@ def _progress(console: Console) -> Progress:
 
 
 async def _measure(url: str, part: Part, rows: list[Row], progress: Progress) -> None:
-    """Ask every question in every way, one request at a time.
+    """Ask every question with every decoding mode, one request at a time.
 
-    The ways take turns, and their order rotates, so that other work on the machine slows all ways
+    The modes take turns in a rotating order, so that other work on the machine slows all modes
     alike.
     """
     orders = [rows] if part.is_exactness else [rows, rows[::-1]]

@@ -35,7 +35,7 @@ class DrafterSpec:
 
     @classmethod
     def parse(cls, text: str, field: str = "drafter") -> DrafterSpec:
-        """Read a flag's text; raises OutriderError(INVALID_VALUE) that shows the right form.
+        """Read a flag's text; raise OutriderError(INVALID_VALUE) that shows the right form.
 
         `field` is the flag that the error names.
         """
@@ -151,7 +151,7 @@ def _in_process_schema(family: str) -> type[InProcessSettings]:
 
 
 def settings_of(family: str) -> type[FamilySettings]:
-    """A family's own settings; raises OutriderError(INVALID_VALUE) for an unknown family."""
+    """A family's own settings. Raises OutriderError(INVALID_VALUE) for an unknown family."""
     return OF_FAMILIES.get(family) or find_family(family).settings
 
 

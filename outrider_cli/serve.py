@@ -141,7 +141,7 @@ def _complain(text: str) -> None:
 async def _announce(
     supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console, log: StartLog
 ) -> None:
-    """Show how far the start is, then print the URLs; raises StartFailed."""
+    """Show how far the start is, then print the URLs; raise StartFailed."""
     loading = f"loading {' and '.join(_models(settings))} ..."
     with start_status(console, loading) as show:
         ready = until_ready(stack.http_url, show, len(settings.drafter), stack.ca)

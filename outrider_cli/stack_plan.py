@@ -82,7 +82,7 @@ def _service_arguments(settings: ServeSettings) -> list[str]:
 
 
 def _named(settings: ServeSettings) -> dict[str, DrafterSpec]:
-    """The drafters by their ids; raises OutriderError(INVALID_VALUE) if two have the same id."""
+    """The drafters, keyed by id. Raises OutriderError(INVALID_VALUE) if two have the same id."""
     found: dict[str, DrafterSpec] = {}
     counts: Counter[str] = Counter()
     for spec in map(DrafterSpec.parse, settings.drafter):
@@ -258,7 +258,7 @@ def _gateway_arguments(
 
 
 def _port(flag: str, host: str, wanted: int) -> int:
-    """The port, or a free port for 0; raises OutriderError(INVALID_VALUE) if it is in use."""
+    """The port, or a free port for 0. Raises OutriderError(INVALID_VALUE) if it is in use."""
     try:
         if wanted == 0:
             return free_port(host)

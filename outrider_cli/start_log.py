@@ -55,7 +55,7 @@ class StartLog:
 
 @contextmanager
 def start_status(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Show `text` while the block runs; yields a function that replaces it."""
+    """Show `text` while the block runs; yield a function that replaces it."""
     if not console.is_terminal or console.is_dumb_terminal:
         console.print(text, markup=False)
         yield lambda state: console.print(state, markup=False)

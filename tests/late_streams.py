@@ -109,7 +109,7 @@ class LateStreams(TorchDispatchMode):
         readers.add(next(name for name, each in self._all.items() if each is stream))
 
     def free(self, maker: str, reader: str) -> None:
-        """Let the stream that made some memory overwrite it, as if an allocator had got it back.
+        """Have the stream `maker` overwrite its memory, as if the allocator had given it out again.
 
         The allocator does not get memory that a reading stream still keeps.
         """

@@ -59,7 +59,7 @@ def tokenizer_of(order: Sequence[int], *, rename_end: bool = False) -> str:
 
 
 def files_of(order: Sequence[int]) -> dict[str, str]:
-    """The text files of the bundled draft model with the vocabulary `order`, by name."""
+    """Return the bundled draft model's text files with the vocabulary `order`, keyed by name."""
     files = {"tokenizer.json": tokenizer_of(order)}
     files["tokenizer_config.json"] = (MODEL / "tokenizer_config.json").read_text()
     for name in ("config.json", "generation_config.json"):

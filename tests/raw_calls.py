@@ -31,7 +31,7 @@ def path(method: MethodDescriptor) -> str:
 
 
 def check_details(failure: grpc.aio.AioRpcError) -> OutriderError:
-    """The error of a call of one of our services, whose details must agree with its status."""
+    """Return the error of a failed call to our services; its details must agree with its status."""
     # `otherwise` counts only if the error has no details.
     error = rpc_errors.error_of(failure, otherwise=Reason.ROUTE_NOT_FOUND)
     again = rpc_errors.error_of(failure, otherwise=Reason.METHOD_NOT_ALLOWED)

@@ -37,11 +37,11 @@ class RawDrafter:
         await self.say(hello=self._hello)
 
     async def hear(self) -> verifier_pb2.StreamDraftsResponse:
-        """The verifier's next message, or EOF; waits for at most 30 s."""
+        """Return the verifier's next message, or EOF; wait for at most 30 s."""
         return await asyncio.wait_for(self.call.read(), 30)
 
     async def welcomed(self) -> None:
-        """Send the Hello and await the welcome; raises OutriderError if it is refused."""
+        """Send the Hello and await the welcome; raise OutriderError if it is refused."""
         await self.introduce()
         try:
             response = await self.hear()

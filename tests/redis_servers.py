@@ -145,7 +145,7 @@ class Deployment:
         return [*flags, *(["--redis-cluster"] if self.is_cluster else [])]
 
     def each(self, *command: str) -> list[Any]:
-        """Run a command as the default user on each server of `data`; returns their replies."""
+        """Run a command as the default user on each server of `data`; return their replies."""
         replies = []
         for process in self.data:
             with process.admin() as client:

@@ -15,7 +15,7 @@ _START_S = 180
 
 @contextmanager
 def serving(log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Start `outrider serve` on free ports; yields its process and URL once it is ready."""
+    """Start `outrider serve` on free ports; yield its process and URL once it is ready."""
     port = free_port("127.0.0.1")
     ports = ["--http-port", str(port), "--grpc-port", "0", "--verifier-port", "0"]
     command = [sys.executable, "-m", "outrider_cli.main", "serve", *arguments, *ports]

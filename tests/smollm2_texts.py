@@ -86,7 +86,7 @@ def is_chat(index: int) -> bool:
 
 
 def smollm2() -> str:
-    """The model's file; skips the test without it."""
+    """Return the model's file; skip the test without it."""
     try:
         return gguf_file()
     except OutriderError as error:

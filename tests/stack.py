@@ -154,7 +154,7 @@ class GatewayProcess(Process):
 
 
 class Stack:
-    """A verifier with the bundled or another target, and drafters by name."""
+    """A verifier with the bundled or another target, and drafters, keyed by name."""
 
     def __init__(
         self,

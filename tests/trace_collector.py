@@ -13,7 +13,7 @@ from outrider import __version__
 
 
 def attributes(owner: Any) -> dict[str, Any]:
-    """The attributes of a span or a resource, by name."""
+    """The attributes of a span or a resource, keyed by name."""
     return {attribute.key: attribute.value for attribute in owner.attributes}
 
 
@@ -40,7 +40,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
-    """Run a collector; yields it and its URL."""
+    """Run a collector; yield it and its URL."""
     server = grpc.aio.server()
     collector = Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)

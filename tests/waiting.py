@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 async def until(
     condition: Callable[[], object | Awaitable[object]], timeout_s: float = 30.0
 ) -> None:
-    """Wait until `condition()`, awaited if it is awaitable, is true; raises TimeoutError."""
+    """Wait until `condition()`, awaited if it is awaitable, is true; raise TimeoutError."""
 
     async def holds() -> bool:
         met = condition()

@@ -193,7 +193,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     @property
     def acceptance_settings(self) -> dict[str, str]:
-        """The settings that decide how drafts are drawn and tokens are chosen, by flag.
+        """The settings that decide how drafts are drawn and tokens are chosen, keyed by flag.
 
         Only a verifier with equal settings may continue this verifier's answers. For example, a
         drafter may know the noise of an answer that began without sampled drafts.

@@ -156,7 +156,7 @@ class EngineLoader(Protocol):
     grammars: GrammarCompiler | None
 
     def build(self, deliver: Callable[[list[Delivery]], None]) -> ServedEngine:
-        """Build the engine, ready to run; raises OutriderError if the target cannot be served."""
+        """Build the engine, ready to run; raise OutriderError if the target cannot be served."""
 
 
 class Loader:
@@ -181,7 +181,7 @@ class Loader:
         self._loop.call_soon_threadsafe(self._servicer.report, stage, detail)
 
     def build(self, deliver: Callable[[list[Delivery]], None]) -> Engine:
-        """Build the engine, ready to run; raises OutriderError if the target cannot be served."""
+        """Build the engine, ready to run; raise OutriderError if the target cannot be served."""
         settings = self._settings
         policy = DraftTokensPolicy.parse(settings.draft_tokens)
         tokenizer = load_tokenizer(settings.target)

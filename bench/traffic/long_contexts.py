@@ -51,7 +51,7 @@ class Moment(NamedTuple):
         return Moment(self.clock - other.clock, self.processor - other.processor)
 
     def each(self, count: int) -> str:
-        """Both times per token, in milliseconds, if they are the times of `count` tokens."""
+        """Divide both times by `count` tokens; return milliseconds per token."""
         return " | ".join(f"{1000 * seconds / max(1, count):.0f}" for seconds in self)
 
 

@@ -34,8 +34,8 @@ class Family(Strategy):
     """A strategy with settings, which `outrider drafter --family` runs.
 
     The process calls `load` once. Each connection to a verifier has an instance of its own. The
-    connection's session calls its methods on the event loop, never two at a time; `propose` of two
-    connections may overlap where it awaits.
+    connection's session calls the instance's methods on the event loop, one at a time. While
+    `propose` of one connection awaits, `propose` of another connection may run.
     """
 
     settings: ClassVar[type[FamilySettings]] = FamilySettings

@@ -144,7 +144,7 @@ class CachedDraft:
         return opened.distribution
 
     def follow(self, before: int, held: list[int]) -> int:
-        """Take over a commit; returns how many of the draft model's tokens are still right.
+        """Take over a commit; return how many of the draft model's tokens are still right.
 
         The KV cache may hold the `before` tokens that were committed earlier, and `held` after
         them.

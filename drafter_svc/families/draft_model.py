@@ -127,7 +127,7 @@ class DraftModel:
         return rounds
 
     def _advance(self, rounds: list[_Round]) -> list[_Round]:
-        """Run one forward and end the rounds that are complete; returns the rounds that go on."""
+        """Run one forward and end the rounds that are complete; return the rounds that go on."""
         for each in rounds:
             each.wanting = self._forwards.wanting(each.drafts)
             if not each.wanting:

@@ -97,7 +97,7 @@ class ForcedText:
         return sorted([*found, *waiting], key=lambda path: -path.chance)
 
     def _grow(self, path: Path, layout: Layout, most_bytes: int) -> list[Path]:
-        """Add to a path what must follow; returns the paths that go on where there is a choice."""
+        """Add to a path what must follow; return the paths that go on where there is a choice."""
         forced = path.matcher.jump_forward()[: max(0, most_bytes - len(path.text))]
         if forced:
             path.matcher = path.matcher.fork()

@@ -239,7 +239,7 @@ class Forwards:
             self._cache_pages(draft)
 
     def _score(self, slices: list[SequenceSlice], scored: list[CachedDraft]) -> list[Guess | None]:
-        """Run a forward; returns the guess for each draft of `scored`, as `_choose` does.
+        """Run a forward; return the guess for each draft of `scored`, as `_choose` does.
 
         The slices of `scored` have one row of logits each, in the same order; other slices have no
         rows.

@@ -136,7 +136,7 @@ class _Text:
 
 
 class GrammarFamily(Family):
-    """Drafts for the sequences of one connection that have a grammar; skips all others."""
+    """Drafts for the sequences of one connection that have a grammar; skips other sequences."""
 
     name = "grammar"
     requires_grammar = True

@@ -74,7 +74,8 @@ class NgramFamily(Family):
         """Check the settings, and make what connections share."""
         make_redis = _redis_pool(settings, metrics)
         options = NgramOptions(settings.max_draft_len, settings.max_matching_ngram_size)
-        # Public pools by tokenizer, since ids of two tokenizers differ. They outlive connections.
+        # Each tokenizer has its own public pool, since ids of two tokenizers differ. Pools outlive
+        # connections.
         shared: dict[str, MemoryPool] = {}
 
         def make(info: ModelInfo) -> NgramFamily:

@@ -35,7 +35,7 @@ def known_families() -> dict[str, str]:
 
 
 def find_family(name: str) -> type[Family]:
-    """The class of a family, by its name or by `package.module:Class`.
+    """Return the class of a family, given its name or `package.module:Class`.
 
     Raises OutriderError(INVALID_VALUE) that lists the names, or says why the class cannot be
     imported.

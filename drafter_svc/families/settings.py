@@ -184,4 +184,4 @@ OF_FAMILIES: Mapping[str, type[FamilySettings]] = {
     "model": ModelSettings,
     "head": HeadSettings,
 }
-"""The settings of Outrider's own families, by name. `--help` finds them here without torch."""
+"""The settings of Outrider's own families, keyed by name. `--help` reads them without torch."""

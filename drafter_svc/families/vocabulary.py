@@ -58,12 +58,12 @@ class _Encoding:
 
 
 class TokenTable:
-    """A tokenizer's tokens: tokens of text by their bytes, special tokens by their names."""
+    """Finds a tokenizer's tokens: tokens of text from bytes, special tokens from names."""
 
     def __init__(
         self, tokenizer: Tokenizer, token_bytes: Sequence[bytes], end_ids: tuple[int, ...]
     ) -> None:
-        """`token_bytes` has the bytes of each token that may be read or guessed, by id.
+        """`token_bytes[id]` has the bytes of each token that may be read or guessed.
 
         `end_ids` end a text, the most usual first.
         """

@@ -30,7 +30,7 @@ _MIN_SECRET_BYTES = 16
 
 
 def read_secret(path: Path | None) -> bytes:
-    """The pool's secret, without a line end; raises OutriderError(INVALID_VALUE) if there is
+    """The pool's secret, without a line end. Raises OutriderError(INVALID_VALUE) if there is
     none."""
     if path is None:
         message = "must be given with redis: keys in Redis are made with this secret"

@@ -60,7 +60,7 @@ class RedisClient:
         return [values.get(key) for key in keys]
 
     async def _ask(self, connections: ConnectionPool, command: bytes) -> Any:
-        """The reply to a packed command; raises TimeoutError after `_SOCKET_TIMEOUT_S`.
+        """The reply to a packed command. Raises TimeoutError after `_SOCKET_TIMEOUT_S`.
 
         It does what redis-py's execute_command does, which packs commands in Python and takes twice
         the time.
@@ -138,7 +138,7 @@ class RedisClient:
             yield keys
 
     async def unlink(self, keys: list[bytes]) -> int:
-        """Delete keys; returns how many of them existed."""
+        """Delete keys; return how many of them existed."""
         if not keys:
             return 0
         if not isinstance(self._client, RedisCluster):

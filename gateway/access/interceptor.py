@@ -34,5 +34,5 @@ class RequireKeyInCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
 
 def text_metadata(metadata: Any) -> dict[str, str]:
-    """A call's metadata by name, without binary values."""
+    """A call's metadata, keyed by name, without binary values."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}

@@ -59,7 +59,7 @@ class Admission:
         self._patience_s = patience_s or None
         self._metrics = metrics
         self.counts: dict[str, Counter[str]] = {}
-        """Sequences under way by model and tenant."""
+        """The number of running and waiting sequences, keyed by model and tenant."""
 
     def admit(self, model: str, tenant: str, count: int, timeout: ClientTimeout) -> AdmissionSlots:
         """Count the sequences of a new request for a model.
@@ -166,8 +166,8 @@ def check(
 ) -> None:
     """Raise OutriderError(OVERLOADED) if a tenant's `count` new sequences are too many.
 
-    `counts` are the sequences under way by tenant; `foreign_count` is the number of sequences of
-    other gateways.
+    `counts` maps each tenant to its number of sequences under way; `foreign_count` is the number of
+    sequences of other gateways.
     """
     own = counts.get(tenant, 0)
     under_way = sum(counts.values()) + foreign_count

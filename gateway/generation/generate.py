@@ -30,8 +30,8 @@ from outrider.protocol.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
 
-# A request that makes every verifier crash must not end them all, even if it writes tokens in
-# between. A request that every verifier refuses must not be sent again and again.
+# A request that makes verifiers crash must not crash all of them, even if each writes some tokens
+# before its crash. A request that every verifier refuses must not be sent again and again.
 _MOST_LOST = 4
 # Writing a verifier's request takes the event loop 30 ns per token of prompt and prediction.
 _REQUEST_TOKENS_AT_ONCE = 400_000

@@ -17,7 +17,7 @@ class KeySlots:
 
     def __init__(self) -> None:
         self.taken: Counter[str] = Counter()
-        """Sequences under way, by the id of their key."""
+        """The number of sequences under way of each key, keyed by the key's id."""
 
     @contextmanager
     def held(self, key: KeyEntry | None, count: int) -> Iterator[None]:

@@ -75,7 +75,7 @@ def error_responses(*errors: int, shape: str = "Error") -> dict[int | str, Json]
 def json_responses(
     *errors: int, also: Json | None = None, shape: str = "Error"
 ) -> dict[int | str, Json]:
-    """`error_responses`, and 200 with a JSON object or with a content of `also` (by media type)."""
+    """`error_responses`, and 200 with a JSON object, or with `also`, keyed by media type."""
     return {
         200: {"description": "The answer.", "content": JSON | (also or {})},
         **error_responses(*errors, shape=shape),

@@ -238,7 +238,7 @@ def _tokenizer_config(model: str) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and so on by name. A token is a string or {"content": …}."""
+    """Maps bos_token, eos_token and so on to the token, which is a string or {"content": …}."""
     tokens = {}
     for name, token in config.items():
         text = token.get("content") if isinstance(token, dict) else token
@@ -262,7 +262,7 @@ def _tokenizer_info(
 
 
 def _templates(model: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """The model's chat templates by name: from separate files, else from tokenizer_config.json.
+    """Read the model's chat templates, keyed by name, from files or tokenizer_config.json.
 
     As in `transformers`, only "default" and "tool_use" are ever used. Raises
     OutriderError(INVALID_VALUE) for anything that is not a template.

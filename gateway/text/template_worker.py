@@ -20,7 +20,7 @@ HANDLER = f"{__name__}:renderer"
 
 
 def renderer(sources: dict[str, str]) -> Callable[[bytes], bytes]:
-    """A handler that renders a template by name with variables: [name, variables] in JSON.
+    """Return a handler that renders the named template. It takes [name, variables] in JSON.
 
     It answers with JSON: {"text": …}, or {"error": …} with the template's message. If the variables
     are null, it only compiles the template.

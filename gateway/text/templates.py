@@ -104,7 +104,7 @@ class ChatTemplate:
     def __init__(
         self, model: str, sources: Mapping[str, str], special_tokens: Mapping[str, str]
     ) -> None:
-        """Compile the templates, by name, and find out in which form they expect calls.
+        """Compile the templates, keyed by name, and find out in which form they expect calls.
 
         Raises OutriderError if a template does not parse or exceeds a limit.
         """

@@ -242,10 +242,10 @@ _ROWS = (
 )
 
 FORMATS = {row.name: row for row in _ROWS}
-"""All formats by name."""
+"""All formats, keyed by name."""
 
 JSON_FORMAT = ToolFormat("json", (CallMarks('{"name": "{name}", "arguments": ', "}"),))
-"""For a forced call by a model of no known format."""
+"""The format of a forced call if the model has no known format."""
 
 
 @dataclass(frozen=True, slots=True)

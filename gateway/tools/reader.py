@@ -64,7 +64,7 @@ class Reading:
     form: ToolFormat | None = None
     """The format of the answer's calls; None if it holds no calls."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The schema of each tool's arguments, by name."""
+    """Maps a tool's name to the schema of its arguments."""
     thought: Thought | None = None
     """The marks of the answer's thought; None if it holds no thought."""
     begins_in_thought: bool = False

@@ -58,7 +58,7 @@ THOUGHTS = {
         is_message=True,
     ),
 }
-"""All formats by name. The model has the first format that its chat template shows."""
+"""All formats, keyed by name. The model has the first format that its chat template shows."""
 
 
 def shown_thought(template: str, known: Thought | None) -> Thought | None:

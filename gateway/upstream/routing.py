@@ -234,13 +234,13 @@ class Router:
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """The served models by their own name."""
+        """The served models, keyed by their own name."""
         infos = [replica.info for replica in self.replicas if replica.info is not None]
         return {info.model_id: info for info in infos}
 
     @property
     def names(self) -> dict[str, ModelInfo]:
-        """The served models by each name that requests may use; a model's own name comes first."""
+        """Maps each name that requests may use to a model; a model's own name comes first."""
         models = self.models
         return models | {
             alias: info for info in models.values() for alias in info.aliases if alias not in models
@@ -248,7 +248,7 @@ class Router:
 
     @property
     def differing(self) -> dict[str, dict[str, list[str]]]:
-        """The models whose ready replicas differ: by name, the addresses of each fingerprint."""
+        """Map each model whose ready replicas differ to the addresses of each fingerprint."""
         found: dict[str, dict[str, list[str]]] = {}
         for model, info, replica in self.ready_picks():
             found.setdefault(model, {}).setdefault(info.fingerprint, []).append(replica.address)
@@ -298,8 +298,8 @@ class Router:
 
         It may be the lost replica, once a poll has found it ready again. A sequence that has begun
         gives its `length`, see `Pick.continues`, and does not go to a full replica before the next
-        poll. Raises `error` if no replica is ready for `wait_s`, or MODEL_CHANGED if all ready
-        replicas would continue with another text. A gateway that shuts down does not wait.
+        poll. Raises `error` if no replica is ready for `wait_s`, or MODEL_CHANGED if every
+        ready replica would write another continuation. A gateway that shuts down does not wait.
         """
         deadline = time.monotonic() + wait_s
         while not self._cut_off:

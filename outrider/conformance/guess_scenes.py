@@ -10,7 +10,7 @@ from outrider.conformance.stage import TEXT, Stage, begin, go_on, opened, settle
 from outrider.v1 import drafts_pb2
 
 _TREE_TOKENS = 24
-# Three tokens, which two continuations follow by turns. The three lists have no token in common.
+# Three tokens, which two continuations follow alternately. The three lists have no token in common.
 _CONTEXT = [51, 52, 53]
 _ONE = [*range(60, 68)]
 _OTHER = [*range(80, 88)]

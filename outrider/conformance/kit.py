@@ -74,7 +74,7 @@ class Kit:
     # --- the interface for scenes ---
 
     async def link(self) -> Link:
-        """The drafter's stream; starts the process and waits for a new stream where needed.
+        """Return the drafter's stream; start the process and wait for a new stream where needed.
 
         Raises Broken("comes-back") if no stream comes within 8 s, or 60 s after a start.
         """

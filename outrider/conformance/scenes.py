@@ -35,7 +35,7 @@ _IDLE_S = 2.5
 
 
 async def rounds(stage: Stage) -> None:
-    """Commit hits and misses of the drafter's guesses by turns."""
+    """Commit hits and misses of the drafter's guesses alternately."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     stage.passed("answers-opened")

@@ -48,7 +48,7 @@ class Link(DraftStream):
         super().__init__(hello)
         self.ledger = ledger
         self.feature_width = feature_width
-        # The position after the last feature that was sent, by sequence.
+        # Maps a sequence to the position after the last feature that was sent.
         self._featured: dict[int, int] = {}
         self._random = np.random.default_rng(0)
         self.received_at = time.monotonic()
@@ -105,7 +105,7 @@ class Link(DraftStream):
         self.close()
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait for the condition; returns whether it holds. Each message triggers a check."""
+        """Wait for the condition; return whether it holds. Each message triggers a check."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition() and not self.ended:

@@ -24,7 +24,7 @@ class Stage(Protocol):
     verifier: KitsVerifier
 
     async def link(self) -> Link:
-        """The drafter's stream; raises Broken when the drafter does not reconnect."""
+        """The drafter's stream. Raises Broken when the drafter does not reconnect."""
 
     def remark(self, name: str, reason: str) -> None:
         """Note behaviour that is allowed but useless."""
@@ -62,7 +62,7 @@ def verdict(
 
 
 async def answered(link: Link, known: TrackedSequence, rule: str) -> None:
-    """Wait for an answer at the committed length, or for enough valid guesses; raises Broken."""
+    """Wait for an answer at the committed length, or for enough valid guesses; raise Broken."""
 
     if await link.until(lambda: known.is_answered, ANSWER_S):
         return

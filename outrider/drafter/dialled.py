@@ -38,7 +38,7 @@ _CALL_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 async def wait_until_ready(
     channel: grpc.aio.Channel, clock: Clock = monotonic, tls: Tls | None = None
 ) -> ModelInfo:
-    """Poll GetModel until the verifier is READY; returns its model.
+    """Poll GetModel until the verifier is READY; return its model.
 
     `tls` has the files that the channel was made with. Never times out. Raises OutriderError for an
     answer that is invalid, or when the files change, since the channel keeps the old files; and
@@ -87,7 +87,7 @@ class Dialled:
         self._clock = clock
 
     async def model(self) -> ModelInfo:
-        """Wait until the verifier is READY; raises StreamEnded if it refuses the call for good."""
+        """Wait until the verifier is READY; raise StreamEnded if it refuses the call for good."""
         address = self.address()
         log.info("dialling %s", address)
         async with rpc.dial(address, self._tls) as channel:

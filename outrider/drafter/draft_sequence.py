@@ -123,17 +123,17 @@ class DraftSequence:
         distributions: Sequence[SparseDistribution] = (),
         confidences: Sequence[float] = (),
     ) -> None:
-        """Add the guesses of `run` to the chain; drops guesses beyond `remaining_window`.
+        """Add the guesses of `run` to the chain; drop guesses beyond `remaining_window`.
 
         `distributions` has the distribution that each guess was sampled from, or is empty.
-        `confidences` has the strategy's estimates of the probability that each guess is committed
-        if the guess before it is, or is empty.
+        `confidences` is empty, or has the strategy's estimate for each guess: the probability that
+        the guess is committed if the guess before it is committed.
         """
         count = min(len(run), self.remaining_window)
         self._tree.extend(run[:count], distributions[:count], confidences[:count])
 
     def branch(self, at: int, run: Sequence[int], confidences: Sequence[float] = ()) -> None:
-        """Guess that `run` follows the first `at` guesses; drops tokens beyond the window.
+        """Guess that `run` follows the first `at` guesses; drop tokens beyond the window.
 
         Where `run` agrees with the chain or another branch, the tokens merge. Raises IndexError if
         the chain has no guess at `at`.
@@ -180,7 +180,7 @@ class DraftSequence:
             self.give_up_branches()
 
     def abandon(self) -> None:
-        """Offer nothing from now on; drops all guesses that no proposal has had."""
+        """Offer nothing from now on; drop all guesses that no proposal has had."""
         self.abandoned = True
         self._tree.drop_unsent()
 

@@ -18,7 +18,7 @@ _LEAST_CONFIDENCE = 1e-6
 
 @dataclass(eq=False, slots=True)
 class _Guess:
-    """A guess beside the chain. `children` has the next guesses by token, the main guess first."""
+    """A guess beside the chain. `children` maps a token to the next guess, the main guess first."""
 
     token: int
     confidence: float
@@ -47,7 +47,7 @@ class GuessTree:
         """The distributions of the chain's last guesses, which no proposal has had."""
         self.branch_count = 0
         """Guesses of all branches together."""
-        # The first guesses of the branches by place, then by token.
+        # The first guesses of the branches, keyed by place, then by token.
         self._branches: dict[int, dict[int, _Guess]] = {}
         self._unsent_branches = False
         # Decayed counts of the chain's guesses that were committed and that were not.

@@ -45,11 +45,11 @@ class DraftSession:
         self._feature_bytes = 0
         # Exceptions that no single sequence causes.
         self._propagated: tuple[type[Exception], ...] = (OutriderError, *strategy.fatal)
-        # Failures that were logged, by type, file and line.
+        # Type, file and line of the failures that were logged.
         self._logged: set[tuple[type[Exception], str, int]] = set()
 
     def welcome(self, welcome: Welcome) -> None:
-        """Take the verifier's answer to the Hello; raises an OutriderError of the strategy."""
+        """Take the verifier's answer to the Hello; raise the strategy's OutriderError."""
         request = self._strategy.feature_request
         if request is not None:
             self._feature_bytes = welcome.feature_width * request.dtype.size
@@ -157,7 +157,7 @@ class DraftSession:
             self._abandon(sequence, error)
 
     def _abandon(self, sequence: DraftSequence, error: Exception) -> None:
-        """Draft no more for a sequence; logs an error once for each type and line."""
+        """Draft no more for a sequence; log an error once for each type and line."""
         kind = type(error), *_origin(error)
         if kind not in self._logged:
             self._logged.add(kind)

@@ -84,7 +84,7 @@ class DraftStream:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Serve until `stop`; raises OutriderError when the verifier refuses it for good."""
+        """Serve until `stop`; raise OutriderError when the verifier refuses it for good."""
         while not self._stopping.is_set():
             try:
                 await self._connect()
@@ -193,7 +193,7 @@ class _Connection:
         self._wake = asyncio.Event()
 
     async def introduce(self, hello: Hello) -> Welcome:
-        """Send Hello and wait for Welcome; raises StreamEnded when the verifier refuses."""
+        """Send Hello and wait for Welcome; raise StreamEnded when the verifier refuses."""
         welcome = await self._transport.introduce(hello)
         self._session.welcome(welcome)
         return welcome

@@ -47,7 +47,7 @@ class Verifier(Protocol):
         """Where the next connection leads to, for the log."""
 
     async def model(self) -> ModelInfo:
-        """Wait until the verifier serves, and return its model; raises StreamEnded."""
+        """Wait until the verifier serves, and return its model; raise StreamEnded."""
 
     def connect(self, info: ModelInfo) -> AbstractAsyncContextManager[Transport]:
         """Open a stream to the verifier, which serves the model `info`; the block closes it."""

@@ -64,7 +64,7 @@ TAGS = {
         f'<{_DSML} parameter name="{{key}}" string="{{text}}">', f"</{_DSML} parameter>"
     ),
 }
-"""The styles with tags, by name."""
+"""The styles with tags, keyed by name."""
 
 # Keywords that say nothing about a value.
 _NOTES = {"description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
@@ -193,7 +193,10 @@ class ArgumentRules:
         return f'"\\n"? {inner} "\\n"? {end}' if tags.trims else f"{inner} {end}"
 
     def _named(self, terminal: str, tags: Tags) -> str:
-        """The name of a terminal without the closing tag; the tag ends any text by itself."""
+        """Return a name for the terminal without its texts that hold the closing tag.
+
+        TEXT stays as it is: it ends at the closing tag anyway.
+        """
         if terminal == TEXT:
             return TEXT
         return self._rules.terminal(f"({terminal}) & ~(TEXT {literal(tags.end)} TEXT)")

@@ -43,7 +43,7 @@ class Matcher(Protocol):
     """The state of one text in its grammar."""
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; returns False and changes nothing when the grammar forbids it."""
+        """Advance by a token; return False and change nothing when the grammar forbids it."""
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` accepted tokens."""
@@ -112,7 +112,7 @@ class Libraries:
         self.specials = SpecialTokens({name: i for name, i in names.items() if special(i)})
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a translated grammar; raises ValueError if the library refuses it."""
+        """Compile a translated grammar; raise ValueError if the library refuses it."""
         return _LLCompiled(self._library, self._tokenizer, grammar.text, self._stops)
 
 

@@ -14,8 +14,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
-# JSON has short escapes for five control characters. Other ways to write a character, such as
-# \u0061, would let a model write a property's name in a form that a grammar takes for another.
+# JSON has short escapes for five control characters. Grammars forbid \u escapes of other
+# characters: a model could write a property's name with \u0061, and the grammar would read another
+# name.
 _JSON_CONTROLS = ((0x08, 0x0A), (0x0C, 0x0D))
 
 

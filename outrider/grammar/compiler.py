@@ -56,7 +56,7 @@ class GrammarCompiler:
         cache_bytes: int = 512 * 2**20,
         trusted: bool = False,
     ) -> None:
-        """Load the tokenizer; raises ImportError when LLGuidance is not installed.
+        """Load the tokenizer; raise ImportError when LLGuidance is not installed.
 
         `trusted` grammars have been checked by somebody else. They are compiled only here, and no
         worker processes are started.
@@ -77,7 +77,7 @@ class GrammarCompiler:
                 self._workers.put(Worker(source))
         self._libraries = Libraries(tokenizer_path, vocab_size, stop_token_ids)
         self.token_bytes: Sequence[bytes] = self._libraries.token_bytes
-        """The bytes that each token stands for, by id."""
+        """The bytes of each token; the index is the token's id."""
         self._threads = TenantThreads(
             _THREAD_COUNT, "grammar", each=1, spare=_SPARE_THREADS, stack_bytes=STACK_BYTES
         )
@@ -92,7 +92,7 @@ class GrammarCompiler:
                 self._workers.put(own)
 
     def compile(self, grammar: Grammar, tenant: str = "") -> Compiled:
-        """Compile a grammar or take it from the cache; waits for a turn without limit.
+        """Compile a grammar or take it from the cache; wait for a turn without limit.
 
         Raises OutriderError: INVALID_VALUE that names the field for a grammar that is invalid,
         allows no text or takes more processor time than `compile_seconds`, and NOT_READY if two
@@ -161,7 +161,7 @@ class GrammarCompiler:
         return self.cache.add(grammar, compile_only(self._libraries, translated))
 
     def _checked(self, workers: queue.SimpleQueue[Worker], grammar: Grammar) -> Grammar:
-        """Have a worker process translate, compile and check the grammar; raises OutriderError."""
+        """Have a worker process translate, compile and check the grammar; raise OutriderError."""
         own = workers.get()
         try:
             answer = own.call(worker.request_for(grammar), self._seconds)

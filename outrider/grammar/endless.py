@@ -38,7 +38,7 @@ class _Finite:
         self._find = find
 
     def note(self, schema: Mapping[str, Any]) -> bool:
-        """Note a schema as finite if its parts are finite; returns whether it is known as
+        """Note a schema as finite if its parts are finite; return whether it is known as
         finite."""
         if self._parts(schema) and self._own(schema):
             self._known.add(id(schema))

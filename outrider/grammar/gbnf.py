@@ -30,7 +30,7 @@ _ROOT = "root-of-all"
 
 
 def translate_gbnf(text: str, field: str) -> str:
-    """Translate a grammar; raises OutriderError(INVALID_VALUE) if it is no GBNF."""
+    """Translate a grammar; raise OutriderError(INVALID_VALUE) if it is no GBNF."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     names = re.findall(r"([\w-]+)\s*::=", _PARTS.sub(_name_alone, text))

@@ -40,7 +40,7 @@ class Guard:
         self._walker = Walker(token_bytes, stop_token_ids)
 
     def check(self, compiled: Compiled, grammar: Grammar) -> None:
-        """Check a few random texts; raises OutriderError(INVALID_VALUE) for a wrong text.
+        """Check a few random texts; raise OutriderError(INVALID_VALUE) for a wrong text.
 
         `grammar` is the request's. GBNF and structural tags have no independent check. After
         0.25 s no further text is begun, but the check of a single text may never end.

@@ -62,7 +62,7 @@ class SpecialTokens:
     """A tokenizer's special tokens, which a grammar matches by id: their bytes match no text."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
-        """`ids` has the tokens by name."""
+        """`ids` maps a token's name to its id."""
         self._ids = ids
         names = sorted(ids, key=len, reverse=True)
         self._names = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")

@@ -59,12 +59,12 @@ class _Edge(Enum):
 
 
 def full_match(pattern: str, field: str) -> str:
-    """Translate a whole regular expression; raises OutriderError(INVALID_VALUE) for a construct."""
+    """Translate a whole regular expression; raise OutriderError(INVALID_VALUE) if refused."""
     return _Translator(field, "", in_json=False).translate(pattern)
 
 
 def schema_pattern(pattern: str, field: str) -> str:
-    """Translate a search within a string of a JSON schema; raises as above, naming the keyword.
+    """Translate a search within a string of a JSON schema; raise as `full_match` does.
 
     The result matches the string's characters.
     """
@@ -78,7 +78,7 @@ def schema_pattern(pattern: str, field: str) -> str:
 
 
 def schema_text(text: str, keyword: str, field: str) -> None:
-    """Check a text that a JSON schema lists; raises OutriderError(INVALID_VALUE)."""
+    """Check a text that a JSON schema lists; raise OutriderError(INVALID_VALUE)."""
     bad = next((c for c in text if not any(a <= ord(c) <= b for a, b in sets.IN_JSON)), None)
     if bad is not None:
         raise invalid(field, f"has {keyword} with {bad!r}, which the grammar cannot write")

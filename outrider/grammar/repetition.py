@@ -40,7 +40,7 @@ _EBNF = re.compile(
 
 
 def check_pattern(pattern: str, field: str) -> None:
-    """Check a regular expression; raises OutriderError(INVALID_VALUE) for too many repetitions."""
+    """Check a regular expression; raise OutriderError(INVALID_VALUE) for too many repetitions."""
     _check_sum(_PATTERN.finditer(pattern), field)
 
 
@@ -50,7 +50,7 @@ def check_ebnf(text: str, field: str) -> None:
 
 
 def check_times(times: int, field: str) -> None:
-    """Check a number of repetitions; raises OutriderError(INVALID_VALUE) beyond the limit."""
+    """Check a number of repetitions; raise OutriderError(INVALID_VALUE) beyond the limit."""
     if times > MAX_REPETITIONS:
         how = "nested counts multiplied and neighbouring ones added"
         raise invalid(field, f"repeats more than {MAX_REPETITIONS} times, {how}")

@@ -42,7 +42,7 @@ _MIN_NUMBER = 1e-15
 _MAX_MULTIPLE = 1024
 _MAX_COMMON_MULTIPLE = 2**31 - 1
 _MAX_NESTING = 64
-# Keywords that hold schemas by name, keywords with a list of schemas, and keywords with one schema.
+# Keywords with an object of named schemas, with a list of schemas, and with one schema.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")

@@ -22,7 +22,7 @@ _REPEATS = {"optional": (0, 1), "star": (0, None), "plus": (1, None)}
 
 
 def translate_tag(tag: Any, field: str, specials: SpecialTokens) -> str:
-    """Translate a structural tag; raises OutriderError(INVALID_VALUE) for a refused part."""
+    """Translate a structural tag; raise OutriderError(INVALID_VALUE) for a refused part."""
     if not isinstance(tag, Mapping) or tag.get("type") != "structural_tag":
         raise invalid(field, 'must be an object of the type "structural_tag"')
     rules = LarkRules(specials)

@@ -53,7 +53,7 @@ def _within_texts(part: Any, name: str = "") -> Any:
 
 
 def token_bytes(model: str) -> list[bytes]:
-    """The bytes that each token of a model's tokenizer stands for, by id; a special token's name.
+    """Return the bytes of each token of a model's tokenizer; for special tokens, their names.
 
     `model` is a directory, GGUF file or hub id. An id without a token has no bytes. Raises
     OutriderError(MODEL_NOT_FOUND) if it has no tokenizer.

@@ -44,7 +44,7 @@ class Trial:
         self._last: tuple[Grammar, Compiled] | None = None
 
     def translated(self, grammar: Grammar) -> Grammar:
-        """Translate, compile and try out a grammar; returns the translated grammar.
+        """Translate, compile and try out a grammar; return the translated grammar.
 
         Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid, that
         cannot be enforced, that allows no text, or whose masks take too long.
@@ -92,7 +92,7 @@ class Trial:
 
 
 def compile_only(libraries: Libraries, grammar: Grammar) -> Compiled:
-    """Compile a translated grammar; raises OutriderError(INVALID_VALUE) if that fails."""
+    """Compile a translated grammar; raise OutriderError(INVALID_VALUE) if that fails."""
     try:
         return libraries.compile(grammar)
     except (OutriderError, MemoryError):

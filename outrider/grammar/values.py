@@ -21,7 +21,7 @@ def types_of(schema: Json) -> frozenset[str]:
 
 
 def members(schema: Json) -> dict[str, Any]:
-    """The properties that an object of the schema may or must have, by name."""
+    """The properties that an object of the schema may or must have, keyed by name."""
     found = dict(schema.get("properties", {}))
     rest = schema.get("additionalProperties", True)
     return found | {name: rest for name in schema.get("required", []) if name not in found}

@@ -72,6 +72,6 @@ def raise_from(answer: bytes) -> None:
 
 
 def translated_by(answer: bytes, grammar: Grammar) -> Grammar:
-    """The translated grammar that the worker's answer holds; raises the OutriderError in it."""
+    """The translated grammar that the worker's answer holds. Raises the OutriderError in it."""
     raise_from(answer)
     return replace(grammar, text=json.loads(answer))

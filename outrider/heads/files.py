@@ -251,7 +251,7 @@ def read_index(path: Path, field: str = "head") -> dict[str, str]:
 
 
 def open_weights(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Weights:
-    """Read a folder's safetensors files, only the tensors that are `wanted` by name.
+    """Read from a folder's safetensors files only the tensors whose names are `wanted`.
 
     Raises OutriderError(INVALID_VALUE), also for pickled files, which are never opened here.
     """

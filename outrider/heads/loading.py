@@ -70,7 +70,7 @@ def load(
 def load_projections(
     paths: Sequence[str], target: str, device: torch.device, *, trust_remote_code: bool = False
 ) -> dict[str, ServedProjection]:
-    """Read the projections of heads for a target, by name.
+    """Read the projections of heads for a target, keyed by name.
 
     Raises OutriderError(INVALID_VALUE) for a folder that is no head of the target, or a head
     without a projection.

@@ -348,7 +348,7 @@ class HeadModel(torch.nn.Module):
                 raise NoPages
 
     def _accept(self, extension: Extension) -> torch.Tensor:
-        """Commit the tokens; return the features, projected, that the head has not read yet."""
+        """Commit the tokens; return the projected features that the head has not read yet."""
         sequence = extension.sequence
         sequence.tokens += extension.tokens
         if extension.first_position > sequence.wanted and len(extension.features):

@@ -43,7 +43,7 @@ class Projection(Module):
 
 
 def projection_tensors(head: Head) -> Mapping[str, torch.Tensor]:
-    """The tensors of the head's projection, by the names of `Projection`; empty without one."""
+    """The tensors of the head's projection, keyed as in `Projection`; empty if it has none."""
     if not head.spec.aux_layers:
         return {}
     names = [name for name in head.tensors if name.partition(".")[0] in _PARTS]

@@ -69,7 +69,7 @@ def states_of(spec: HeadSpec) -> set[int]:
 
 
 def described(spec: HeadSpec, among: Sequence[HeadSpec]) -> str:
-    """A reading in words, with its differences from others."""
+    """Describe a reading in words, including its differences from the other readings."""
     words = [f"states {list(spec.aux_layers)}" if spec.aux_layers else "the final state"]
     if len({each.scores_normed for each in among}) > 1:
         words.append("scores after the norm" if spec.scores_normed else "scores without the norm")

@@ -96,9 +96,9 @@ class RoundGraphs:
 class _Chosen:
     """The W rows of B sequences that the next level follows, at fixed addresses.
 
-    `states` [B, W, C] are the states of the rows before them, and `products` [B, W], float64, the
-    products of shares along their paths. `words` [B, W] have a bit for each row that they see, and
-    `bits` [W] are the next rows' own bits.
+    `states` [B, W, C] are the states of their parent rows. `products` [B, W], float64, are the
+    products of the probabilities along their paths. `words` [B, W] have a bit for each row that
+    they see, and `bits` [W] are the next rows' own bits.
     """
 
     states: torch.Tensor
@@ -135,7 +135,7 @@ class _Size:
         self._level = torch.zeros(1, dtype=torch.int64, device=device)
 
     def capture(self, capture: graphs.CaptureGraph) -> None:
-        """Capture both graphs; raises RuntimeError for a head that waits for the device."""
+        """Capture both graphs; raise RuntimeError for a head that waits for the device."""
         self._begin = capture(self._guess_first)
         self._follow = capture(self._guess_level)
 
@@ -180,7 +180,7 @@ class _Size:
     def _choose(
         self, best_BRK: torch.Tensor, shares_BRK: torch.Tensor, states_BRC: torch.Tensor
     ) -> None:
-        """Choose the next level's rows among the guesses after R rows, as `Tree.follow` does."""
+        """Choose the next level's rows from the guesses after R rows, as `Tree.follow` does."""
         chosen, inputs = self._chosen, self._inputs
         if self._rows == 1:
             inputs.token_ids.copy_(best_BRK.flatten())

@@ -52,7 +52,7 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             **quantization,
-            # Tensors of another shape are in the report then, by name.
+            # The report then has the names of tensors with another shape.
             ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, SafetensorError) as cause:
@@ -73,7 +73,7 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
 def _dequantizing(model: str, config: Any) -> dict[str, Any]:
     """Return what makes `transformers` dequantise a checkpoint in MXFP4, as gpt-oss is published.
 
-    Empty for weights that are not quantised; raises OutriderError for other quantised weights.
+    Empty for weights that are not quantised; raise OutriderError for other quantised weights.
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:

@@ -38,7 +38,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def find_dtype(name: str) -> torch.dtype | str:
-    """Return torch's type, or "auto"; raises OutriderError(INVALID_VALUE) for another name."""
+    """Return torch's type, or "auto"; raise OutriderError(INVALID_VALUE) for another name."""
     names: dict[str, torch.dtype | str] = {
         "auto": "auto",
         "float32": torch.float32,

@@ -358,7 +358,7 @@ class KernelArguments:
     no tree.
     `ancestors`: for each token of a tree a word with bit j set if draft token j is an ancestor or
     itself; [T], where the words of other tokens are not read, or [1] in a batch without trees.
-    `has_trees`: whether some slice may have a tree; without one the kernel reads no words.
+    `has_trees`: whether some slice may have a tree; if none may, the kernel reads no `ancestors`.
     `ancestors` is int64, the other tensors are int32.
     """
 

@@ -472,7 +472,7 @@ class ModelRunner:
         return max(1, min(budget // page_bytes, useful))
 
     def _gpu_cache_bytes(self, bounds: Bounds | None, memory_share: float, page_bytes: int) -> int:
-        """Return the cache's GPU memory; raises OutriderError(INVALID_VALUE) if no page fits."""
+        """Return the cache's GPU memory; raise OutriderError(INVALID_VALUE) if no page fits."""
         step = 0
         if bounds is not None and self._takes_graphs():
             step = self._largest_step_bytes(bounds)

@@ -63,7 +63,7 @@ class SharedRows:
         return SharedRows.of(self._tensor.clone())
 
     def read(self) -> torch.Tensor:
-        """The tensor, for operators of this thread's stream, which wait for the maker's stream."""
+        """Return the tensor; this thread's stream first waits until its maker has written it."""
         stream = _stream_of(self._tensor)
         if stream is not None:
             stream.wait_event(self._ready)

@@ -118,7 +118,7 @@ def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCa
 
 
 def _cut_into_pieces(name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
-    """Tell the layers with chunked attention their pieces: a model has them only in its mask."""
+    """Give the layers with chunked attention their chunk size, which only the model's mask has."""
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
         if kind != _CHUNKED or index not in layers:
             continue

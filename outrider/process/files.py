@@ -27,7 +27,7 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def check_file(path: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Check a file that a library opens; raises OSError as `read_file` does."""
+    """Check a file that a library opens; raise OSError as `read_file` does."""
     _check(path.stat(), path, most_bytes)
 
 

@@ -59,7 +59,7 @@ async def until_first_end(*works: Awaitable[None]) -> None:
 def keep_running(
     work: Callable[[], Awaitable[None]], name: str, backoff_s: tuple[float, float] = _BACKOFF_S
 ) -> asyncio.Task[None]:
-    """Start a task that calls `work` until it returns; logs each exception and calls it again.
+    """Start a task that calls `work` until it returns; log each exception and call it again.
 
     The delay before the next call doubles from the first to the second of `backoff_s`, and is reset
     after a minute without an exception.

@@ -112,7 +112,7 @@ def check_logprobs(field: str, count: int | None) -> None:
 
 
 def check_context(prompt_length: int, max_tokens: int, context_length: int) -> None:
-    """Check that prompt and answer fit in the context; raises CONTEXT_LENGTH_EXCEEDED."""
+    """Check that prompt and answer fit in the context; raise CONTEXT_LENGTH_EXCEEDED."""
     if prompt_length + max_tokens > context_length:
         message = (
             f"max_tokens: the prompt has {prompt_length} tokens and max_tokens asks for "

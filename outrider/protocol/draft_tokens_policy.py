@@ -31,7 +31,7 @@ class DraftTokensPolicy:
 
     @classmethod
     def parse(cls, text: str) -> DraftTokensPolicy:
-        """Parse goodput, goodput:MAX, auto, fixed:K or K; raises OutriderError(INVALID_VALUE)."""
+        """Parse goodput, goodput:MAX, auto, fixed:K or K; raise OutriderError(INVALID_VALUE)."""
         kind, _, number = text.partition(":")
         if text.isdecimal():
             kind, number = "fixed", text

@@ -123,7 +123,7 @@ class ModelInfo:
     load: Load | None = None
     weights_fingerprint: str = ""
     acceptance_settings: tuple[tuple[str, str], ...] = ()
-    """Settings that decide how drafts are drawn and tokens are chosen, by flag and sorted."""
+    """Settings that decide how drafts are drawn and tokens chosen, keyed by flag and sorted."""
     server_version: str = ""
     fingerprint: str = ""
     """A hash of weights, dtype, settings and version: equal if verifiers continue each other's

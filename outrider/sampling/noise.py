@@ -37,8 +37,8 @@ def philox4x32(
 ) -> npt.NDArray[np.uint64]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 
-    `counter` is [4, N] and `key` [2, N]; returns [4, N]. All are 32-bit words in uint64. A test has
-    the known-answer vectors of the Random123 distribution.
+    `counter` is [4, N], `key` [2, N], and the result [4, N]. All are 32-bit words in uint64. A test
+    has the known-answer vectors of the Random123 distribution.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

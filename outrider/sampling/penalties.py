@@ -58,7 +58,7 @@ class TokenCounts:
         self._table_SV = torch.empty(0, 0, dtype=torch.int32)
 
     def lay_out(self, contexts: Sequence[Context], staging: Staging) -> list[int]:
-        """Count what is new in the texts of a batch; returns each text's row of the table."""
+        """Count what is new in the texts of a batch; return each text's row of the table."""
         keys = [(id(context.tokens), context.prompt_length) for context in contexts]
         for key in keys:
             known = self._texts.pop(key, None)
@@ -102,9 +102,9 @@ class TokenCounts:
         return self._texts.pop(next(iter(self._texts))).row
 
     def table(self, like: torch.Tensor) -> torch.Tensor:
-        """The counts int32 [texts, V] of all texts, on the device of `like` [R, V].
+        """Return a table int32 [texts, V] on the device of `like` [R, V].
 
-        Twice the count in the output, plus 1 for a token of the prompt.
+        Each entry is twice the token's count in the output, plus 1 if the prompt has the token.
         """
         vocab_size = like.shape[-1]
         if len(self._texts) > len(self._table_SV):

@@ -169,7 +169,7 @@ def note_short(whole: dict[int, list[int]], sufficed: Iterable[tuple[int, np.nda
 
 
 _Truncate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Truncates logits [R, V] by each row's setting [R, 1]."""
+"""Truncates logits [R, V] with each row's setting [R, 1]."""
 _Keep = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Truncates logits by their settings, looking at a number of tokens in each row. Also returns
 whether these sufficed, bool [R]."""

@@ -91,7 +91,8 @@ def argmax(numbers_RN: torch.Tensor) -> torch.Tensor:
 def fetch(tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[np.generic]]:
     """Bring tensors of one device to the host with one wait for the device.
 
-    They hold int64, bool or float numbers. From a GPU bool comes as int64, and float32 as float64.
+    They hold int64, bool or float numbers. From a GPU, bool tensors arrive as int64 and float32
+    tensors as float64.
     """
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]

@@ -21,7 +21,7 @@ _HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localh"
 
 
 class Clients:
-    """Clients of gateways, given by name and URL. They send requests in numerical order."""
+    """Clients of gateways; `gateways` maps names to URLs. They send requests in numerical order."""
 
     def __init__(
         self, gateways: Mapping[str, str], trust: ssl.SSLContext | bool, history: History
@@ -79,7 +79,7 @@ class Clients:
             writer.close()
 
     async def ask(self, event: str = "request", leaves_after: int = 0, pause_s: float = 0.0) -> str:
-        """Ask the next request and record its end; returns its outcome.
+        """Ask the next request and record its end; return its outcome.
 
         Outcomes: finished; failed, with an error that has a code; refused, without an answer; cut,
         in the middle; hung, without a byte for 120 s; left, by this client.
@@ -123,7 +123,7 @@ def _read_refusal(content: bytes, response: httpx.Response, answer: Answer) -> N
 
 
 async def _read(response: httpx.Response, answer: Answer, leaves_after: int, pause_s: float) -> str:
-    """Read a stream to its end, or until the client leaves; returns the outcome."""
+    """Read a stream to its end, or until the client leaves; return the outcome."""
     count = 0
     async for line in response.aiter_lines():
         answer.add(line)

@@ -1,4 +1,4 @@
-"""The faults of a campaign, by name: their effects, durations, and permitted outcomes.
+"""The faults of a campaign, keyed by name: effects, durations, and permitted outcomes.
 
 One coroutine does and undoes a fault. The campaign then waits until the stack has recovered.
 """
@@ -240,7 +240,7 @@ def _of_strangers() -> dict[str, Fault]:
 
 
 FAULTS: dict[str, Fault] = _of_processes() | _of_links() | _of_redis() | _of_strangers()
-"""All faults by name."""
+"""All faults, keyed by name."""
 
 
 def bag_of(kinds: Sequence[str], missing: frozenset[str]) -> list[str]:

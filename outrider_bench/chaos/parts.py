@@ -1,4 +1,4 @@
-"""The parts of a campaign's stack, by name, and the parts that this machine cannot run."""
+"""The names of the parts of a campaign's stack, and the parts that this machine cannot run."""
 
 from __future__ import annotations
 

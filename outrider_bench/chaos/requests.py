@@ -71,7 +71,7 @@ class Answer:
     """What a client received of one stream."""
 
     choices: dict[str, Choice] = field(default_factory=dict)
-    """The choices, by index."""
+    """The choices, keyed by index."""
     usage: list[int] = field(default_factory=list)
     """The numbers of prompt and completion tokens."""
     code: str = ""

@@ -98,7 +98,7 @@ class Site:
         )
 
     async def start(self) -> None:
-        """Start all processes, and wait until they are ready; raises StackFailed."""
+        """Start all processes, and wait until they are ready; raise StackFailed."""
         redis = await self._start_redis()
         for name in VERIFIERS:
             await self._start_verifier(name)
@@ -120,7 +120,7 @@ class Site:
         await self.processes.until("the stack", self._is_ready)
 
     async def _start_redis(self) -> str:
-        """Start Redis; returns its URL for the n-gram drafter, or "" if it is absent."""
+        """Start Redis; return its URL for the n-gram drafter, or "" if it is absent."""
         if "redis" in self._absent:
             return ""
         self._redis_port = free_port()
@@ -154,11 +154,11 @@ class Site:
         await self.processes.start(launch)
 
     async def _link(self, name: str, target: str) -> str:
-        """Start a link to one target; returns the address at which it listens."""
+        """Start a link to one target; return the address at which it listens."""
         return (await self._links(name, [target]))[target]
 
     async def _links(self, name: str, targets: list[str]) -> dict[str, str]:
-        """Start a link; returns the addresses at which it listens for each target."""
+        """Start a link; return the addresses at which it listens for each target."""
         control, fronts = await start_link(self.processes, name, targets)
         self.links[f"link-{name}"] = control
         return fronts
@@ -218,7 +218,7 @@ class Site:
         return Redis(host=LOOPBACK, port=self._redis_port, socket_timeout=_ASK_S)
 
     async def recovered(self) -> str:
-        """Wait until the stack is whole; returns the parts that are missing after 90 s, else ""."""
+        """Wait until the stack is whole; return the parts that are missing after 90 s, else ""."""
         if await within(_RECOVERS_S, self._is_ready):
             return ""
         return "; ".join(await self._missing()) or "it was whole only after that time"
@@ -249,7 +249,7 @@ class Site:
         return [f"{where} has no drafter {name}" for name in self._drafters if name not in ids]
 
     async def revive(self) -> list[str]:
-        """Start the processes that ended by themselves; returns their names and last lines."""
+        """Restart the processes that ended unasked; return their names and last lines."""
         found = []
         for name in [*self._names(), *self.links]:
             handle = self.processes.child(name)

@@ -131,7 +131,7 @@ async def _serve(experiment: Experiment, tell: Callable[[], None]) -> list[Serve
 async def _played(
     load: list[Request], batch: int, endpoint: Endpoint, speculation: Mapping[str, Any]
 ) -> Sample:
-    """Play a load at the gateway; raises RuntimeError with the first error of a request."""
+    """Play a load at the gateway; raise RuntimeError with the first error of a request."""
     played = await play(load, batch, endpoint, Asked(speculation, 0.0, "profile"))
     if played.errors:
         raise RuntimeError(played.errors[0])

@@ -256,5 +256,5 @@ def _linked(
 
 
 def simulated_processes(name: str, drafter: Drafter) -> list[str]:
-    """The simulated drafters of a kind, by name."""
+    """The simulated drafters of a kind, keyed by name."""
     return [f"{name}-{number}" for number in range(1, drafter.count + 1)]

@@ -105,7 +105,7 @@ class Child:
         return self._cpu_s
 
     async def _watch(self) -> int:
-        """Keep the last lines of output; returns the status."""
+        """Keep the last lines of output; return the status."""
         output = self._process.stdout
         while output is not None and (line := await _line(output)):
             self._lines.append(line.decode(errors="replace").rstrip())
@@ -115,7 +115,7 @@ class Child:
 
 
 async def start(launch: Launch) -> Child:
-    """Start a child process on the launch's cores; raises OSError when it cannot be run."""
+    """Start a child process on the launch's cores; raise OSError when it cannot be run."""
     pinned = []
     if launch.cores is not None:
         pinned = ["taskset", "--cpu-list", launch.cores]

@@ -128,7 +128,7 @@ def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial
 def _drafter_options(
     drafter: Drafter, target: Target, schema: type[DrafterSettings], dial: Dial
 ) -> dict[str, Setting | None]:
-    """The drafter's fields of the file, by the names of its process's settings."""
+    """The drafter's fields of the file, keyed by the names of its process's settings."""
     options: dict[str, Setting | None] = {
         "family": drafter.family,
         "uds": _path(dial.uds),

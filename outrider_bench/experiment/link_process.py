@@ -99,7 +99,7 @@ def _answer(link: ShapedLink, line: bytes) -> dict[str, Any]:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Split host:port; raises ValueError for other text."""
+    """Split host:port; raise ValueError for other text."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise ValueError(f"must be host:port, not {text!r}")

@@ -147,6 +147,6 @@ def _git(root: Path, *words: str) -> str:
 
 
 def _cpu_times() -> dict[str, int]:
-    """Ticks of all cores by kind of work, from /proc/stat (proc_stat(5))."""
+    """Ticks of all cores, keyed by kind of work, from /proc/stat (proc_stat(5))."""
     first, *_ = Path("/proc/stat").read_text().splitlines()
     return dict(zip(_STAT_NAMES, map(int, first.split()[1 : 1 + len(_STAT_NAMES)]), strict=True))

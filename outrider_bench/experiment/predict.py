@@ -109,8 +109,8 @@ def table(
 ) -> Table:
     """A line for each cell, with the spread and the source of its costs.
 
-    `rates` has tokens/s by cell and way. A mark is at the fastest place of each workload, and at
-    all places that are not shown to be slower.
+    `rates` maps a cell and a decoding mode to tokens/s. A mark is at the fastest place of each
+    workload, and at all places that are not shown to be slower.
     """
     paths = [path.rpartition(".")[2] for path in cells[0].point]
     figures = ("plain, tokens/s", "drafted, tokens/s", "× plain", "", "spread", "costs")

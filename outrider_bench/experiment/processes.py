@@ -1,4 +1,4 @@
-"""Running processes by name: starts them, watches them, and stops the last started first."""
+"""Starts named processes, watches them, and stops them, the last started first."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Process:
 
 
 class Processes:
-    """Processes by name."""
+    """Running processes, keyed by name."""
 
     def __init__(self) -> None:
         self._all: dict[str, _Process] = {}
 
     async def start(self, launch: Launch) -> None:
-        """Start a process; raises StackFailed when it cannot be run."""
+        """Start a process; raise StackFailed when it cannot be run."""
         try:
             child = await start(launch)
         except OSError as error:
@@ -64,7 +64,7 @@ class Processes:
                 raise StackFailed(f"{name} ended\n{await self._last_lines(name)}")
 
     async def until(self, who: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
-        """Wait until `is_ready`; raises StackFailed after 300 s or when a process ends."""
+        """Wait until `is_ready`; raise StackFailed after 300 s or when a process ends."""
         try:
             async with asyncio.timeout(_READY_S):
                 while not await is_ready():

@@ -33,7 +33,7 @@ _HOW = {
 
 
 def measure(settings: ProfileSettings) -> Profile:
-    """Measure everything in turn; prints the progress, and shows it with the time left."""
+    """Measure everything in turn; print the progress, and show it with the time left."""
     with progress() as bar:
         task = bar.add_task("", total=sum(_PARTS.values()))
 
@@ -49,7 +49,7 @@ def measure(settings: ProfileSettings) -> Profile:
 def _measure(
     settings: ProfileSettings, begin: Callable[[str], None], tell: Callable[[], None]
 ) -> Profile:
-    """Measure; calls `begin` before each part, and `tell` after each run of the fixed load."""
+    """Measure; call `begin` before each part, and `tell` after each run of the fixed load."""
     from outrider_bench.experiment import calibration, serving
     from outrider_bench.simulator import measured_costs
 

@@ -25,7 +25,7 @@ _ALTERNATIVES = 3
 
 @dataclass(slots=True)
 class RecordedText:
-    """The target's greedy tokens after a prompt, and by draft model a character for each token."""
+    """The target's greedy tokens after a prompt, and for each draft model a character per token."""
 
     output: list[int]
     guesses: dict[str, str] = field(default_factory=dict)

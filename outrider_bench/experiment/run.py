@@ -106,7 +106,7 @@ def missing(
 
 
 def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
-    """Cells in groups that one verifier can serve, and within a group by their drafters."""
+    """Group the cells that one verifier can serve; within a group, sort them by drafters."""
     found: dict[str, dict[str, list[Cell]]] = {}
     for cell in cells:
         found.setdefault(cell.target_key, {}).setdefault(cell.stack_key, []).append(cell)
@@ -140,7 +140,7 @@ class Runner:
         self._tell = tell
 
     async def run(self) -> None:
-        """Measure; raises StackFailed when a process does not start, or ends too early."""
+        """Measure; raise StackFailed when a process does not start, or ends too early."""
         for repetition in range(self._experiment.repetitions):
             for stacks in there_and_back(self._groups, repetition):
                 await self._with_target(stacks, repetition)

@@ -233,7 +233,7 @@ class Experiment(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination: its values by path, and an experiment with these values and no sweep."""
+    """One combination: its values, keyed by path, and an experiment with them and no sweep."""
 
     point: dict[str, Any]
     experiment: Experiment
@@ -257,7 +257,7 @@ class Cell:
 
 
 def load(path: Path) -> Experiment:
-    """Read an experiment file; raises ValueError that names the file, the field and the problem."""
+    """Read an experiment file; raise ValueError that names the file, the field and the problem."""
     experiment = read(path, Experiment)
     try:
         for cell in experiment.cells():
@@ -269,7 +269,7 @@ def load(path: Path) -> Experiment:
 
 
 def drafters_of(experiment: Experiment) -> Iterator[tuple[str, Drafter]]:
-    """The drafters of a cell's experiment that run, by name and in order."""
+    """The drafters of a cell's experiment that run, keyed by name and in order."""
     for name in experiment.use:
         yield name, experiment.drafters[name]
 

@@ -170,7 +170,7 @@ class Drafting:
 
 @asynccontextmanager
 async def drafting(experiment: Experiment, server: Server) -> AsyncIterator[Drafting]:
-    """The drafters of a cell, until the context ends; raises StackFailed if one fails."""
+    """The drafters of a cell, until the context ends. Raises StackFailed if one fails."""
     running = Drafting(experiment, server)
     try:
         await running.start()
@@ -208,7 +208,7 @@ def _grown(drafter: Drafter, target: Target, model: Path) -> Drafter:
 async def start_link(
     processes: Processes, name: str, targets: list[str]
 ) -> tuple[LinkControl, dict[str, str]]:
-    """Start a link; returns its control, and the address at which it listens for each target."""
+    """Start a link; return its control, and the address at which it listens for each target."""
     fronts = {target: f"{LOOPBACK}:{free_port()}" for target in targets}
     control_port = free_port()
     forwards = {front: target for target, front in fronts.items()}

@@ -43,7 +43,7 @@ class Encoder:
         self._known: dict[tuple[str, tuple[Message, ...]], list[int]] = {}
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """The prompt's ids; raises ValueError for a chat if the model has no chat template."""
+        """The prompt's ids. Raises ValueError for a chat if the model has no chat template."""
         key = prompt.text, prompt.chat
         if key not in self._known:
             self._known[key] = self._encode(prompt)
@@ -109,7 +109,7 @@ def spread_lengths(mean: int, count: int) -> list[int]:
 
 
 class _Prompts:
-    """A workload's prompts by kind."""
+    """A workload's prompts, keyed by kind."""
 
     def __init__(self, workload: Workload) -> None:
         self._of_kinds = prompt_files.of(workload.prompts, workload.kinds)

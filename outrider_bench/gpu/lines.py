@@ -44,7 +44,7 @@ class Sizes:
     """The models, batches and lengths to measure on a kind of device; sizes.yaml has the values."""
 
     models: dict[str, dict[str, Any]]
-    """Sizes of a `LlamaConfig` by name."""
+    """Sizes of a `LlamaConfig`, keyed by name."""
     batches: list[int]
     contexts: list[int]
     tokens: list[int]

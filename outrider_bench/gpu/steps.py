@@ -74,7 +74,7 @@ class _Model:
         return self._device.floor_ms(self._bytes + batch * context * self._token_bytes)
 
     def capture(self, lines: Lines) -> None:
-        """Capture graphs; says how long that took and what memory they hold."""
+        """Capture graphs; say how long that took and what memory they hold."""
         began = time.perf_counter()
         self.runner.capture(self._bounds)
         seconds = time.perf_counter() - began

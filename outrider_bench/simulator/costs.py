@@ -92,7 +92,7 @@ class Costs(_Table):
     """Whether the figures were measured on a machine of this kind, not assumed or derived from
     published figures."""
     links: dict[str, LinkShape] = Field(default_factory=dict)
-    """Links from a drafter to the verifier on machines of this kind, by name."""
+    """Links from a drafter to the verifier on machines of this kind, keyed by name."""
     forwards: list[Forward] = Field(min_length=1)
     prompt_step_s: NotNegative
     """Seconds that a step with prompts adds, independent of the prompts' length."""
@@ -107,7 +107,7 @@ class Costs(_Table):
     drafted_sequence_s: NotNegative = 0.0
     """Seconds that each sequence with a draft adds to the host's work after a step."""
     drafting: dict[str, DraftingCost] = Field(default_factory=dict)
-    """Costs by the name in a drafter's `cost` setting."""
+    """Costs, keyed by the name in a drafter's `cost` setting."""
 
     _grid: dict[int, dict[float, float]] = PrivateAttr(default_factory=dict)
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
@@ -161,7 +161,7 @@ def way_of(family: str, threads: int) -> str:
 
 @cache
 def load(name: str) -> Costs:
-    """Load a table that comes with the simulator, by its name, or another table, by its path.
+    """Load a table: one of the simulator's own, given its name, or another, given its path.
 
     Raises ValueError if there is no such file, or if it is not a cost table.
     """

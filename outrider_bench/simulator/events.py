@@ -33,7 +33,7 @@ class Events:
         self.now += seconds
 
     def at(self, time: float, work: Callable[[], object]) -> None:
-        """Run `work` at `time`; raises ValueError if that lies before now."""
+        """Run `work` at `time`; raise ValueError if that lies before now."""
         if time < self.now:
             raise ValueError(f"an event at {time} s lies before now, {self.now} s")
         self._number += 1

@@ -26,7 +26,7 @@ class SimulatedFamily(Family):
         self._world = world
         self._cost = cost
         self._slowness = spec.slowness
-        # Tokens not read yet, by sequence.
+        # Maps a sequence to its tokens that were not read yet.
         self._unread: dict[int, int] = {}
         self._takes_time = any(cost.token_s.values())
         self.drafted_count = 0

@@ -84,7 +84,7 @@ class SimulatedHead:
         self._world = world
         self._width = spec.states * hidden_size
         self._free_at = 0.0
-        # The position after the last feature that came, by sequence.
+        # Maps a sequence to the position after the last feature that arrived.
         self._ends: dict[HeadDraft, int] = {}
 
     def width(self, *, projected: bool) -> int:

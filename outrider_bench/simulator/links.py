@@ -46,7 +46,7 @@ class Link:
         self._last_arrival = 0.0
 
     def send(self, byte_count: int, deliver: Callable[[], object]) -> float:
-        """Send a message now and run `deliver` when it arrives; returns the time of arrival."""
+        """Send a message now and run `deliver` when it arrives; return the time of arrival."""
         self.byte_count += byte_count
         now = self._events.now
         transmitted = max(now, self._free_at)

@@ -24,7 +24,7 @@ from outrider_bench.simulator.simulation import Outcome, simulate
 PLAIN = "plain"
 DRAFTED = "drafted"
 Outcomes = dict[tuple[int, str], Outcome]
-"""By requests under way, and by way of decoding."""
+"""Maps a number of requests under way, and then a decoding mode, to its results."""
 _SPEED = {"tokens_per_s": "tokens/s", "times_plain": "× plain", **LATENCIES}
 _STEPS = {
     **PHASE_TIMES,

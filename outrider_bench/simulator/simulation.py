@@ -64,7 +64,7 @@ class Simulation:
         self.traffic = Traffic(self.events, scenario, load, self.world, self.verifiers, drafting)
 
     def run(self) -> Outcome:
-        """Simulate the whole scenario; raises RuntimeError if pages or sequences are lost."""
+        """Simulate the whole scenario; raise RuntimeError if pages or sequences are lost."""
         scenario = self._scenario
         events = self.events
         for spec in self._specs.values():
@@ -191,7 +191,7 @@ class Simulation:
 def _sample(requests: list[Request], began: float, end: float, full_s: float) -> Sample:
     """The tokens and latencies of these requests from `began` until `end`.
 
-    Times in the sample count from `began`.
+    The sample's times are relative to `began`.
     """
     sample = Sample(0, end - began, full_s=full_s)
     for request in requests:
@@ -235,7 +235,7 @@ def _add(sums: dict[str, float], values: dict[str, float]) -> None:
 
 
 def simulate(scenario: Scenario, load: int, *, drafting: bool = True) -> Outcome:
-    """Run a scenario with `load` requests under way; raises RuntimeError as `Simulation.run`."""
+    """Run a scenario with `load` requests under way; raise what `Simulation.run` raises."""
     # The search for reference cycles would take an eighth of the time, and finds few.
     collecting = gc.isenabled()
     gc.disable()

@@ -41,7 +41,7 @@ class DrawnText:
     prompt_length: int
     output_length: int
     guesses: Mapping[str, str] = field(default_factory=dict)
-    """Recorded guesses by drafter, one character for each output token, as in a recording."""
+    """Recorded guesses, keyed by drafter, with a character per output token as in a recording."""
     tokens: list[int] = field(default_factory=list)
     """The text after the prompt."""
     hard: list[bool] = field(default_factory=list)

@@ -59,7 +59,7 @@ def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prom
 
 
 def mixed(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
-    """The prompts for batches: all kinds by turns, without the last prompt of each kind.
+    """The prompts for batches: the kinds alternate; the last prompt of each kind is left out.
 
     Prompts with a grammar are a separate group, since some ways take no grammars.
     """

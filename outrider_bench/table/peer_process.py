@@ -53,7 +53,7 @@ async def line_peer(
         receive = process.stdout
 
         async def line() -> bytes:
-            """The peer's next line; raises PeerDied with its last words if it died."""
+            """The peer's next line. Raises PeerDied with its last words if it died."""
             read = await receive.readline()
             if not read.endswith(b"\n"):
                 errors.seek(0)
@@ -61,7 +61,7 @@ async def line_peer(
             return read
 
         async def ask(task: dict[str, Any]) -> dict[str, Any]:
-            """Send a task as a line, and read its answer; raises PeerDied if it died."""
+            """Send a task as a line, and read its answer; raise PeerDied if it died."""
             send.write(json.dumps(task).encode() + b"\n")
             answer: dict[str, Any] = json.loads(await line())
             return answer

@@ -98,7 +98,10 @@ def _texts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _grid(rows: Sequence[Row], cell: Callable[[Sequence[Row]], str]) -> Iterator[str]:
-    """A table of ways by kinds. A way that does not answer some kinds has no total over all."""
+    """Write a table with a row for each decoding mode and a column for each kind of prompt.
+
+    A mode that does not answer some kinds has no total.
+    """
     names = dict.fromkeys(row.way for row in sorted(rows, key=lambda row: row.way != PLAIN))
     kinds = [*dict.fromkeys(row.turn.kind for row in rows)]
     yield f"| way | {' | '.join([*kinds, _ALL])} |"

@@ -50,7 +50,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A verifier with drafters, and its ways by name, with the drafter that their requests name."""
+    """A verifier with drafters. `ways` maps a decoding mode to its requests' `speculation`."""
 
     drafters: dict[str, dict[str, Any]]
     ways: dict[str, dict[str, Any]]

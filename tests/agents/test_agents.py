@@ -73,7 +73,7 @@ def program(environment: str, name: str) -> str:
 
 
 async def run(*command: str, cwd: Path = HERE, **variables: str) -> tuple[int, str]:
-    """Run a program; returns its exit status and its output."""
+    """Run a program; return its exit status and its output."""
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=cwd,

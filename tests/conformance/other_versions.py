@@ -137,7 +137,7 @@ async def _changed(
 
 @asynccontextmanager
 async def relaying(verifier: str, version: Version, part: Part) -> AsyncIterator[str]:
-    """Run a relay to the verifier, where `part` speaks the other version; yields its address."""
+    """Run a relay to the verifier, where `part` speaks the other version; yield its address."""
     async with rpc.dial(verifier) as channel:
         server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         server.add_generic_rpc_handlers([_Relay(channel, version, part)])

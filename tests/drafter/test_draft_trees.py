@@ -41,7 +41,7 @@ async def first_proposal(rig: Rig, request: Opened) -> Proposal:
 
 
 def leaves_of(proposal: Proposal) -> dict[int, dict[int, float]]:
-    """The confidences of the tokens beside the chain, by place and token."""
+    """The confidences of the tokens beside the chain, keyed by place and token."""
     found: dict[int, dict[int, float]] = {}
     for i in range(DEPTH, len(proposal.token_ids)):
         place = proposal.parents[i]

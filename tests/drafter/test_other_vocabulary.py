@@ -47,7 +47,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The folder of a draft model by its name."""
+    """Return the folder of the named draft model."""
     root = tmp_path_factory.mktemp("models")
     for name, order in ORDERS.items():
         save_model(root / name, order)

@@ -36,7 +36,7 @@ async def gauges(port: int) -> dict[str, float]:
 
 
 async def becomes(port: int, connected: int) -> float:
-    """Wait until the drafter has `connected` streams; returns its number of sequences."""
+    """Wait until the drafter has `connected` streams; return its number of sequences."""
     deadline = time.monotonic() + 30
     while (values := await gauges(port))["connected"] != connected:
         assert time.monotonic() < deadline

@@ -29,7 +29,7 @@ Save = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Save:
-    """Writes a tokenizer by its name, and returns its folder."""
+    """Writes the named tokenizer, and returns its folder."""
     root = tmp_path_factory.mktemp("tokenizers")
     orders = {
         "permuted": order_of(1),

@@ -1,4 +1,4 @@
-"""A verifier continues only texts of a verifier with its weights, dtype, settings and version."""
+"""A text continues only on a verifier with the same weights, dtype, settings and version."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MACHINE = Machine(
     torch="2.11.0",
 )
 ACCEPTANCE = {"ngram": 0.45, "model": 0.8}
-"""A drafter's acceptance by its family."""
+"""Maps a drafter's family to its acceptance."""
 
 NO_LINK = Link.model_validate({})
 Settings = dict[str, Any]

@@ -16,7 +16,7 @@ from tests.stack import GatewayProcess
 async def gateway_process(
     prompts: Prompts, *flags: str, verifier: str = "127.0.0.1:{port}"
 ) -> AsyncIterator[tuple[GatewayProcess, Script]]:
-    """Run a gateway during the block; yields it, once it is ready, and its verifier's script.
+    """Run a gateway during the block; yield it, once it is ready, and its verifier's script.
 
     `verifier` is the name by which the gateway finds the verifier.
     """

@@ -46,7 +46,7 @@ LOST = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier has crashed")
 
 
 def text_of(response: httpx.Response) -> str:
-    """The text that the events of a stream make."""
+    """Join the text of a stream's events."""
     return "".join(choice["text"] for event in events_of(response) for choice in event["choices"])
 
 

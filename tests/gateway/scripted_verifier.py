@@ -139,7 +139,7 @@ class ScriptedVerifier(
 
 @asynccontextmanager
 async def serving(script: Script, tls: Tls | None = None) -> AsyncIterator[str]:
-    """Serve a verifier that plays the script during the block; yields its address."""
+    """Serve a verifier that plays the script during the block; yield its address."""
     server = rpc.Server("outrider.v1.VerifierService")
     # The stubs call the class abstract, but methods that it lacks answer UNIMPLEMENTED.
     verifier = ScriptedVerifier(script)  # type: ignore[abstract]

@@ -1,4 +1,4 @@
-"""Every HTTP or gRPC response has an id and an access line, also a refusal or a fault."""
+"""Every HTTP or gRPC response, even a refusal or a fault, has an id and an access line."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def arguments_of(form: ToolFormat, schema: Any, text: str, cuts: list[int]) -> s
 
 
 def check(libraries: Libraries, form: ToolFormat, schema: Any, rng: random.Random) -> int:
-    """Read texts of a schema's grammar back; returns how many ended."""
+    """Read texts of a schema's grammar back; return how many ended."""
     found = compiled(libraries, form, schema)
     ended = 0
     for _ in range(4):

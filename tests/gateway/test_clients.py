@@ -84,7 +84,7 @@ def drafted(accepted: int, drafted_count: int) -> TokenChunk:
 
 
 async def spec_decode(rig: Rig) -> dict[str, float]:
-    """The counters by name and position, read as `vllm bench serve` reads them."""
+    """The counters, keyed by name and position, read as `vllm bench serve` reads them."""
     found: dict[str, float] = {}
     for line in (await rig.http.get("/metrics")).text.splitlines():
         if line.startswith("vllm:spec_decode"):

@@ -96,7 +96,7 @@ async def after_message(rig: Rig) -> str:
 
 
 async def after_rpc(rig: Rig) -> str:
-    """The prompt of a chat over gRPC that continues after the chat's answer."""
+    """Chat over gRPC, send the answer back in a second chat, and return the second prompt."""
     tool = generation_pb2.Tool(name="weather", parameters=json.dumps(SCHEMA))
     chat = generation_pb2.Chat(tools=[tool])
     chat.messages.add(**ASK)

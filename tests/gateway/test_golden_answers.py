@@ -42,7 +42,7 @@ def named(path: Path) -> str:
 
 
 class Names:
-    """Replaces ids by their kind and number, and times by 0."""
+    """Replaces ids with their kind and number, and times with 0."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
@@ -66,7 +66,7 @@ def play(rig: Rig, case: Json, chunk: int | None = None) -> None:
 
 
 async def whole_answer(rig: Rig, api: str, request: Json) -> Json:
-    """The answer, valid by the type of the API's own client."""
+    """The answer, checked against the type of the API's own client."""
     response = await rig.http.post(f"/v1/{api}", json=request)
     assert response.status_code == 200, response.text
     answer: Json = response.json()
@@ -77,7 +77,7 @@ async def whole_answer(rig: Rig, api: str, request: Json) -> Json:
 
 
 async def events_of(rig: Rig, api: str, request: Json) -> list[Json]:
-    """The events of a stream, each valid by the type of the API's own client."""
+    """The events of a stream, each checked against the type of the API's own client."""
     response = await rig.http.post(f"/v1/{api}", json=request | {"stream": True})
     assert response.status_code == 200, response.text
     events = []

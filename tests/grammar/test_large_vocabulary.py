@@ -102,7 +102,7 @@ class Vocabulary:
         self.walker = Walker(self.libraries.token_bytes, self.ends)
 
     def figures(self, name: str, repetitions: int = 1, texts: int = 5) -> Figures:
-        """Measure a schema; raises OutriderError if it is refused."""
+        """Measure a schema; raise OutriderError if it is refused."""
         grammar = grammar_for(EVERYDAY[name])
         admissions, compilations = [], []
         for _ in range(repetitions):

@@ -61,7 +61,7 @@ def _versioned(value: Any, version: str) -> Any:
 
 @cache
 def compiler() -> GrammarCompiler:
-    """A compiler that may take long, because a loaded machine would reach the usual limit."""
+    """Return a compiler with a long time limit: a loaded machine would exceed the usual limit."""
     return GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=60.0)
 
 

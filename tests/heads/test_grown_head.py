@@ -27,7 +27,10 @@ def write_head(folder: Path) -> None:
 
 @torch.inference_mode()
 def guesses(head: Path, target: Path, text: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The head's guesses after a text, and their shares; the target computes the features."""
+    """Return the head's guesses after a text, and their probabilities.
+
+    The target computes the features.
+    """
     model = LlamaForCausalLM.from_pretrained(target)
     found = read(head, model.config)
     states = model(torch.tensor([text]), output_hidden_states=True).hidden_states

@@ -113,7 +113,7 @@ def verdict(number: int, length: int, new: list[int]) -> Verdict:
 
 
 async def proposed(session: DraftSession) -> dict[int, list[int]]:
-    """The tokens of one round's proposals, by sequence."""
+    """The tokens of one round's proposals, keyed by sequence."""
     batch: DraftBatch = await session.round(never)
     return {proposal.sequence_id: proposal.token_ids for proposal in batch.proposals}
 

@@ -326,7 +326,7 @@ async def test_no_text_waits_for_a_head_that_hangs(runner: ModelRunner, worker: 
 
 
 def head_of_other_layers(folder: Path) -> str:
-    """The bundled head with a file that states auxiliary layers one too low, [0, 2, 4]."""
+    """Copy the bundled head; its config names the auxiliary layers one too low, as [0, 2, 4]."""
     shutil.copytree(HEAD, folder)
     config = json.loads((folder / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [0, 2, 4]

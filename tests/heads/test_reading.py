@@ -347,7 +347,7 @@ def test_a_broken_folder_is_refused_with_the_reason(name: str, tmp_path: Path) -
 
 
 def larger_map(size: int) -> dict[str, torch.Tensor]:
-    """Both maps to the last ids of a vocabulary of `size`."""
+    """Return the tensors t2d and d2t of a head that drafts the last ids of `size` ids."""
     members = torch.arange(size) >= size - head_files.DRAFT_VOCAB
     ids = members.nonzero().flatten()
     return {"t2d": members, "d2t": ids - torch.arange(len(ids))}

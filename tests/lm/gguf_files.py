@@ -82,7 +82,7 @@ def write_gguf(
 
 
 def _tensors(model: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """The model's weights by their names in GGUF."""
+    """The model's weights, keyed by their names in GGUF."""
     state = {name: values.float().numpy() for name, values in model.state_dict().items()}
     found = {f"{ours}.weight": state[f"{theirs}.weight"] for ours, theirs in _OF_MODEL.items()}
     for i in range(model.config.num_hidden_layers):

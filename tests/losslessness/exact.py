@@ -70,7 +70,7 @@ def generate(
 
 @cache
 def exact_probs(sampling: SamplingParams) -> dict[Text, Probs]:
-    """The distribution of the next token by each text of up to two tokens, by transformers."""
+    """Map each text of up to two tokens to transformers' distribution of the next token."""
     probs: dict[Text, Probs] = {}
     for length in range(LENGTH):
         texts = list(itertools.product(range(VOCAB), repeat=length))

@@ -37,7 +37,7 @@ def target(vocab: int, seed: int, *, zeros: int = 0, peak: float = 0.8) -> NextP
 def drafter(to: NextProbs, vocab: int, seed: int, kind: str) -> NextProbs:
     """Distributions to draft from: unlike the target's, near them, or equal.
 
-    `sparse` distributions have 1, 2, ... entries by position.
+    `sparse` distributions have 1 entry at the first position, 2 at the second, ...
     """
     other = target(vocab, 1000 + seed)
 

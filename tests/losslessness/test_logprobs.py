@@ -36,7 +36,7 @@ def drafter(engine: Engine) -> Guesser:
 
 
 def submit(engine: Engine, request: TokenRequest) -> list[TokenChunk]:
-    """Submit a request; returns the list that collects its chunks."""
+    """Submit a request; return the list that collects its chunks."""
     found: list[TokenChunk] = []
     engine.submit(request, found.append)
     return found

@@ -200,7 +200,7 @@ class Way:
             drafter.join(self.engine)
 
     def texts(self, chats: Texts, committed: Texts | None = None) -> Texts:
-        """Answer all chats, by turns greedily and with a seed."""
+        """Answer all chats, alternately greedily and with a seed."""
         found: Texts = [[] for _ in chats]
         for first in range(0, len(chats), self.at_once):
             for i in range(first, min(first + self.at_once, len(chats))):

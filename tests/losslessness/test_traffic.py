@@ -60,7 +60,7 @@ class Case:
 
 
 def come_and_go(traffic: Traffic, drafters: list[Guesser], tick: int) -> None:
-    """Connect drafters by turns, so a sequence may lose its drafter, or get it late or again."""
+    """Connect drafters in turn, so a sequence may lose its drafter, or get it late or again."""
     drafter = drafters[tick // 4 % len(drafters)]
     if tick % 4 == 3:
         if drafter.connected:

@@ -173,9 +173,9 @@ SMALL_POOL = {
 
 
 def with_trees(traffic: Traffic, seed: int, plain: dict[int, list[int]] | None = None) -> list[int]:
-    """Have the traffic verify trees; returns a list that grows by the count of moved slots.
+    """Have the traffic verify trees; return a list that grows by the count of moved slots.
 
-    `plain` has the texts of plain decoding, by seed.
+    `plain` maps a seed to the text of plain decoding.
     """
 
     def likely(request: Request) -> list[int]:

@@ -85,7 +85,7 @@ def through_pool(made: RedisPool) -> Lookup:
 
 @asynccontextmanager
 async def delaying(port: int) -> AsyncIterator[int]:
-    """A link to a server, in a process of its own; yields the link's port.
+    """Run a link to a server in a process of its own; yield the link's port.
 
     Replies come in pieces: a lost segment holds back all bytes behind it.
     """

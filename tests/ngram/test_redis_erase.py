@@ -20,7 +20,7 @@ def secret_file(tmp_path: Path) -> Path:
 
 
 async def erase(*flags: str) -> str:
-    """Run the command; returns its output."""
+    """Run the command; return its output."""
     with redirect_stdout(StringIO()) as output:
         await asyncio.to_thread(main, list(flags))
     return output.getvalue()

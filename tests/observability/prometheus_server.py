@@ -20,7 +20,7 @@ SHIPPED = ROOT / "compose/observability"
 def prometheus(
     directory: Path, targets: Mapping[str, list[int]], *, at_once: bool = False
 ) -> Iterator[str]:
-    """Run Prometheus with the shipped configuration; yields its URL.
+    """Run Prometheus with the shipped configuration; yield its URL.
 
     Ports replace the names, which only Compose resolves, and the interval is shorter. With
     `at_once`, an alert fires as soon as its condition holds.

@@ -26,7 +26,7 @@ SCRIPT = ROOT / "bench/gpu.sh"
 
 
 def run(step: str, out: Path, *arguments: str, script: Path = SCRIPT) -> str:
-    """Run a step and return its output; raises CalledProcessError if it fails."""
+    """Run a step and return its output; raise CalledProcessError if it fails."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     # On busy cores, threads wait for each other.
     environment = {**os.environ, "OUT": str(out), "PATH": path, "OMP_NUM_THREADS": "1"}

@@ -74,7 +74,7 @@ def rig(tmp_path: Path) -> Rig:
 
 @contextmanager
 def small_file_system(directory: Path) -> Iterator[Path | None]:
-    """Mount a tmpfs of 256 KiB; yields None if this user may not mount one."""
+    """Mount a tmpfs of 256 KiB; yield None if this user may not mount one."""
     directory.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", directory],

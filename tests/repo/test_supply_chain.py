@@ -1,4 +1,4 @@
-"""The images' packages are pinned by hash, and an audit that asked nothing says so."""
+"""The images' packages are pinned with hashes, and an audit that asked nothing says so."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_audit_without_a_report_says_why() -> None:
 
 
 def images() -> dict[str, str]:
-    """Others' images in the files of `compose`, by file and place."""
+    """Return the third-party images in the files of `compose`, keyed by file and place."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "compose").rglob("*")):
         if path.suffix not in (".yaml", ".sh") and path.name != "Dockerfile":

@@ -1,6 +1,6 @@
 """Random JSON schemas of the keywords that the backends support, shaped as in JSON Schema's tests.
 
-All schemas are bounded, so every answer ends with any model.
+Every schema allows only texts of bounded length, so answers end whatever the model writes.
 """
 
 from __future__ import annotations

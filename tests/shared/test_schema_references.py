@@ -23,7 +23,7 @@ def traps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traps]:
 
 
 def forms(uri: str) -> dict[str, Any]:
-    """Schemas with a reference to `uri`, by each keyword for schemas in any draft."""
+    """Schemas with a reference to `uri` under each keyword for schemas in any draft."""
     to = {"$ref": uri}
     alone = (
         *("not", "if", "then", "else", "contains", "propertyNames", "additionalItems", "items"),

@@ -35,7 +35,7 @@ class Record:
             self._changed.notify_all()
 
     def wait_for(self, count: int) -> list[str]:
-        """Wait until `count` pieces of work have begun; returns their names in order."""
+        """Wait until `count` pieces of work have begun; return their names in order."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.begun) >= count, 60)
             return list(self.begun)

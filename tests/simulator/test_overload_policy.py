@@ -59,7 +59,7 @@ def run(rate: float, acceptance: float = 0.8, batch: int = 32) -> tuple[float, f
 
 
 def tenants(path: Path, rates: dict[str, float]) -> dict[str, list[Request]]:
-    """Requests after the warm-up by tenant, each tenant with its own rate."""
+    """Requests after the warm-up, keyed by tenant; each tenant has its own rate."""
     draw = Random(0)
     lines: list[dict[str, Any]] = []
     for tenant, rate in rates.items():

@@ -29,8 +29,9 @@ ROWS = {
     "avx512": (0.011, {1: 1.0, 2: 1.03, 3: 1.08, 5: 1.25, 9: 1.5}),
     "gpu": (0.005, {1: 1.0, 2: 1.005, 5: 1.01, 9: 1.02}),
 }
-# Milliseconds of SmolLM2's forward by rows, on one core of an EPYC with AVX512-BF16. The C decoder
-# computes eight rows at once: beside eight sequences the first draft tokens cost the most.
+# Maps a number of rows to milliseconds of SmolLM2's forward, on one core of an EPYC with
+# AVX512-BF16. The C decoder computes eight rows at once: beside eight sequences the first draft
+# tokens cost the most.
 BLOCKS_ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 40, 72]
 BLOCKS_MS = [10.7, 13.8, 14.2, 14.0, 13.2, 12.0, 12.7, 13.4]
 BLOCKS_MS += [15.8, 18.2, 18.4, 20.9, 23.8, 31.8, 37.0, 57.0, 100.0]
@@ -110,7 +111,7 @@ def test_a_drafter_of_grammars_costs_texts_without_a_grammar_nothing() -> None:
 def seconds_by_kind(
     batch: int, *drafters: dict[str, Any], always: bool = False
 ) -> dict[str, float]:
-    """Seconds from the first request of a batch to its last token, summed by kind.
+    """Seconds from the first request of a batch to its last token, summed for each kind.
 
     Batches have `batch` texts of one kind, and follow each other as in `outrider lab table`.
     """

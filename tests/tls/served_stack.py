@@ -36,7 +36,7 @@ PORTS = (
 
 @dataclass
 class Served:
-    """A running stack: its ports by name, and a wire with another port before each.
+    """A running stack: its ports, keyed by name, and a wire with another port before each.
 
     The processes dial the wires. Without `certificates` nothing has TLS.
     """

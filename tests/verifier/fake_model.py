@@ -64,7 +64,7 @@ class TableModel:
         self.projections: dict[str, Any] = {}
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Write the tokens to their pages; returns logits [R, V] as `LanguageModel.forward`."""
+        """Write the tokens to their pages; return logits [R, V] as `LanguageModel.forward`."""
         self.forward_count += 1
         self.broken(slices)
         rows = []
@@ -187,7 +187,7 @@ class ScriptedDrafter:
         self.received: list[StepBatch] = []
         self.error: OutriderError | None = None
         self.length: dict[int, int] = {}
-        """The last known committed length, by sequence."""
+        """The last known committed length, keyed by sequence."""
         self.ahead: dict[int, list[int]] = {}
         """The drafter's guesses after that length, unless a verdict contradicts them."""
         fields = {"max_draft_tokens": 16, **hello}

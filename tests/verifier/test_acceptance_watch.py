@@ -22,7 +22,7 @@ class Traffic:
         self._draw = random.Random(3)
 
     def hour(self, rate: float, drafts: int = 10_000) -> list[bool]:
-        """An hour of drafts of four tokens; returns what `fell` became at each change."""
+        """Play an hour of drafts of four tokens; return what `fell` became at each change."""
         changes = []
         for _ in range(drafts):
             self.now += 3600 / drafts

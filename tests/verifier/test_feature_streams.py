@@ -33,7 +33,7 @@ class Head:
         self._text = cast(Any, Text(text))
         self._drafts: dict[int, HeadDraft] = {}
         self.read: dict[int, list[torch.Tensor]] = {}
-        """The features that were read, by sequence and in order."""
+        """The features that were read, keyed by sequence and in order."""
 
     def follow(self) -> None:
         """Read the messages to the drafter."""

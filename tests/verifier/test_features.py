@@ -43,7 +43,7 @@ def wanted(text: list[int], request: FeatureRequest = REQUEST) -> np.ndarray:
 
 
 def received(drafter: ScriptedDrafter, sequence_id: int) -> dict[int, np.ndarray]:
-    """The features of a sequence by position; each position must come once and in order."""
+    """The features of a sequence, keyed by position; positions must come once and in order."""
     found: dict[int, np.ndarray] = {}
     for message in drafter.received:
         for entry in message.features:

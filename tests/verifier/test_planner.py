@@ -79,7 +79,7 @@ def test_a_free_draft_token_is_taken_and_an_expensive_one_is_not() -> None:
 
 
 def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> Engine:
-    """Eight sequences, and drafters by name with an acceptance probability for each sequence.
+    """Eight sequences; `drafters` maps a name to an acceptance probability for each sequence.
 
     A forward of 16 tokens takes little longer than a forward of 8; each further token takes 2 ms.
     """

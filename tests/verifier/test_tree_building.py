@@ -84,7 +84,7 @@ def paths(tree: DraftTree) -> list[Path]:
 
 
 def cumulative_values(sequence: Sequence, first: Assignment, depth: int) -> dict[Path, float]:
-    """The cumulative acceptance of each guess of a sequence down to `depth`, by its path."""
+    """The cumulative acceptance of a sequence's guesses down to `depth`, keyed by path."""
     found: dict[Path, float] = {}
     pending = [((), 1.0, roots(sequence, first))]
     while pending:

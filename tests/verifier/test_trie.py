@@ -22,12 +22,12 @@ class Text:
         self.trie = Trie(len(self.tokens), window)
 
     def propose(self, tokens: list[int], base: int = 3, **fields: Any) -> tuple[int, ...]:
-        """Add a proposal; returns how many tokens were fresh, merged, passed, stale and cut."""
+        """Add a proposal; return how many tokens were fresh, merged, passed, stale and cut."""
         added = self.trie.add(Proposal(1, base, tokens, **fields), self.tokens)
         return added.fresh, added.merged, added.passed, added.stale, added.cut
 
     def commit(self, *tokens: int) -> tuple[int, str, int]:
-        """Commit tokens; returns how many matched, the result, and how many guesses were wasted."""
+        """Commit tokens; return how many matched, the result, and how many guesses were wasted."""
         self.tokens += tokens
         walk = self.trie.advance(list(tokens))
         return walk.matched, walk.result.value, walk.wasted

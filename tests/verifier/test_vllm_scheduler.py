@@ -44,7 +44,7 @@ def scheduler_of(hub: TestHub, *, is_own: bool = True, **settings: int) -> Any:
 
 
 def step(scheduler: Any, right: list[int]) -> dict[str, list[int]]:
-    """A step whose target writes `right` after each prompt; returns the drafts that it verified."""
+    """Run a step whose target writes `right` after each prompt; return the verified drafts."""
     output = scheduler.schedule()
     sampled = {}
     for name in output.num_scheduled_tokens:

@@ -1,6 +1,6 @@
 """Stacks whose verifier computes with vLLM. `make vllm` installs vLLM in a separate environment.
 
-A verifier with vLLM starts for most of a minute, so all tests share one.
+A verifier with vLLM takes most of a minute to start, so all tests share one.
 """
 
 import os

@@ -15,7 +15,7 @@ class OutriderScheduler(Scheduler):  # type: ignore[misc]
 
     kind: ClassVar[str] = "none"
     texts: ClassVar[dict[int, list[int]]] = {}
-    """The text of each sequence, prompt included, by its id."""
+    """The text of each sequence, prompt included, keyed by the sequence's id."""
     drafted: ClassVar[int] = 0
     accepted: ClassVar[int] = 0
     padded: ClassVar[int] = 0

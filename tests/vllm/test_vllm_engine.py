@@ -336,7 +336,7 @@ async def test_a_caller_that_stops_reading_gets_the_same_text_later(
             await call.write(token_streams_pb2.StreamTokensRequest(requests=[told]))
 
         async def read() -> bool:
-            """Read a message; returns whether it ends the sequence."""
+            """Read a message; return whether it ends the sequence."""
             parts = (await call.read()).parts
             chunks = [wire_requests.chunk_from_proto(part.tokens) for part in parts]
             text.extend(token for chunk in chunks for token in chunk.token_ids)

@@ -26,7 +26,7 @@ class DraftMessage:
     arrived_at: float
     """Monotonic seconds."""
     sequences: dict[int, Sequence]
-    """The engine's sequences by id."""
+    """The engine's sequences, keyed by id."""
     draft_latencies_s: list[float] = field(default_factory=list)
     """For each draft that answers a verdict, the seconds since the drafter was asked."""
     skip_latencies_s: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class DraftMessage:
         if latency_s is not None:
             self.draft_latencies_s.append(latency_s)
             _observe_late_draft(assignment, proposal, sequence.tokens)
-            # Tokens that were in the trie already were drafted before.
+            # Tokens that were already in the trie belong to an earlier draft.
             length = count - added.merged
             if proposal.parents:
                 length = min(length, _new_depth(proposal.parents, added.merged))
@@ -167,7 +167,7 @@ class JudgedDraft:
     run: int
     """`Assignment.run` before the draft."""
     drafters: dict[str, Drafter]
-    """The drafters of a tree by id; empty for a chain."""
+    """The drafters of a tree, keyed by id; empty for a chain."""
 
     def record(self, metrics: VerifierMetrics, emitted: int) -> None:
         """Count the draft in acceptance rates and metrics; the step committed `emitted` tokens.

@@ -67,9 +67,9 @@ class DraftExchange:
         self._sampled_drafts = sampled_drafts
         self._target_device = target_device
         self._clock = clock
-        # What `record_walks` still has to count: an assignment, the number of tokens that were
-        # asked for, the number of tokens that were there, the trie's walk, and whether the metrics
-        # get the walk.
+        # Walks that `record_walks` still has to count. Each entry has the assignment, the number of
+        # tokens that were asked for, the number of tokens that were there, the trie's walk, and
+        # whether the metrics get the walk.
         self._walks: list[tuple[Assignment, int, int, CommitWalk, bool]] = []
 
     @property
@@ -209,7 +209,7 @@ class DraftExchange:
         self._metrics.ignored(drafter)
 
     def note_pauses(self, sequences: Iterable[Sequence]) -> None:
-        """Count a step that verified no draft of these sequences, by the reason of each.
+        """Count a step that verified no draft of these sequences, with each sequence's reason.
 
         A sequence that could not have a draft in this step is not counted.
         Call it before the step's tokens are committed and its verdicts are sent.

@@ -40,7 +40,7 @@ class Roster:
         self.max_drafters = _MAX_DRAFTERS
         self.connected: dict[str, Drafter] = {}
         """By id."""
-        # Drafters that left, by id, with the time (seconds), the longest gone first.
+        # Maps the id of a drafter that left to the time (seconds); the longest gone comes first.
         self._gone: dict[str, tuple[float, Drafter]] = {}
         self._turns = 0
         # Times of violations, by `Drafter.blamed`.
@@ -87,7 +87,7 @@ class Roster:
         self._gone[drafter.id] = (self._clock(), drafter)
 
     def forget(self) -> list[str]:
-        """Forget drafters that left long ago; returns their ids.
+        """Forget drafters that left long ago; return their ids.
 
         Since drafters choose their ids, only the last MOST_LOST are kept.
         """

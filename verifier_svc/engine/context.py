@@ -15,7 +15,7 @@ from verifier_svc.state.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """Only for the engine's thread. `sequences` has the queued and the running sequences by id."""
+    """Only for the engine's thread. `sequences` maps ids to queued and running sequences."""
 
     sequences: dict[int, Sequence]
     scheduler: Scheduler

@@ -31,7 +31,7 @@ class Batch(Protocol):
 
     @property
     def running(self) -> Mapping[int, Sequence]:
-        """The admitted sequences by id."""
+        """The admitted sequences, keyed by id."""
 
     def in_turn(self) -> Collection[Sequence]:
         """The running sequences whose drafts the next step may wait for."""

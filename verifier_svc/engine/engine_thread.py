@@ -66,7 +66,7 @@ class EngineThread(Generic[_Port]):
         self.engine.post(work)
 
     async def call(self, work: Callable[[], _Result]) -> _Result:
-        """Run `work` on the engine's thread between two steps; returns its result or raises."""
+        """Run `work` on the engine's thread between two steps; return its result or raise."""
         done: asyncio.Future[_Result] = self._loop.create_future()
 
         def settle(error: Exception | None, result: _Result | None) -> None:

@@ -96,7 +96,7 @@ class Intake:
         span: Span,
         matcher: Matcher | None,
     ) -> Sequence:
-        """Queue a request and admit what fits; raises OutriderError, see `Engine.submit`."""
+        """Queue a request and admit what fits; raise OutriderError, see `Engine.submit`."""
         self._check(request)
         sequence = new_sequence(
             self._book.new_id(),
@@ -202,7 +202,7 @@ def new_sequence(
 
 
 def check_committed(sequence: Sequence) -> None:
-    """Raise OutriderError(INVALID_VALUE) if the output committed before holds an end token."""
+    """Raise OutriderError(INVALID_VALUE) if the tokens already committed hold an end token."""
     committed = sequence.request.committed
     if sequence.end_ids.isdisjoint(committed):
         return

@@ -236,7 +236,7 @@ class Engine:
             self.outbox.send_to_clients()
 
     def advance(self) -> float | None:
-        """Run posted work, then at most one step; returns how long the caller may sleep afterwards.
+        """Run posted work, then at most one step; return how long the caller may sleep afterwards.
 
         0.0 means not at all. A positive number is a limit in seconds, while the engine waits for
         drafts. None means without limit. Posted work ends the sleep.

@@ -32,7 +32,7 @@ class Outbox:
 
     @property
     def holds_chunks(self) -> bool:
-        """Whether client messages wait for delivery, or work waits that may make some."""
+        """Whether client messages, or work that may make client messages, wait."""
         return bool(self._to_clients or self._later)
 
     def later(self, work: Callable[[], object]) -> None:

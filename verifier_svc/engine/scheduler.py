@@ -49,7 +49,7 @@ class Scheduler:
         self.pool = pool
         self.running: dict[int, Sequence] = {}
         self.tenants: Counter[str] = Counter()
-        """Running sequences by tenant."""
+        """The number of running sequences of each tenant."""
         self.use = TenantUse()
         self._shares = StepShares(cost, self.use, config.max_batch_tokens)
         self.waiting = FairQueue()
@@ -137,9 +137,9 @@ class Scheduler:
     ) -> list[ScheduledSequence]:
         """Build the next batch from the admitted sequences; empty when there is nothing to do.
 
-        `trees` and `draft_tokens` are by sequence id. A sequence without a draft in `trees` has its
-        best chain of at most its `draft_tokens`. A sequence that waits for masks keeps the draft
-        for which they were requested.
+        `trees` and `draft_tokens` are keyed by sequence id. A sequence without a draft in `trees`
+        has its best chain of at most its `draft_tokens`. A sequence that waits for masks keeps the
+        draft for which they were requested.
         """
         batch: dict[int, ScheduledSequence] = {}
         decoding, prefill = self._parts(draft_tokens, trees)
@@ -245,7 +245,7 @@ class Scheduler:
         return scheduled
 
     def _with_pages(self, kv: KVSequence, end: int, draft: DraftTree) -> DraftTree:
-        """Reserve pages for a draft after the first `end` tokens; returns the part that fits."""
+        """Reserve pages for a draft after the first `end` tokens; return the part that fits."""
         if self.pool.reserve(kv, end + len(draft.token_ids)):
             return draft
         if draft.parents:
@@ -372,7 +372,7 @@ class Scheduler:
         return losers if missing <= 0 else []
 
     def _pages_held(self) -> Counter[str]:
-        """Pages of the running sequences by tenant; a shared page counts for each that holds it."""
+        """Each tenant's pages of running sequences; a shared page counts for each tenant."""
         held: Counter[str] = Counter()
         for sequence in self.running.values():
             held[sequence.request.tenant] += len(sequence.kv.pages)

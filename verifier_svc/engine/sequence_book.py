@@ -19,7 +19,7 @@ from verifier_svc.state.sequence import Sequence
 class SequenceBook:
     """Only for the engine's thread. `max_waiting` bounds the queue and, separately, unread answers.
 
-    `unread` has the sequences whose callers do not read, by id, the longest unread first.
+    `unread` maps ids to sequences whose callers do not read, the longest unread first.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class ServedEngine(DraftPort, Protocol):
         span: Span,
         matcher: TextMatcher | None,
     ) -> Sequence:
-        """Queue a request; raises OutriderError if it is refused."""
+        """Queue a request; raise OutriderError if it is refused."""
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence without a message to its client."""

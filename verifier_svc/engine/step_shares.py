@@ -62,7 +62,7 @@ class StepShares:
     ) -> StepParts:
         """The parts of the next step.
 
-        `tenants` has the number of running sequences by tenant.
+        `tenants` maps a tenant to its number of running sequences.
         """
         light: frozenset[str] = frozenset()
         bounded = False

@@ -24,7 +24,7 @@ class StepSpans:
         self._open: list[Span] = []
 
     def begin(self, batch: list[ScheduledSequence], wait_s: float) -> list[Span]:
-        """Begin a step, `wait_s` after it could have begun; returns a span for each sequence.
+        """Begin a step, `wait_s` after it could have begun; return a span for each sequence.
 
         A sequence that is not traced gets `NO_SPAN`. A batch of several
         sequences has a span of its own.
@@ -50,7 +50,7 @@ class StepSpans:
         return next((span.traceparent for span in self._open if span.traceparent), "")
 
     def end(self, phases_s: Mapping[str, float]) -> None:
-        """End the step's spans; `phases_s` are the seconds of the step's phases by name.
+        """End the step's spans; `phases_s` maps a phase of the step to its seconds.
 
         Only one span gets the phases, so that a sum over spans counts them once. It is the batch's
         span, or the only sequence's.

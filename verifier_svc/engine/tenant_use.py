@@ -29,7 +29,7 @@ class TenantUse:
         self._epoch = 0.0
 
     def charge(self, rows: Mapping[str, int], seconds: float, now: float) -> None:
-        """Divide the time of a step that ends `now` between tenants by their rows in it."""
+        """Divide the time of a step that ends `now` between tenants in proportion to their rows."""
         power = (now - self._epoch) / _MEMORY_S
         if not 0.0 <= power <= _LARGEST:
             self._move_epoch(now, power)

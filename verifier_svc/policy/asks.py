@@ -19,7 +19,7 @@ Drafts = list[tuple[Sequence, Assignment, int]]
 
 
 def draft_tokens(drafts: Drafts) -> dict[int, int]:
-    """The most draft tokens to verify, by sequence id."""
+    """The most draft tokens to verify, keyed by sequence id."""
     found: dict[int, int] = {}
     for sequence, _, count in drafts:
         longest = max(count, found.get(sequence.id, 0))

@@ -48,7 +48,7 @@ def best_chain(sequence: Sequence, draft_tokens: int) -> ChosenDraft:
 def grow_trees(
     in_turn: Callable[[], Collection[Sequence]], plan: Plan, room: Callable[[], int]
 ) -> dict[int, ChosenDraft]:
-    """The drafts of a step that verifies trees, by sequence id; empty if all tries are chains.
+    """The drafts of a step that verifies trees, keyed by sequence id; empty for chains only.
 
     A sequence that is missing in the result, such as a sequence with sampled drafts, has its best
     chain. `in_turn` returns the sequences that may have trees, and `room` the most draft tokens of
@@ -103,7 +103,7 @@ class _Tree:
     drafter_ids: list[str] = field(default_factory=list)
 
     def take(self, parent: int, guess: MergedGuess) -> int:
-        """Add a guess below the row `parent`; returns its row."""
+        """Add a guess below the row `parent`; return its row."""
         self.token_ids.append(guess.token)
         self.parents.append(parent)
         self.drafter_ids.append(guess.assignment.drafter.id)
@@ -165,7 +165,7 @@ class TreeBuilder:
             self._offer(tree, 0, 0, 1.0, nodes)
 
     def grow(self, room: int) -> dict[int, ChosenDraft]:
-        """Take the guesses that are worth their cost, and return the drafts by sequence id.
+        """Take the guesses that are worth their cost; return the drafts, keyed by sequence id.
 
         All drafts together take at most `room` tokens, the likeliest of all sequences.
         """
@@ -178,7 +178,7 @@ class TreeBuilder:
         return {sequence_id: tree.draft() for sequence_id, tree in self._trees.items()}
 
     def _offer(self, tree: _Tree, row: int, depth: int, cumulative: float, nodes: Nodes) -> None:
-        """Let the guesses after a row of this depth and cumulative acceptance be taken."""
+        """Add the guesses after a row of this depth and cumulative acceptance as candidates."""
         if depth == tree.depth:
             return
         guesses = guesses_after(nodes)

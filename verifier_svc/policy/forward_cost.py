@@ -1,4 +1,7 @@
-"""Duration of a forward by its sequences and tokens: measured at start, corrected by every step."""
+"""Estimates a forward's duration from its numbers of sequences and tokens.
+
+The estimate is measured at start, and every step corrects it.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ _TYPICAL_PROMPT_TOKEN = 0.01
 
 
 class ForwardCost:
-    """Duration of a step in seconds, by its sequences and tokens.
+    """Estimates the seconds of a step from its numbers of sequences and tokens.
 
     A step is a forward and the host's work for it, which grows with the drafts. Trial forwards
     before the first request give a grid of durations; every step corrects it.
     """
 
     def __init__(self) -> None:
-        # Seconds by sequences, then by tokens of each sequence.
+        # Seconds, keyed by the number of sequences, then by tokens of each sequence.
         self._grid: dict[float, dict[float, float]] = {}
         # The grid's keys in rising order: `_counts` are its sequence counts, `_depths` has each
         # count's numbers of tokens, and `_drafted_depths` has all numbers of tokens above 1.

@@ -71,7 +71,7 @@ class Outline(NamedTuple):
     """Whether the policy wanted steps without drafts."""
 
     def without_ended(self, running: Mapping[int, Sequence]) -> Outline:
-        """The outline without the sequences that are not in `running`, which is by id."""
+        """The outline without the sequences whose ids are not in `running`."""
         if len(running) == len(self.decoding):
             return self
         return self._replace(
@@ -82,7 +82,7 @@ class Outline(NamedTuple):
 
 
 class Planner:
-    """Plans for one engine, by its policy of when to draft.
+    """Makes the plans of one engine; the engine's policy says how many tokens to draft.
 
     With `trees`, steps may verify trees of draft tokens.
     """
@@ -228,7 +228,7 @@ class Planner:
         return found if self.budget.allows(costs.batch, together) else []
 
     def _ready_tokens(self, drafts: Drafts, listened: Drafts, costs: StepCosts) -> dict[int, int]:
-        """Draft tokens to verify, by sequence id, if `listened` drafts that have come are used."""
+        """Draft tokens to verify, keyed by sequence id, if `listened` drafts that came are used."""
         ready = [
             (sequence, assignment, there)
             for sequence, assignment, count in listened

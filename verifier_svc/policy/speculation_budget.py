@@ -184,7 +184,7 @@ class SpeculationBudget:
         """
         decode_step_s = self._isolated.estimate(batch, batch)
         if decode_step_s == 0.0 or seconds == 0.0:
-            return  # a step takes no time only if the clock was set back
+            return  # no time passed: the clock was set back
         size = _bucket(batch)
         known = self._baselines.setdefault(size, _Baseline())
         if not baseline:

@@ -44,7 +44,7 @@ def drafts_to_wait_for(
 ) -> tuple[tuple[tuple[Sequence, Assignment], ...], float]:
     """The pending drafts that may still pay, and how many seconds of waiting they are worth.
 
-    `draft_tokens` are the numbers of tokens that the step verifies, by sequence id. `rate` is the
+    `draft_tokens` maps a sequence id to the number of tokens that the step verifies. `rate` is the
     tokens a second that the batch commits with the planned drafts. A policy may wait for every
     pending draft.
     """

@@ -156,7 +156,7 @@ class AcceptanceRate:
 
 
 class SiblingRates:
-    """How far one drafter's claims about siblings of the main guess hold, by depth and rank.
+    """How far one drafter's claims about siblings of the main guess hold at each depth and rank.
 
     A claim is an estimate, made before the commit, of the probability that a guess is right if its
     parent is right. The claim is the drafter's confidence, or a prior. A factor corrects claims:

@@ -32,7 +32,7 @@ class AcceptanceWatch:
         self._accepted = 0
 
     def look(self, verified: int, accepted: int, now: float) -> bool:
-        """Take the drafter's counts so far, at `now` (seconds); returns whether `fell` changed."""
+        """Take the drafter's counts so far, at `now` (seconds); return whether `fell` changed."""
         if self._began_at is None:
             self._began_at = now
         count = verified - self._verified

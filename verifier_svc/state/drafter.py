@@ -80,7 +80,7 @@ class Drafter:
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0, decay=LONG_MEMORY))
     """How long its drafts are, as in `Assignment.lengths`. A new sequence has this as its prior."""
     sibling_rates: dict[tuple[bool, bool, bool], SiblingRates] = field(default_factory=dict)
-    """Measurements of the siblings of its main guesses, by kind of traffic."""
+    """Measurements of the siblings of its main guesses, keyed by kind of traffic."""
     outbox: StepBatch = field(default_factory=StepBatch)
     """Messages of the current step that are to be sent to it."""
     sequence_ids: set[int] = field(default_factory=set)
@@ -177,7 +177,7 @@ class Drafter:
             self.silent_at = now + max(patience_s, _SILENT_S)
 
     def fell_silent(self, now: float) -> bool:
-        """Whether it has become silent since the last call; sets `silent`."""
+        """Set `silent`; return whether the drafter has become silent since the last call."""
         if self.silent or not self.answered or now <= self.silent_at:
             return False
         self.silent = True

@@ -73,7 +73,7 @@ class MaskWork:
         self._cancelled = True
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is done, for at most `seconds`; returns whether it is."""
+        """Wait until it is done, for at most `seconds`; return whether it is."""
         return self._done.wait(seconds)
 
     def wake_when_done(self, wake: Callable[[], object]) -> None:

@@ -319,7 +319,7 @@ class Sequence:
     admitted: bool = False
     """Whether it ever left the queue. A preempted sequence stays admitted, with its drafters."""
     pauses: dict[PauseReason, int] = field(default_factory=dict)
-    """Steps that could have verified a draft and had none, by reason."""
+    """The number of steps that could have verified a draft but had none, keyed by reason."""
     span: Span = NO_SPAN
     submitted_at: float = 0.0
     """When the request came (monotonic seconds)."""

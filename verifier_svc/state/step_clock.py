@@ -16,7 +16,7 @@ class StepTimes:
     wait_s: float
     """How long the engine waited for drafts before the step."""
     phases_s: Mapping[str, float]
-    """Its phases by name, without the wait."""
+    """The seconds of its phases, keyed by name, without the wait."""
 
     @property
     def step_s(self) -> float:
@@ -35,7 +35,7 @@ class StepClock:
         self.wait_s = 0.0
         """How long the engine waited for drafts before the step."""
         self.phases_s: dict[str, float] = {}
-        """The phases of the step so far, by name, without the wait."""
+        """The seconds of the step's phases so far, keyed by name, without the wait."""
         self._clock = clock
         self._next_wait_s = 0.0
         self._phase_began = 0.0
@@ -61,7 +61,7 @@ class StepClock:
         self._phase_began = now
 
     def end_step(self) -> float:
-        """End the step; returns the seconds since the step before it ended.
+        """End the step; return the seconds since the step before it ended.
 
         Infinity if the engine was idle between them.
         """
@@ -71,7 +71,7 @@ class StepClock:
         return max(now - before, 0.0)
 
     def idle(self) -> bool:
-        """Note that the engine has nothing to do; returns whether it was at work."""
+        """Note that the engine has nothing to do; return whether it was at work."""
         has_worked = self._ended[1] > -math.inf
         self._ended = (-math.inf, -math.inf)
         return has_worked

@@ -96,7 +96,7 @@ class AddResult:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A guess. Its children are by token; the first of them is the main guess."""
+    """A guess. `children` maps a token to the next guess; the first is the main guess."""
 
     token: int
     distribution: SparseDistribution | None = None

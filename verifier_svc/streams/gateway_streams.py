@@ -57,8 +57,8 @@ class GatewayStream:
         Raises OutriderError: PROTOCOL_VIOLATION for a message without a meaning, SLOW_READER if the
         caller leaves MOST_UNSENT_BYTES unread.
         """
-        # Otherwise the first message or a status would bring the metadata, and gRPC refuses a
-        # status while it writes such a message.
+        # Otherwise gRPC would send the metadata with the first message or with a status, and gRPC
+        # refuses a status while it writes a message with metadata.
         await self._context.send_initial_metadata(())
         reading = asyncio.create_task(self._read())
         writing = asyncio.create_task(self._write())

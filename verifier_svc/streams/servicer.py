@@ -349,7 +349,7 @@ async def report_health(engine: EngineThread[DraftPort], server: Server) -> None
 
 
 async def _next(chunks: _Chunks) -> TokenChunk:
-    """Take a sequence's next chunk; raises the OutriderError that ends the sequence."""
+    """Take a sequence's next chunk; raise the OutriderError that ends the sequence."""
     chunk = await chunks.get()
     if isinstance(chunk, OutriderError):
         raise chunk

@@ -54,7 +54,7 @@ why it cannot go on."""
 
 
 class Verification(Protocol):
-    """Verifies drafts: `DraftVerifier` by logits, the simulator's target by texts of its own."""
+    """Verifies drafts: `DraftVerifier` uses logits, the simulator's target its own texts."""
 
     @property
     def thinking_ids(self) -> tuple[int, int] | None:

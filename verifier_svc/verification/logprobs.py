@@ -79,13 +79,13 @@ class Logprobs:
         return [torch.cat(values), torch.cat(ids)]
 
     def of_prompts(self, found: Sequence[np.ndarray]) -> dict[int, list[TokenLogprob]]:
-        """Results of scored prompt tokens, by place in the batch; `found` is from `tensors`."""
+        """Results of scored prompt tokens, keyed by batch place; `found` is from `tensors`."""
         return {i: self._read(found, span) for i, span in self._scored.items()}
 
     def of_committed(
         self, found: Sequence[np.ndarray], results: Sequence[AcceptResult]
     ) -> dict[int, list[TokenLogprob]]:
-        """The results of the accepted tokens and the next token, by place in the batch.
+        """The results of the accepted tokens and the next token, keyed by place in the batch.
 
         `results` belong to the sequences for which a token is drawn.
         """

@@ -65,7 +65,7 @@ class Threads:
         self._slow = TenantThreads(_SLOW_THREADS, "slow-masks", each=1, nice=_SLOW_NICE)
 
     def begin(self, works: Sequence[MaskWork], tenant: str) -> None:
-        """Queue the works as one piece of work, which costs fewer switches between threads."""
+        """Queue `works` as one piece of work, which costs fewer switches between threads."""
 
         def run() -> None:
             for work in works:
@@ -78,7 +78,7 @@ class Threads:
         self._slow.submit(tenant, work.run)
 
     def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
-        """Wait for the works in order, until the time is up."""
+        """Wait until all `works` are done, or `seconds` have passed."""
         until = monotonic() + seconds
         for work in works:
             if not work.done and not work.wait(max(0.0, until - monotonic())):

@@ -119,7 +119,7 @@ class Rows:
     def results(
         self, tokens_R: np.ndarray, matches_R: np.ndarray, *, has_siblings: bool
     ) -> list[AcceptResult]:
-        """The results by sequence.
+        """The results of each sequence.
 
         Accepted tokens end at a sequence's first row without a match. That row's token is the
         sequence's next token. In a tree with `has_siblings`, a row without a match goes on to

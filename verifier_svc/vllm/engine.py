@@ -55,7 +55,7 @@ class VllmEngine:
         self._llm = llm
         self._hub = hub
         self._eos_token_ids = tuple(eos_token_ids)
-        # Sequences by vLLM's names of their requests, and these names by sequence id.
+        # Maps vLLM's name of a request to its sequence, and a sequence id to that name.
         self._sequences: dict[str, Sequence] = {}
         self._names: dict[int, str] = {}
         self._name_count = 0
@@ -114,7 +114,7 @@ class VllmEngine:
         return sequence
 
     def _add(self, sequence: Sequence, lark: str | None = None) -> None:
-        """Give a sequence to vLLM; raises OutriderError(INVALID_VALUE) if vLLM refuses it."""
+        """Give a sequence to vLLM; raise OutriderError(INVALID_VALUE) if vLLM refuses it."""
         from vllm.exceptions import VLLMClientError
 
         self._name_count += 1

@@ -386,7 +386,7 @@ class DraftHub:
             self.drafting.send_verdicts(sequence, new, assignment, span)
 
     def _observe(self, batch: list[ScheduledSequence], committed: int) -> float:
-        """Update the cost model; returns the seconds of the same step on an idle machine."""
+        """Update the cost model; return the seconds of the same step on an idle machine."""
         seconds = self._step_clock.end_step()
         first = self._step_ended is None
         self._step_ended = self.clock()

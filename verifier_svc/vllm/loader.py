@@ -67,7 +67,7 @@ class VllmLoader:
         self.grammars: GrammarCompiler | None = None
 
     def build(self, deliver: Callable[[list[Delivery]], None]) -> VllmEngine:
-        """Build the engine, ready to run; raises OutriderError if vLLM cannot serve the target."""
+        """Build the engine, ready to run; raise OutriderError if vLLM cannot serve the target."""
         settings = self._settings
         policy = DraftTokensPolicy.parse(settings.draft_tokens)
         self._report(Stage.LOADING, "vLLM loads the target")

@@ -201,7 +201,7 @@ class CoupledNoise(LogitsProcessor):  # type: ignore[misc]  # vLLM may be missin
         self._steps: dict[int, tuple[int, Sequence[int]]] = {}
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Note a request's place; returns whether its tokens are drawn here."""
+        """Note a request's place; return whether its tokens are drawn here."""
         drawing = drawing_of(sampling_params)
         if drawing is None:
             self._texts.pop(req_idx, None)
@@ -210,7 +210,7 @@ class CoupledNoise(LogitsProcessor):  # type: ignore[misc]  # vLLM may be missin
         return True
 
     def begin_step(self, output: SchedulerOutput, places: Mapping[str, int]) -> None:
-        """Note the committed length and the draft of each request of a step, by its place.
+        """Note the committed length and the draft of the request at each place of a step.
 
         Call it before the forward is launched, so that reading texts waits for nothing.
         """

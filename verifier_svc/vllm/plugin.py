@@ -142,7 +142,7 @@ class DraftPort:
         self._started: Future[None] = Future()
 
     def start(self) -> None:
-        """Serve on a daemon thread; raises OutriderError if the port cannot be bound."""
+        """Serve on a daemon thread; raise OutriderError if the port cannot be bound."""
         threading.Thread(target=self._run, name="outrider drafters", daemon=True).start()
         self._started.result(_START_S)
 

@@ -36,7 +36,10 @@ def uses_v2() -> bool:
 
 
 def engine_arguments(draft_tokens: int, *, v2: bool) -> dict[str, Any]:
-    """vLLM's arguments for drafts of at most `draft_tokens` on the second runner, or the first."""
+    """Return vLLM's arguments for drafts of at most `draft_tokens`.
+
+    They are for vLLM's second runner with `v2`, otherwise for its first.
+    """
     drafter: dict[str, Any] = {"method": "custom_class", "model": f"{__name__}.NoProposer"}
     arguments: dict[str, Any] = {"scheduler_cls": SCHEDULER}
     if v2:

@@ -49,7 +49,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         self._drafts = True
 
     def _make_hub(self) -> DraftHub:
-        """The hub of this scheduler; raises OutriderError if it cannot be made."""
+        """The hub of this scheduler. Raises OutriderError if it cannot be made."""
         raise NotImplementedError
 
     @contextmanager

@@ -63,7 +63,7 @@ class Failure:
 
 
 def patiently(start: Callable[[], grpc.Call], tries: int) -> Iterable[object]:
-    """A stream's messages; starts it again as the error's retry rule and RetryInfo say."""
+    """Return a stream's messages; start it again as the error's retry rule and RetryInfo say."""
     backoff_s = 0.1
     while True:
         call = start()

@@ -30,7 +30,8 @@ _ENDLESS = ClientTimeout(total_s=math.inf)
 # requests of a tenant at a time before it refuses them as late. It must not read all bodies of a
 # burst that is late.
 _READ_AT_ONCE = 8
-# OpenAI's clients say here when they give up: in Python, and in all other languages.
+# OpenAI's clients send their timeout in these headers: the Python client in the first, the clients
+# in other languages in the second.
 _CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
 
 

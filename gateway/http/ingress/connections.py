@@ -227,7 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _log_refusal(self, error: OutriderError, *, running: bool) -> str:
-        """Write the refusal's access line; returns the request's id.
+        """Write the refusal's access line; return the request's id.
 
         If the application has begun the request, the application writes the line. It ends soon,
         since the client counts as gone.

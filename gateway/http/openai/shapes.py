@@ -29,9 +29,10 @@ def _with_top(token: LogprobToken) -> Json:
 
 
 def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
-    """Log probabilities by text, the likeliest first. The token itself is among them, as at OpenAI.
+    """Map tokens' texts to log probabilities, the likeliest first.
 
-    Several tokens may have the same text, such as parts of characters. The likeliest is kept.
+    The token itself is among them, as at OpenAI. Several tokens may have the same text, such as
+    parts of characters. The likeliest is kept.
     """
     if token.logprob is None:
         return None
@@ -42,7 +43,7 @@ def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
 
 
 def _prompt_logprobs(prompt: Sequence[LogprobToken]) -> LongList:
-    """vLLM's list: an object by token id for each token of the prompt, None for the first token."""
+    """vLLM's list: for each token of the prompt an object keyed by token id, None for the first."""
     return LongList(_by_id, prompt)
 
 

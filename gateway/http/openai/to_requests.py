@@ -243,7 +243,7 @@ def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
 
 
 def _grammars(body: GenerationBody) -> dict[str, Grammar]:
-    """All grammars of the body by field: OpenAI's response_format, and vLLM's."""
+    """All grammars of the body, keyed by field: OpenAI's response_format, and vLLM's fields."""
     structured = body.structured_outputs or StructuredOutputs()
     texts = {
         "regex": (GrammarKind.REGEX, structured.regex),

@@ -40,7 +40,7 @@ _NOTHING_YET: Json = dict.fromkeys(("completed_at", "error", "incomplete_details
 class OutputItems:
     """Turns the parts of an answer into items. Its methods return the events, in order.
 
-    `namespaced` has the namespace and the name of functions by the name that the model uses.
+    `namespaced` maps the name that the model uses to a function's namespace and name.
     """
 
     def __init__(self, namespaced: Mapping[str, tuple[str, str]]) -> None:

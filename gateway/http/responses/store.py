@@ -90,7 +90,7 @@ class ResponseStore:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        # All answers by tenant and id. The most recently used answer is last.
+        # All answers, keyed by tenant and id. The most recently used answer is last.
         self._order: OrderedDict[tuple[str, str], None] = OrderedDict()
         self.byte_count = 0
         """About how much memory the answers take."""

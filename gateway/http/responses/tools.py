@@ -91,7 +91,7 @@ class Tools(NamedTuple):
 
     @property
     def namespaced(self) -> Mapping[str, tuple[str, str]]:
-        """Each namespace's functions by flat name: the namespace, and the function's name in it."""
+        """Map the flat name of a namespace's function to its namespace and its name there."""
         return {
             tool.name: (tool.namespace, tool.function.name) for tool in self.flat if tool.namespace
         }

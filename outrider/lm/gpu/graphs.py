@@ -281,7 +281,7 @@ class _CudaCapture:
         self._stream = cast(Any, torch.cuda.Stream)()
 
     def __call__(self, run: Callable[[], object]) -> Replay:
-        """Capture `run`; raises RuntimeError if it waits for the device."""
+        """Capture `run`; raise RuntimeError if it waits for the device."""
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):

@@ -198,7 +198,7 @@ class Inputs:
         self._find_slots(self._arrays["table_rows"].repeat_interleave(width))
 
     def _find_slots(self, table_rows_T: torch.Tensor) -> None:
-        """Find the slots of the tokens in the cache, by the rows of their pages."""
+        """Find the slots of the tokens in the cache from the rows of their pages."""
         slots_T, shape = self._arrays["slots"], self._table.shape
         places_T = torch.add(slots_T // shape.page_size, table_rows_T, alpha=shape.pages_each)
         pages_T = self._table.pages_RP.view(-1).index_select(0, places_T)

@@ -16,7 +16,7 @@ _V1 = "grpc.reflection.v1"
 
 
 def serve_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
-    """Serve reflection of these services, by full name, under both of its own names.
+    """Serve gRPC's reflection of these services, given by full name, in both of its versions.
 
     The messages are the same, and grpcio-reflection has only the older name.
     """

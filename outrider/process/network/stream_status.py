@@ -20,7 +20,7 @@ _UNREAD = "the peer ended the call; its status follows the messages that are not
 
 
 def keep_status(channel: grpc.aio.Channel) -> grpc.aio.Channel:
-    """Let bidirectional calls of this channel keep their peer's status; returns the channel.
+    """Let bidirectional calls of this channel keep their peer's status; return the channel.
 
     A write to a call that is over then raises AioRpcError with that status, or returns if the
     status is OK. It raises UNAVAILABLE if no status comes within STATUS_WAIT_S, because messages

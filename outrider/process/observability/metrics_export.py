@@ -36,7 +36,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
 
 # The library gives each connection a thread. A silent connection must not hold it for ever.
 _SILENT_S = 10.0
-# What Prometheus calls the series of a metric, by type. Outrider has no other types.
+# Maps a metric's type to Prometheus's names of its series. Outrider has no other types.
 _SERIES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 

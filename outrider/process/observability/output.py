@@ -64,7 +64,7 @@ class Output(io.TextIOBase):
                 return
 
     def _put(self, text: bytes) -> None:
-        """Write the whole text, with further attempts until `finish`; raises BrokenPipeError."""
+        """Write the whole text, with further attempts until `finish`; raise BrokenPipeError."""
         while text:
             try:
                 text = text[os.write(self._descriptor, text) :]

@@ -15,7 +15,7 @@ def request_id(headers: Mapping[str, str], prefix: str) -> str:
     """The caller's own id, or a new id that begins with the prefix.
 
     The caller's id is the header `x-request-id`, of 1 to 96 visible ASCII characters. Any other
-    value is ignored. The headers' names are in lower case, or their case does not matter.
+    value is ignored. `headers` has names in lower case, or finds names in any case.
     """
     own = headers.get(HEADER, "")
     return own if _OWN.fullmatch(own) else f"{prefix}-{secrets.token_hex(16)}"

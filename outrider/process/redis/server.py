@@ -43,7 +43,7 @@ class Credentials(CredentialProvider):
         self._password_file = password_file
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """The arguments of AUTH; raises OSError or UnicodeDecodeError if the file is unreadable."""
+        """The arguments of AUTH. Raises OSError or UnicodeDecodeError if the file is unreadable."""
         password = self._password
         if self._password_file is not None:
             password = read_file(self._password_file).decode().rstrip("\r\n")

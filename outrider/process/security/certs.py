@@ -67,7 +67,7 @@ class Authority:
 
     @classmethod
     def load(cls, directory: Path) -> Authority:
-        """Read an authority; raises OutriderError(INVALID_VALUE) that names a bad file."""
+        """Read an authority; raise OutriderError(INVALID_VALUE) that names a bad file."""
         cert_path, key_path = directory / "ca.pem", directory / "ca.key"
         try:
             cert = x509.load_pem_x509_certificate(cert_path.read_bytes())
@@ -128,7 +128,7 @@ def run(
     name: str | None,
     days: int,
 ) -> int:
-    """Write the certificates and say where they are; returns the exit status.
+    """Write the certificates and say where they are; return the exit status.
 
     Raises OutriderError(INVALID_VALUE) that names a wrong setting.
     """
@@ -174,7 +174,7 @@ def _subject(name: str) -> x509.Name:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    """The alternative name of a host; raises OutriderError(INVALID_VALUE) for any other text."""
+    """The alternative name of a host. Raises OutriderError(INVALID_VALUE) for any other text."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

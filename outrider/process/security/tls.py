@@ -233,7 +233,7 @@ class WatchedTls(Generic[_Loaded]):
         """What `load` made of the last files that were valid."""
 
     def refresh(self) -> bool:
-        """Load changed files; returns whether `current` is new.
+        """Load changed files; return whether `current` is new.
 
         Files that do not fit, as halfway through a replacement, leave `current` in place. They are
         loaded again once they have changed, and otherwise at most once a second, because any

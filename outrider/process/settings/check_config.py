@@ -82,7 +82,7 @@ def check_file(setting: str, path: Path) -> None:
 
 
 def _shown(settings: ServiceSettings) -> dict[str, Any]:
-    """The settings by name, as a file of `--config` has them."""
+    """The settings, keyed by name, as a file of `--config` has them."""
     given = settings.model_dump(mode="json", exclude=_OWN)
     shown = {name: _masked(value) for name, value in given.items() if value not in (None, "", [])}
     return shown | ({"keys": _HIDDEN} if "keys" in shown else {})

@@ -210,7 +210,7 @@ def _parameters(schema: type[Settings], names: Iterable[str]) -> list[click.Para
 def _given(
     schema: type[Settings], context: click.Context, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings on the command line; raises UsageError for a setting that is given twice."""
+    """The settings on the command line. Raises UsageError for a setting that is given twice."""
     commandline = click.core.ParameterSource.COMMANDLINE
     given = {
         field: value

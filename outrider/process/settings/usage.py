@@ -44,7 +44,7 @@ class GroupedCommand(click.Command):
     """A command whose help shows its flags in groups."""
 
     def __init__(self, name: str, *, titles: Mapping[str, str], **rest: Any) -> None:
-        """`titles` has the title of a parameter's group by the parameter's name."""
+        """`titles` maps a parameter's name to the title of its group."""
         super().__init__(name, **rest)
         self._titles = titles
 

@@ -91,7 +91,7 @@ class WorkerSource:
         return own
 
     def fork(self) -> tuple[int, Connection]:
-        """Fork a worker; returns its id and the connection to it.
+        """Fork a worker; return its id and the connection to it.
 
         Waits until the process has loaded. Starts the process again if it has ended. Raises
         WorkerLost if that fails too.
@@ -220,7 +220,7 @@ class Worker:
 
 
 def _receive(control: socket.socket, count: int) -> bytes:
-    """Receive `count` bytes; raises OSError if the other end has closed."""
+    """Receive `count` bytes; raise OSError if the other end has closed."""
     found = b""
     while len(found) < count:
         part = control.recv(count - len(found))

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _fork(control: socket.socket, descriptor: int, handler: Handler, limits: dict[str, Any]) -> int:
-    """Fork a worker that answers on the socket `descriptor`; returns its id."""
+    """Fork a worker that answers on the socket `descriptor`; return its id."""
     parent = os.getpid()
     pid = os.fork()
     if pid:

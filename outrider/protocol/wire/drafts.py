@@ -40,7 +40,7 @@ from outrider.v1 import drafts_pb2
 
 
 def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
-    """Check and convert; raises OutriderError(INVALID_VALUE). Drops unknown distributions."""
+    """Check and convert; raise OutriderError(INVALID_VALUE). Drops unknown distributions."""
     check_name("hello.drafter_id", proto.drafter_id)
     check_name("hello.family", proto.family, longest=MAX_FAMILY_LENGTH)
     check_name("hello.tokenizer_fingerprint", proto.tokenizer_fingerprint)
@@ -134,7 +134,7 @@ def welcome_to_proto(welcome: d.Welcome) -> drafts_pb2.Welcome:
 
 
 def welcome_from_proto(proto: drafts_pb2.Welcome) -> d.Welcome:
-    """Check and convert; raises OutriderError(PROTOCOL_VIOLATION)."""
+    """Check and convert; raise OutriderError(PROTOCOL_VIOLATION)."""
     width = 0
     if drafts_pb2.CAPABILITY_FEATURES in proto.capabilities:
         width = proto.feature_width
@@ -146,7 +146,7 @@ def welcome_from_proto(proto: drafts_pb2.Welcome) -> d.Welcome:
 
 
 def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> d.DraftBatch:
-    """Check and convert; raises OutriderError(PROTOCOL_VIOLATION).
+    """Check and convert; raise OutriderError(PROTOCOL_VIOLATION).
 
     Ids must be in [0, vocab_size). Base lengths and windows depend on the committed tokens; the
     trie checks them.
@@ -309,7 +309,7 @@ def _window_to_proto(window: d.Window) -> drafts_pb2.Window:
 
 
 def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> d.StepBatch:
-    """Check and convert; raises OutriderError that names the field.
+    """Check and convert; raise OutriderError that names the field.
 
     A later version's values cost guesses at most: an unknown distribution counts as ONE_HOT, and a
     grammar of an unknown kind as no grammar. The reason for closing changes nothing.

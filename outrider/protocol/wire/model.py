@@ -91,7 +91,7 @@ def _drafter_to_proto(drafter: DrafterInfo) -> verifier_pb2.DrafterInfo:
 
 
 def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
-    """Check the placements and convert; raises OutriderError(INVALID_VALUE).
+    """Check the placements and convert; raise OutriderError(INVALID_VALUE).
 
     A later version's stage counts as LOADING, so that no requests are sent.
     """
@@ -147,7 +147,7 @@ def placement_to_proto(placement: Placement) -> common_pb2.Placement:
 
 
 def placement_from_proto(proto: common_pb2.Placement) -> Placement:
-    """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
+    """Check and convert; raise OutriderError(INVALID_VALUE) that names the field."""
     for name in ("kind", "host", "device", "architecture", "gpu_uuid"):
         check_name(f"placement.{name}", getattr(proto, name), empty=True)
     _check_cores(proto.cores)

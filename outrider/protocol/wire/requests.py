@@ -39,7 +39,7 @@ def request_from_proto(
     context_length: int,
     traceparent: str = "",
 ) -> m.TokenRequest:
-    """Check and convert; raises OutriderError that names the field and the limit.
+    """Check and convert; raise OutriderError that names the field and the limit.
 
     The reason is CONTEXT_LENGTH_EXCEEDED where prompt and answer do not fit, UNKNOWN_PARAMETER for
     a field that only a later version knows, else INVALID_VALUE.
@@ -204,7 +204,7 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
 
 
 def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
-    """Convert; leaves out a rule that only a later version knows."""
+    """Convert; leave out a rule that only a later version knows."""
     return m.SpeculationStats(
         proto.forward_count,
         proto.draft_count,

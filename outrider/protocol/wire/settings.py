@@ -30,20 +30,20 @@ _SPECULATION = tuple(field.name for field in common_pb2.SpeculationOptions.DESCR
 def sampling_from_proto(
     proto: common_pb2.SamplingParams, vocab_size: int, prefix: str = "sampling"
 ) -> m.SamplingParams:
-    """Check and convert; raises OutriderError(INVALID_VALUE) that names `prefix` and the field."""
+    """Check and convert; raise OutriderError(INVALID_VALUE) that names `prefix` and the field."""
     sampling = m.SamplingParams(**_set_fields(proto))
     check_sampling(sampling, vocab_size, prefix + ".")
     return sampling
 
 
 def sampling_to_proto(sampling: m.SamplingParams) -> common_pb2.SamplingParams:
-    """Convert; sets every field, so that no default matters."""
+    """Convert; set every field, so that no default matters."""
     values = {name: getattr(sampling, name) for name in _SAMPLING}
     return common_pb2.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
 
 
 def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.SpeculationOptions:
-    """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
+    """Check and convert; raise OutriderError(INVALID_VALUE) that names the field."""
     name = proto.WhichOneof("drafter")
     if name and not getattr(proto, name):
         raise invalid(f"speculation.{name}", "must have at least 1 character if it is set")
@@ -67,7 +67,7 @@ def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.Speculatio
 
 
 def grammar_from_proto(proto: common_pb2.Grammar | None) -> Grammar | None:
-    """Check and convert; raises OutriderError(INVALID_VALUE) that names the field.
+    """Check and convert; raise OutriderError(INVALID_VALUE) that names the field.
 
     A grammar without a kind is refused. A kind that only a later version knows looks like no kind,
     and ignoring it would leave the output unconstrained.
@@ -110,7 +110,7 @@ def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:
 
 
 def _set_fields(proto: Message) -> dict[str, Any]:
-    """The fields that the sender set, by name: a list as a tuple, a map as sorted pairs.
+    """The fields that the sender set, keyed by name: a list as a tuple, a map as sorted pairs.
 
     Plain data has its own default for a field that is left out. Where the proto cannot tell an
     unset field from zero, the default is zero.

@@ -10,7 +10,7 @@ from outrider_bench.experiment.report.results import SOURCES, Results, Source, S
 from outrider_bench.experiment.spec import Cell
 
 Points = list[tuple[float, Spread]]
-"""× plain decoding by the numbers of the swept path, in their order."""
+"""The swept path's numbers, in order, mapped to the speed in × plain decoding."""
 
 
 def answers(results: Results) -> list[str]:
@@ -124,7 +124,7 @@ def axis_of(results: Results) -> str | None:
 
 
 def lines_of(results: Results, path: str) -> list[tuple[str, Source, Points]]:
-    """× plain by the numbers of `path`, for each combination of the other paths and each source."""
+    """Map the numbers of `path` to × plain, for each source and combination of other paths."""
     groups: dict[str, list[tuple[float, Cell]]] = {}
     for cell, _ in results.found():
         others = {name: value for name, value in cell.point.items() if name != path}

@@ -20,7 +20,7 @@ POSITIONS = range(1, 9)
 """The positions in a draft that tables show; files have all."""
 
 Figures = dict[str, float]
-"""Numbers by name; units are in the names."""
+"""Maps a name, which ends in the unit, to a number."""
 
 
 def figures_of(measurement: Measurement) -> Figures:
@@ -46,7 +46,7 @@ def groups_of(figures: Iterable[str]) -> list[str]:
 
 
 def _quotients(parts: Mapping[str, tuple[float, float]]) -> Figures:
-    """Numerator over denominator by name; pairs with a denominator of 0 are left out."""
+    """Divide each named numerator by its denominator; leave out denominators of 0."""
     return {name: over / under for name, (over, under) in parts.items() if under}
 
 
@@ -63,7 +63,7 @@ def _latencies(sample: Sample) -> Figures:
 
 
 def _drafts(counters: Mapping[str, float]) -> Figures:
-    """Acceptance by vLLM's definitions, and commits by the state of the next draft."""
+    """Acceptance as vLLM defines it, and commits for each state of the next draft."""
     tokens = counters.get("generation_tokens", 0.0)
     drafted = counters.get("spec_decode_num_draft_tokens", 0.0)
     accepted = counters.get("spec_decode_num_accepted_tokens", 0.0)
@@ -90,7 +90,7 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
 
 
 def _acceptance(counters: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Acceptance, whole and by position in the draft from 1, as numerators and denominators."""
+    """Acceptance, overall and at each position in the draft (from 1): numerators, denominators."""
     drafts = counters.get("spec_decode_num_drafts", 0.0)
     accepted = counters.get("spec_decode_num_accepted_tokens", 0.0)
     places = {key: key.removeprefix(PER_POSITION) for key in counters if PER_POSITION in key}
@@ -104,7 +104,7 @@ def _acceptance(counters: Mapping[str, float]) -> dict[str, tuple[float, float]]
 
 
 def _apart(counters: Mapping[str, float], kinds: Mapping[str, Mapping[str, float]]) -> Figures:
-    """Acceptance by family of drafters and by kind of prompts, under `family_` and `kind_`."""
+    """Acceptance for each drafter family (`family_`) and each kind of prompt (`kind_`)."""
     groups: dict[str, Mapping[str, float]] = {
         f"kind_{kind or 'any'}": own for kind, own in kinds.items()
     }

@@ -1,4 +1,4 @@
-"""A report's plot: speed by cell, or by a swept number."""
+"""A report's plot: the speed of each cell, or the speed over a swept number."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _lines(results: Results, path: str) -> Figure | None:
 
 
 def _bars(results: Results) -> Figure | None:
-    """× plain by cell with its range, for sweeps without a numeric axis."""
+    """Plot each cell's × plain with its range, for sweeps without a numeric axis."""
     rated = rated_cells(results)
     if not rated:
         return None

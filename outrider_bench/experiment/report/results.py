@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of one repetition of a way in a cell."""
+    """The figures of one repetition of a decoding mode in a cell (a combination of settings)."""
 
     cell: str
     source: Source

@@ -24,7 +24,7 @@ class Campaign:
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
-    """The reasons of failures, by seed."""
+    """Maps a failed world's seed to the reason."""
     cpu_s: float = 0.0
 
     @property
@@ -34,7 +34,7 @@ class Campaign:
 
 
 def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
-    """Play a world; returns why it failed (empty if it did not), and what it did."""
+    """Play a world; return why it failed (empty if it did not), and what it did."""
     try:
         return "", play(plan).counts
     # Any error that the code under test raises is a finding.
@@ -43,7 +43,7 @@ def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
 
 
 def run_campaign(seeds: Iterable[int]) -> Campaign:
-    """Play the worlds of the seeds; stops after a few that fail."""
+    """Play the worlds of the seeds; stop after a few that fail."""
     campaign = Campaign()
     began = time.process_time()
     with _quiet_log():
@@ -102,7 +102,7 @@ def _quiet_log() -> Iterator[None]:
 
 
 def show_campaign(first: int, count: int) -> int:
-    """Play `count` worlds from a seed on and print the results; returns the exit status."""
+    """Play `count` worlds from a seed on and print the results; return the exit status."""
     with progress() as bar:
         campaign = run_campaign(bar.track(range(first, first + count), description="worlds"))
     rate = campaign.message_count / max(campaign.cpu_s, 1e-9)

@@ -102,7 +102,7 @@ class CheckedVerifier(EngineActor):
         request: TokenRequest,
         sink: Callable[[TokenChunk | OutriderError], None],
     ) -> Sequence:
-        """Submit a request of the catalogue, on the engine's thread; raises as `Engine.submit`."""
+        """Submit a catalogue request on the engine's thread; raise what `Engine.submit` raises."""
         truth = Truth(
             answer_of(number), compares(request, sampled_drafts=self._plan.sampled_drafts)
         )
@@ -117,7 +117,7 @@ class CheckedVerifier(EngineActor):
         return [*tokens[:prompt_length], *self._truths[sequence_id].answer.token_ids]
 
     def join(self, hello: Hello, sink: Callable[[StepBatch | OutriderError], None]) -> Drafter:
-        """Register a drafter, on the engine's thread; raises as `Roster.join`."""
+        """Register a drafter, on the engine's thread; raise what `Roster.join` raises."""
         lengths: dict[int, int] = {}
 
         def send(message: StepBatch | OutriderError) -> None:
@@ -131,7 +131,7 @@ class CheckedVerifier(EngineActor):
         return drafter
 
     def take(self, drafter: Drafter, batch: DraftBatch, arrived_at: float) -> bool:
-        """Take a drafter's message, on the engine's thread; returns whether it was rejected."""
+        """Take a drafter's message, on the engine's thread; return whether it was rejected."""
         drafting = self.engine.drafting
         if drafting.roster.connected.get(drafter.id) is not drafter:
             drafting.on_drafts(drafter, batch, 0, arrived_at)

@@ -1,4 +1,7 @@
-"""A client of a world, with its gateway: it asks, collects, and resumes elsewhere."""
+"""A client and its gateway in a simulated world.
+
+The client sends a request and collects the tokens; the gateway resumes it at another verifier.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def compares(request: TokenRequest, *, sampled_drafts: bool) -> bool:
 
 
 def check_step(engine: Engine, truths: dict[int, Truth], max_sequences: int) -> int:
-    """Check the engine between two steps; returns how many checks were made.
+    """Check the engine between two steps; return how many checks were made.
 
     Raises Violation, or RuntimeError for a page that is lost or held twice.
     """
@@ -119,7 +119,7 @@ def _check_roster(engine: Engine) -> None:
             if connected.get(name) is not assignment.drafter:
                 broken("only connected drafters have sequences", name)
             held[name].add(sequence.id)
-        # A newcomer may have the sequence beside a proven drafter of its family.
+        # A new drafter may draft for the sequence together with a proven drafter of its family.
         if len(sequence.assignments) > PLACES:
             broken("a sequence has few drafters", sorted(sequence.assignments))
     for name, drafter in connected.items():
@@ -205,7 +205,7 @@ def contradicted(proposal: Proposal, committed: list[int]) -> int:
 
 
 def check_quiet(engine: Engine) -> None:
-    """Check that nothing is left of any request; raises as `check_step`."""
+    """Check that nothing is left of any request; raise what `check_step` raises."""
     scheduler = engine.scheduler
     if engine.sequences or scheduler.running or len(scheduler.waiting):
         broken("no sequence is left", [*engine.sequences])

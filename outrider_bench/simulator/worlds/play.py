@@ -38,7 +38,7 @@ class _Play(World):
         self.clients = {each.name: Client(self, each) for each in plan.requests}
 
     def play(self) -> Played:
-        """Play all events; raises Violation, or what the code under test raises."""
+        """Play all events; raise Violation, or what the code under test raises."""
         events = self.events
         for drafter in self.drafters.values():
             drafter.dial(drafter.plan.joins_s)
@@ -183,5 +183,5 @@ class _Play(World):
 
 
 def play(plan: WorldPlan) -> Played:
-    """Play a world; raises Violation, or what the code under test raises."""
+    """Play a world; raise Violation, or what the code under test raises."""
     return _Play(plan).play()

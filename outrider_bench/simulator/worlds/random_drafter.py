@@ -245,7 +245,7 @@ class Connection:
         self._work()
 
     def _work(self) -> None:
-        """Read all messages, then draft, unless it hangs or drafts already."""
+        """Read all messages, then draft; do nothing while the drafter hangs or already drafts."""
         if self._drafts or self.over:
             return
         drafter = self._drafter

@@ -142,7 +142,7 @@ class ResidueMatcher:
 
 @cache
 def answer_of(number: int) -> Answer:
-    """The target's answer; raises OutriderError if the engine refuses the request."""
+    """The target's answer. Raises OutriderError if the engine refuses the request."""
     events = Events()
     page_count = -(-(_LONGEST_PROMPT + _MOST_TOKENS) // _PAGE_SIZE)
     pool = PagePool(page_count, _PAGE_SIZE)

@@ -24,7 +24,7 @@ _BLANK = -1
 
 
 class PagedTarget:
-    """Logits [R, V] by a hash of all earlier tokens, which are read only from the pages."""
+    """Computes logits [R, V] from a hash of all earlier tokens, which it reads from the pages."""
 
     vocab_size = VOCAB
     eos_token_ids: tuple[int, ...] = (EOS,)
@@ -53,7 +53,7 @@ class PagedTarget:
         self._token_s = token_s
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Write the tokens to their pages; returns logits as `LanguageModel.forward`.
+        """Write the tokens to their pages; return logits as `LanguageModel.forward`.
 
         Raises RuntimeError once after `fails_next` was set.
         """
@@ -92,7 +92,7 @@ class PagedTarget:
         for token in tokens[:first]:
             found = (found * _FACTOR + token + 1) % _PRIME
             states.append(found)
-        # The states after the text and the tree's tokens, by row.
+        # The state of each row: after the text, and after the tree's tokens.
         by_row = states[-1:]
         for token, parent in zip(tokens[first:], part.parents, strict=True):
             by_row.append((by_row[parent] * _FACTOR + token + 1) % _PRIME)

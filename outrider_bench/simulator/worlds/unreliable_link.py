@@ -32,7 +32,7 @@ class UnreliableLink:
         self._last_arrival = 0.0
 
     def send(self, deliver: Callable[[], object], *, surely: bool = False) -> bool:
-        """Run `deliver` when the message arrives; returns whether it does.
+        """Run `deliver` when the message arrives; return whether it does.
 
         `surely` is for the begin and the end of a stream. Unless they are held, they come once.
         """
