@@ -112,7 +112,7 @@ class Load:
 async def requests(client: httpx.AsyncClient, model: str) -> str:
     """Request completions, a chat and the metrics.
 
-    No drafter may be lost, and with each family the text must be plain decoding's.
+    No drafter may be lost, and with each family the text must equal the text of plain decoding.
     """
     state = (await client.get("/readyz")).raise_for_status().json()
     if state["status"] != "ready":

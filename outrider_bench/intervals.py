@@ -52,7 +52,7 @@ def shown_by(low: float, high: float) -> Shown:
 
 
 def of_allowed(ratio: float, tokens: float, plain_tokens: float = 1.0) -> float:
-    """A speed over plain decoding's, as a share of what tokens per forward allow.
+    """A speed-up over plain decoding, divided by the speed-up that tokens per forward allow.
 
     A forward with draft tokens takes at least as long as a plain forward, so `ratio` is at most
     `tokens` over `plain_tokens`, both per sequence and forward. A larger ratio means that plain

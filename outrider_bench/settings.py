@@ -17,7 +17,7 @@ TABLE_WAYS = (
     *("vllm, our scheduler", "vllm, our ngram", "vllm, our draft model"),
     *("transformers", "transformers, prompt lookup", "transformers, assisted"),
 )
-"""The ways of `outrider lab table` beside plain decoding."""
+"""The decoding modes of `outrider lab table` beside plain decoding."""
 
 
 class TableSettings(Settings):
@@ -84,7 +84,7 @@ class TableSettings(Settings):
         return self
 
     def asks(self, name: str) -> bool:
-        """Whether a way is measured."""
+        """Whether a decoding mode is measured."""
         return any(fnmatch.fnmatch(name, pattern) for pattern in self.ways)
 
 

@@ -47,8 +47,8 @@ class Part:
     """A target with its drafters, and their questions.
 
     `questions` are pairs of a kind and the fields of a body. With `is_exactness`, every draft is
-    verified, each question is asked once, and the exit status says whether all texts are plain
-    decoding's.
+    verified, each question is asked once, and the exit status says whether all texts equal the
+    texts of plain decoding.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Part:
     is_exactness: bool
 
     def rows(self) -> list[Row]:
-        """A row for each kind of question and each way to decode its answers."""
+        """A row for each kind of question and each decoding mode."""
         kinds = dict(self.questions)
         return [
             Row(kind, name, speculation)
@@ -199,7 +199,7 @@ async def _measure(url: str, part: Part, rows: list[Row], progress: Progress) ->
     task = progress.add_task("prompts", total=len(asked))
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         for _, question in part.questions:
-            # This request is not measured. After it, every way finds the prompt cached.
+            # This request is not measured. After it, every mode finds the prompt cached.
             await ask(client, question | {"model": part.target}, 1, _PLAIN)
         for question, row in asked:
             progress.update(task, description=f"{row.kind} with {row.name}")

@@ -145,7 +145,7 @@ def file_of(client: httpx.Client, tokens: int) -> str:
 
 
 def measure(client: httpx.Client, verifier: Verifier, length: int, kind: str) -> None:
-    """Ask one chat in all ways, and print a row for each way."""
+    """Ask one chat in all decoding modes, and print a row for each mode."""
     content = f"# {kind}, {length} tokens\n{file_of(client, length)}\n\n{QUESTIONS[kind]}"
     messages = [{"role": "user", "content": content}]
     texts = set()

@@ -1,4 +1,4 @@
-"""The interface of a way of drafting. docs/drafters.md explains it with a complete example."""
+"""The interface of a drafting method. docs/drafters.md explains it with a complete example."""
 
 # ruff: noqa: B027  # hooks that a strategy may leave out
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outrider.protocol.messages import DraftDistribution
 
 
 class Strategy(ABC):
-    """A way of drafting, for one connection to a verifier.
+    """A drafting method, for one connection to a verifier.
 
     The session owns the sequences; a strategy owns its model or pool and its caches for each
     sequence. When a method raises, only the sequence that it worked on loses its drafts. An

@@ -290,8 +290,8 @@ class GenerateTextRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the text and are not part of it; at most 16 of at most 256 characters. The
-        first sampling.min_tokens tokens complete none of them.
+        """Strings that end the text and are not part of it; at most 16 of at most 256 characters. No
+        string ends the text within the first sampling.min_tokens tokens.
         """
 
     @_builtins.property

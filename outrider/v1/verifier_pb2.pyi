@@ -537,8 +537,8 @@ class GetModelResponse(_message.Message):
     server_version: _builtins.str
     """Version of the verifier."""
     fingerprint: _builtins.str
-    """SHA-256 (hex) over weights_fingerprint, dtype, acceptance_settings and server_version. Only a
-    verifier with the same fingerprint continues an answer as it would have gone on.
+    """SHA-256 (hex) over weights_fingerprint, dtype, acceptance_settings and server_version. An
+    answer that moves to another verifier keeps its text only if both have the same fingerprint.
     """
     graph_count: _builtins.int
     """CUDA graphs of the target's forward, captured while the stage is WARMING_UP. 0 on a CPU, and

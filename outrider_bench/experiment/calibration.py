@@ -61,7 +61,7 @@ class Step(BaseModel):
 
 
 class Served(BaseModel):
-    """The figures of one way of decoding at one batch size."""
+    """The figures of one decoding mode at one batch size."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

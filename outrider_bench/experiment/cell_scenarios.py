@@ -1,6 +1,6 @@
-"""Makes a simulator's scenario from an experiment's cell, a way of decoding and a profile.
+"""Makes a simulator's scenario from an experiment's cell, a decoding mode and a profile.
 
-Starts nothing and measures nothing.
+A cell is a combination of settings. This module starts nothing and measures nothing.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _served_as(family: str) -> str:
 
 
 def _costs(experiment: Experiment, drafters: list[Drafter], profile: Profile, served: str) -> Costs:
-    """The profile's cost table while the machine serves in this way."""
+    """The profile's cost table while the machine serves in the decoding mode `served`."""
     beside = any(not _elsewhere(experiment, drafter, profile) for drafter in drafters)
     found = profile.costs_at(served, beside=beside)
     made = {

@@ -1,4 +1,4 @@
-"""The command line of each process of a cell. Starts nothing."""
+"""The command line of each process of a cell, a combination of settings. Starts nothing."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _own(out: Path, experiment: Experiment, profiles: Sequence[Profile]) -> Fold
 
 
 def predict(cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder) -> Table:
-    """Write a prediction for each cell and way, and return the table of all of them.
+    """Write a prediction for each cell and decoding mode, and return the table of all predictions.
 
     Raises ValueError if a cell cannot be predicted.
     """
@@ -109,8 +109,8 @@ def table(
 ) -> Table:
     """A line for each cell, with the spread and the source of its costs.
 
-    `rates` maps a cell and a decoding mode to tokens/s. A mark is at the fastest place of each
-    workload, and at all places that are not shown to be slower.
+    `rates` maps a cell and a decoding mode to tokens/s. The fastest place of each
+    workload has a mark, and so does each place that is not shown to be slower.
     """
     paths = [path.rpartition(".")[2] for path in cells[0].point]
     figures = ("plain, tokens/s", "drafted, tokens/s", "× plain", "", "spread", "costs")
@@ -154,7 +154,7 @@ class Predictor:
     _known: dict[str, Measurement] = field(default_factory=dict)
 
     def measurement(self, cell: Cell, way: str) -> Measurement:
-        """The predicted measurement of this way; equal cells and profiles give equal figures."""
+        """Predict a mode's measurement; equal cells and profiles give equal figures."""
         experiment = cell.experiment
         profile = self.profile(cell)
         # Plain decoding uses no drafters and no links.

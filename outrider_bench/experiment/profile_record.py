@@ -79,7 +79,7 @@ class Profile(BaseModel):
         return f"{source}, measured {self.conditions.described(self.cores)}"
 
     def serving_at(self, way: str, batch: int) -> Serving:
-        """The costs of serving in this way, interpolated between the two batch sizes measured."""
+        """The costs of serving in a decoding mode, interpolated between measured batch sizes."""
         low, high = self._at(way)
         share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
         names = ("client_s", "round_trip_s", "jitter_s", "slowness")
@@ -90,7 +90,7 @@ class Profile(BaseModel):
         return low.model_copy(update=between)
 
     def costs_at(self, way: str, *, beside: bool = True) -> Costs:
-        """The cost table while the machine serves in this way.
+        """The cost table while the machine serves in a decoding mode.
 
         With `beside`, drafters on other cores of the host slow its forwards; else they do not.
         """
@@ -101,9 +101,9 @@ class Profile(BaseModel):
         return busy(self.costs, low, high)
 
     def _at(self, way: str) -> tuple[Serving, Serving]:
-        """The costs of serving in this way at the smallest and the largest batch.
+        """The costs of serving in a decoding mode at the smallest and the largest batch.
 
-        For a way that was not measured, they are plain decoding's costs, with the table's link.
+        A mode that was not measured has the costs of plain decoding, with the table's link.
         """
         found = [serving for serving in self.serving if serving.way == way]
         if not found:

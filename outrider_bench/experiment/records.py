@@ -30,11 +30,11 @@ PLAIN = "plain"
 DRAFTED = "drafted"
 """Speculative decoding with the drafters of the cell."""
 OURS = (PLAIN, DRAFTED)
-"""The ways of decoding."""
+"""The decoding modes."""
 
 
 def ways_of(cell: Cell) -> list[str]:
-    """The ways in which a cell is measured."""
+    """The decoding modes that are measured for a cell, which is a combination of settings."""
     return [PLAIN, DRAFTED] if cell.experiment.use else [PLAIN]
 
 
@@ -70,16 +70,16 @@ class LinkTraffic:
 
 @dataclass(slots=True)
 class Measurement:
-    """One repetition of one way in one cell."""
+    """One repetition of one decoding mode in one cell."""
 
     way: str
     sample: Sample
     """The counters of the sample are the verifier's metrics."""
     cpu_s: dict[str, float] = field(default_factory=dict)
-    """CPU seconds by process."""
+    """CPU seconds, keyed by process."""
     links: dict[str, LinkTraffic] = field(default_factory=dict)
     texts_sha256: str = ""
-    """A hash of all texts in order, to compare greedy and seeded texts across ways."""
+    """A hash of all texts in order, to compare greedy and seeded texts across modes."""
     errors: list[str] = field(default_factory=list)
 
 
@@ -113,7 +113,7 @@ class Folder:
         return found
 
     def has(self, cell_key: str, way: str, repetition: int) -> bool:
-        """Whether a repetition of a way in a cell was measured."""
+        """Whether a repetition of a decoding mode in a cell was measured."""
         return (self._cell(cell_key, predicted=False) / f"{way}.{repetition}.json").exists()
 
     def save(

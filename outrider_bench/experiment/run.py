@@ -1,7 +1,8 @@
 """Measures all cells of an experiment on real processes, in an order that treats them alike.
 
-Repetitions go over all stacks and cells, by turns forwards and backwards, so that a machine that
-gets slower or faster affects all alike. The verifier runs on while drafters come and go. Plain
+A cell is a combination of the experiment's settings. Repetitions go over all stacks and cells,
+alternately forwards and backwards, so that a machine that gets slower or faster affects all cells
+alike. The verifier keeps running while drafters start and end. Plain
 decoding is measured right before its cells' drafters start.
 """
 
@@ -95,7 +96,7 @@ async def measure(
 def missing(
     experiment: Experiment, cells: Sequence[Cell], folder: Folder
 ) -> Sequence[tuple[str, str, int]]:
-    """Cell, way and repetition of all missing measurements."""
+    """Cell, decoding mode and repetition of all missing measurements."""
     return [
         (cell.key, way, repetition)
         for cell in cells
@@ -176,7 +177,7 @@ class Runner:
             self._tell(f"{repetition + 1}: {first.key}, plain", len(alike))
 
     def _by_workload(self, cells: list[Cell], way: str, repetition: int) -> list[list[Cell]]:
-        """The cells that lack a way, by their workloads."""
+        """The cells without a measurement of this decoding mode, grouped by their workloads."""
         found: dict[str, list[Cell]] = {}
         for cell in cells:
             if self._lacks(cell, way, repetition):

@@ -17,7 +17,7 @@ SLOWNESS_ON_TARGET_CORES = 2.0
 
 
 class Serving(BaseModel):
-    """The costs of serving in one way at one batch size, on top of an idle machine's forwards."""
+    """The costs of serving in a decoding mode at a batch size, beyond the idle machine's costs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,7 +26,7 @@ class Serving(BaseModel):
     sequences: float = Field(gt=0)
     """Sequences of a mean step."""
     slowdown: float = Field(gt=0)
-    """Time of a step's forward, beside the way's drafters, over its time on the idle machine."""
+    """Time of a step's forward while the mode's drafters run, over its time on the idle machine."""
     before_s: float = Field(ge=0)
     """The host's work for a step before its forward, planning included."""
     after_s: float = Field(ge=0)
@@ -41,12 +41,12 @@ class Serving(BaseModel):
     """Time of drafting over its time on the idle machine."""
 
     def with_host_times(self, other: Serving) -> Serving:
-        """These costs, but with the times that the host works in another way of decoding."""
+        """These costs, but with the host's working times of another decoding mode."""
         return self.model_copy(update={"before_s": other.before_s, "after_s": other.after_s})
 
 
 def costs_of_serving(loads: Sequence[Served], costs: Costs) -> list[Serving]:
-    """The costs of each way and batch size that was served."""
+    """The costs of each decoding mode and batch size that was served."""
     plains = {load.batch: load.step for load in loads if load.way == "plain"}
     return [_serving(load, plains[load.batch], costs) for load in loads]
 

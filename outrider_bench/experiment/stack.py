@@ -1,8 +1,8 @@
 """Says which processes a cell needs, and in which order; `Processes` starts them.
 
-`server` starts a verifier with its gateway, `drafting` links and drafters, and `run.py` nests the
-two. The server stays while drafters and links come and go, so cells with one target need only
-one start of a server.
+A cell is a combination of an experiment's settings. `server` starts a verifier with its gateway,
+`drafting` links and drafters, and `run.py` nests the two. The server stays while drafters and links
+come and go, so cells with one target need only one start of a server.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def _measure(path: Path, seconds: float, *, short: bool) -> None:
 def _tables(directory: Path) -> None:
     """Write tables.md, with a table for each step as in bench/results, and figures.csv.
 
-    Lines of one cell are joined. A figure that was measured twice has its newer value.
+    Lines of one cell (a combination of settings) are joined. A figure that was measured twice has
+    its newer value.
     """
     joined: dict[tuple[Any, ...], dict[str, Any]] = {}
     for text in (directory / "lines.jsonl").read_text().splitlines():

@@ -94,7 +94,10 @@ def steps(lines: Lines, device: Device) -> None:
 def _steps(
     lines: Lines, model: _Model, contexts: list[int], tokens: list[int], beside: list[int]
 ) -> None:
-    """Measure each cell's forward eagerly and then as a graph; then chunks of prompts."""
+    """Measure each cell's forward eagerly and as a graph, then chunks of prompts.
+
+    A cell is a batch size, a context length and a number of tokens.
+    """
     sizes = model._device.sizes
     cells = [cell for cell in product(sizes.batches, contexts, tokens) if model.holds(*cell)]
     for batch, context, count in cells:

@@ -1,4 +1,6 @@
-"""The target of a simulated verifier: forwards take a cost table's time, the world accepts drafts.
+"""The target of a simulated verifier.
+
+Forwards take the time of a cost table, and the simulated world decides which guesses are right.
 
 It replaces `outrider.lm.runner.ModelRunner` and `verifier_svc.verification.batch.DraftVerifier`,
 and computes no logits.

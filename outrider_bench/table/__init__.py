@@ -1,1 +1,1 @@
-"""`outrider lab table`: every way of drafting on one published model, by kind of prompt."""
+"""`outrider lab table`: all drafting methods on one published model, for each kind of prompt."""

@@ -1,4 +1,4 @@
-"""Asks all ways for answers to each prompt, in turns, and writes a row for each answer."""
+"""Has each prompt answered in every decoding mode, in turns, and writes a row for each answer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prom
 def mixed(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
     """The prompts for batches: the kinds alternate; the last prompt of each kind is left out.
 
-    Prompts with a grammar are a separate group, since some ways take no grammars.
+    Prompts with a grammar are a separate group, since some decoding modes take no grammars.
     """
     groups: dict[str, list[Prompt]] = {FREE: [], BY_GRAMMAR: []}
     counted = [kind[:-1] for kind in prompts.values()]
@@ -71,7 +71,10 @@ def mixed(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
 
 
 def turns(settings: TableSettings, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[Turn]:
-    """All turns in order. Each cell gets some prompts of every kind early, in case time runs out.
+    """Yield all turns in order.
+
+    A cell is a batch size and a temperature. Each cell gets some prompts of every kind early, in
+    case time runs out.
 
     At batch 1, a turn is a single prompt. At larger batches, a turn has all prompts of a group:
     when an answer ends, the next prompt takes its place. If a turn were one batch, it would end
@@ -136,7 +139,7 @@ async def run(settings: TableSettings, command: str, console: Console) -> Path:
 
 @dataclass(slots=True)
 class Compared:
-    """The ways that a run asks, and a line for each way that is left out."""
+    """The decoding modes that a run asks, and a line for each mode that is left out."""
 
     ways: list[Way]
     missing: list[str]
@@ -144,7 +147,7 @@ class Compared:
     async def ask(
         self, way: Way, requests: Sequence[Request], batch: int, temperature: float, tenant: str
     ) -> Answer | None:
-        """Ask a way, with `batch` requests under way.
+        """Send requests in a decoding mode, at most `batch` at once.
 
         Returns None if its process has died, and then no turn asks it again.
         """
@@ -163,7 +166,7 @@ async def measured(
     compared: Compared,
     until: float,
 ) -> AsyncIterator[Row]:
-    """Yield the rows of all turns that begin before `until`; each turn begins with the next way."""
+    """Yield the rows of all turns that begin before `until`; each begins with the next mode."""
     todo = list(turns(settings, prompts))
     every = chain.from_iterable(prompts.values())
     await _compile(compared, every, encoder, settings.temperatures[0])
@@ -193,7 +196,7 @@ async def measured(
 def _requests(
     turn: Turn, prompts: Mapping[str, Sequence[Prompt]], encoder: Encoder, tokens: int
 ) -> list[Request]:
-    """The turn's requests; every way gets the same requests with the same seeds."""
+    """The turn's requests; every decoding mode gets the same requests with the same seeds."""
     asked = mixed(prompts)[turn.kind] if turn.batch > 1 else [prompts[turn.kind][turn.number]]
     return [
         request_of(prompt, encoder, tokens, 1000 * turn.round + turn.number + place)
@@ -222,7 +225,7 @@ async def _compile(
 async def _warm_up(
     compared: Compared, cell: tuple[int, float], prompts: Sequence[Prompt], encoder: Encoder
 ) -> None:
-    """Ask each way for answers that do not count, so that its process learns what steps cost."""
+    """Get uncounted answers in each decoding mode, so that its process learns what steps cost."""
     batch, temperature = cell
     requests = [request_of(prompt, encoder, _WARM_UP_TOKENS, 0) for prompt in prompts]
     for way in tuple(compared.ways):

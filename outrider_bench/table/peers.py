@@ -1,4 +1,4 @@
-"""vLLM's and `transformers`' own ways of drafting, as further rows of the table."""
+"""vLLM's and `transformers`' own drafting methods, as further rows of the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VLLM_DRAFT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """A way of drafting in vLLM."""
+    """A drafting method in vLLM."""
 
     speculative: Mapping[str, Any] | None = None
     """vLLM's `speculative_config`."""

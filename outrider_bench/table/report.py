@@ -46,7 +46,7 @@ def _speeds(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _speed(plain: Mapping[Turn, Row], some: Sequence[Row]) -> str:
-    """Rows of one way, with plain decoding's rows of the same turns."""
+    """Rows of one decoding mode, with the plain rows of the same turns."""
     pairs = [(r.tokens, r.seconds, plain[r.turn].tokens, plain[r.turn].seconds) for r in some]
     amount, time, plain_amount, plain_time = map(sum, zip(*pairs, strict=True))
     if some[0].way == PLAIN:

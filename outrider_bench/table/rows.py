@@ -1,4 +1,4 @@
-"""A row of the table's raw measurements: one way's answers to the prompts of a turn."""
+"""A row of raw measurements: the answers of one decoding mode (`way`) to a turn's prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt, or the prompts of batches; all ways answer them, one way after the other."""
+    """A prompt, or the prompts of batches; all modes answer them, one mode after the other."""
 
     round: int
     kind: str
@@ -26,7 +26,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one way did in a turn. Times are in seconds."""
+    """What one decoding mode did in a turn. Times are in seconds."""
 
     turn: Turn
     way: str
@@ -44,7 +44,7 @@ class Row:
 
     @classmethod
     def of(cls, turn: Turn, way: str, answer: Answer, *, always: bool = False) -> Self:
-        """The row of a way's answer."""
+        """Return the row of a mode's answer."""
         sample, counts = answer.sample, answer.drafts
         accepted = int(counts.get("spec_decode_num_accepted_tokens", 0))
         positions = sum(name.startswith(PER_POSITION) for name in counts)
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A way's answers in a turn. `forwards` is None if the counters of drafts tell their number."""
+    """A mode's answers in a turn. `forwards` is None if the counters of drafts tell the number."""
 
     sample: Sample
     drafts: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""The fast ways of decoding in `transformers`.
+"""The fast decoding modes of `transformers`.
 
 `python -m outrider_bench.table.transformers_peer TARGET` says "ready" and answers each JSON
 line with a JSON line.

@@ -1,4 +1,4 @@
-"""The ways of decoding that the table compares, and the stacks that serve them."""
+"""The decoding modes that the table compares, and the stacks that serve them."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from outrider_bench.settings import TableSettings
 from outrider_bench.table.rows import PLAIN, Answer
 
 Ask = Callable[[Sequence[Request], int, float, str], Awaitable[Answer]]
-"""Asks a way for the answers to requests, some of them at once, at a temperature, for a tenant."""
+"""Gets a mode's answers to requests, some of them at once, at a temperature, for a tenant."""
 MOST_TOKENS = 2048
 """The most tokens of a prompt and its answer in vLLM's process."""
 MOST_AT_ONCE = 8
-"""Requests under way."""
+"""The most requests that run at once."""
 # A page has 16 tokens.
 _PAGES = MOST_AT_ONCE * MOST_TOKENS // 16
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of decoding that is ready to be asked."""
+    """A decoding mode whose processes are ready for requests."""
 
     name: str
     ask: Ask
     always: bool = False
     grammars: Literal["any", "needed", "none"] = "any"
-    """Whether the way answers with a grammar."""
+    """Whether requests may have a grammar, must have one, or must have none."""
     most: int = MOST_AT_ONCE
-    """The most requests that the way takes at once."""
+    """The most requests that the mode takes at once."""
 
     def takes(self, requests: Sequence[Request], batch: int) -> bool:
-        """Whether the way can answer these requests, `batch` at once."""
+        """Whether the mode can answer these requests, `batch` at once."""
         has = requests[0].grammar is not None
         fits = {"any": True, "needed": has, "none": not has}[self.grammars]
         return fits and batch <= self.most
@@ -67,7 +67,7 @@ class Stack:
 
 
 def stacks(settings: TableSettings) -> tuple[list[Stack], list[str]]:
-    """The stacks with a way that the settings ask for, and a line for each missing drafter.
+    """The stacks with a mode that the settings ask for, and a line for each missing drafter.
 
     Each stack is as `outrider serve` starts it: a draft model gets one of the target's cores.
     """
@@ -121,9 +121,9 @@ def _is_there(name: str, folder: Path, missing: list[str]) -> bool:
 async def started(
     settings: TableSettings, target: Path, running: AsyncExitStack
 ) -> tuple[list[Way], list[str]]:
-    """Start everything until `running` is closed. Plain decoding is the first way.
+    """Start everything until `running` is closed. Plain decoding is the first mode.
 
-    Also returns a line for each way that is missing. Raises StackFailed or RuntimeError if a
+    Also returns a line for each mode that is missing. Raises StackFailed or RuntimeError if a
     process does not start.
     """
     found: list[Way] = []

@@ -110,8 +110,7 @@ async def test_the_cache_has_the_memory_that_the_start_says(
     assert gib == pytest.approx(held * token_bytes / 2**30, rel=0.01)
     before = resident_bytes(stack)
     await ask(stack, prompt, PLAIN)
-    # A page takes memory when it is first written. Computing a chunk of 512 tokens takes further
-    # memory.
+    # A page takes memory when it is first written. A chunk of 512 tokens takes further memory.
     assert resident_bytes(stack) - before < PROMPT * token_bytes + 150 * 2**20
 
 

@@ -43,7 +43,7 @@ WAYS = {
     "all at once": SpeculationOptions(always_draft=True),
 }
 FREE = {name: options for name, options in WAYS.items() if name != "grammar"}
-"""The ways for requests without a grammar."""
+"""The decoding modes for requests without a grammar."""
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"topic": {"type": "string", "maxLength": 20}, "ok": {"type": "boolean"}},
@@ -86,7 +86,7 @@ def drafted(found: list[list[TokenChunk]]) -> int:
 async def answers_of_each_way(
     stack: Stack, requests: list[TokenRequest], ways: dict[str, SpeculationOptions]
 ) -> AsyncIterator[tuple[str, list[list[TokenChunk]]]]:
-    """The answers to the same requests with each way of drafting; plain answers come first."""
+    """Yield the answers to the same requests in each decoding mode; plain answers come first."""
     for way, options in ways.items():
         async with Client(stack.address) as client:
             yield (

@@ -85,7 +85,7 @@ def make_run(
     repetitions: int,
     sources: tuple[str, ...],
 ) -> Folder:
-    """Simulate each cell with noise, and with a seed by repetition; predictions have no noise."""
+    """Simulate each cell with noise, and a seed for each repetition; predictions have no noise."""
     experiment = Experiment.model_validate({**settings, "repetitions": repetitions})
     folder = Folder(path)
     folder.begin(
@@ -109,7 +109,7 @@ def make_run(
 
 
 def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
-    """One repetition of a way in a cell."""
+    """One repetition of a decoding mode in a cell."""
     sample = _simulate(cell, way, seed, noise)
     measured = Measurement(way, sample)
     measured.texts_sha256 = hashlib.sha256(b"the texts").hexdigest()

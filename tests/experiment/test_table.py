@@ -1,4 +1,4 @@
-"""`outrider lab table`: every way is asked the same prompts in turns; what the table says."""
+"""`outrider lab table`: all decoding modes get the same prompts in turns; what the table says."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ async def test_a_peer_that_dies_costs_its_own_rows_alone(encoder: Encoder) -> No
 
     settings = _settings(count=3, temperatures=[0.0])
     prompts = {"a": [Prompt(kind="a", text=text) for text in ("one", "two", "three", "four")]}
-    # The first answer of each way warms the way up.
+    # The first answer of each decoding mode warms its process up.
     compared = Compared([way("plain", 99), way("vllm", 2), way("never", 0)], [])
     rows = [row async for row in measured(settings, prompts, encoder, compared, math.inf)]
     assert sorted(row.way for row in rows) == ["plain", "plain", "plain", "vllm"]

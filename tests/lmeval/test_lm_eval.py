@@ -45,7 +45,7 @@ def gateway() -> Iterator[GatewayProcess]:
 
 
 def write_tasks(folder: Path) -> list[str]:
-    """Write the tasks: a scored choice, and a text for each way of decoding; return the names."""
+    """Write the tasks: a scored choice, and a text for each decoding mode; return the names."""
     shared: dict[str, Any] = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(QUESTIONS)}},

@@ -42,7 +42,8 @@ WAYS: dict[str, tuple[frozenset[DraftDistribution], dict[str, Any]]] = {
     "coupled": (COUPLES, {"trust": False}),
     "one-hot": (frozenset({DraftDistribution.ONE_HOT}), {"trust": False}),
 }
-# In the quick suite, each sampled way has one of two settings: the simplest or the richest.
+# In the quick suite, each rule for sampled drafts has one of two settings: the simplest or the
+# richest.
 QUICK = (("token-wise", "plain"), ("block", "everything"))
 DRAFTERS = {
     "equal": equal_to_target,
@@ -75,9 +76,9 @@ def test_late_sampled_branches_leave_no_trace(way: str) -> None:
     comparison.must_agree(sees=0.065)
 
 
-# All pairs of a sampled way and a setting, and of a sampled way and a drafter. Not all triples: for
-# a rule, drafters differ only in their claims, and test_exact_step.py has all claims. The other
-# ways give each request the very tokens of plain decoding, as a test below shows for all settings.
+# Each rule for sampled drafts with every setting, and with every drafter. Not all triples: for a
+# rule, drafters differ only in their claims, and test_exact_step.py has all claims. Other drafts
+# give each request the very tokens of plain decoding, as a test below shows for all settings.
 PAIRS = [
     pytest.param(
         way,

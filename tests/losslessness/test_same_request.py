@@ -167,7 +167,7 @@ class Knowing(Drafter):
 
 @dataclass
 class Way:
-    """One way in which an engine computes the texts."""
+    """Settings with which an engine computes the texts."""
 
     runner: ModelRunner
     at_once: int = 1
@@ -264,7 +264,7 @@ def test_a_chat_has_the_same_text_in_every_way(
 
 
 def compared(runner: ModelRunner, chats: Texts) -> Iterator[tuple[str, int]]:
-    """By name of the way: how many of these chats get a different text."""
+    """Yield the name of each `Way`, and how many of these chats get a different text with it."""
     fresh = Way(runner)
     expected = fresh.texts(chats)
     whole = [prompt + text for prompt, text in zip(chats, expected, strict=True)]

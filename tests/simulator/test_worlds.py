@@ -1,4 +1,4 @@
-"""Random worlds with faults: no schedule changes a text, loses a request or leaks a page."""
+"""Simulated worlds with faults: no schedule changes a text, loses a request or leaks a page."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_worlds_of_fixed_seeds_keep_every_invariant(worlds: range) -> None:
     assert played.failures == {}
     assert played.counts["worlds"] == len(worlds)
     assert played.message_count > 100 * len(worlds)
-    # The worlds had each kind of fault and each way to end.
+    # The worlds had each kind of fault, and requests ended in each possible way.
     assert len([name for name in played.counts if name.startswith("fault: ")]) == 19
     for name in ("finished", "left", "failed", "resumed", "moved"):
         assert played.counts[f"requests {name}"] > 0

@@ -67,7 +67,7 @@ class OwnDrafter:
 
 
 class _Own:
-    """The way to the engine and back; as `outrider.drafter.transport.Transport`."""
+    """Connects to the engine in this process; as `outrider.drafter.transport.Transport`."""
 
     address = "its own process"
 

@@ -41,8 +41,8 @@ def choose_distribution(
 ) -> DraftDistribution:
     """How a drafter is to choose its tokens for a request.
 
-    `offered` are the ways that it can. `sampled_drafts` is the verifier's setting. Where it is on,
-    `trusted` says whether this drafter's distributions count.
+    `offered` are the methods that the drafter supports. `sampled_drafts` is the verifier's setting.
+    Where it is on, `trusted` says whether this drafter's distributions count.
     """
     if request.sampling.greedy:
         return DraftDistribution.ONE_HOT

@@ -129,7 +129,7 @@ def _step(counters: Mapping[str, float]) -> Figures:
 
 
 def _costs(measurement: Measurement) -> Figures:
-    """For each token: bytes on each link, both ways, and CPU milliseconds by process and in all."""
+    """For each token: bytes on each link in both directions, and CPU ms per process and in all."""
     spent: Figures = {}
     for name, link in measurement.links.items():
         spent[f"link_{name}_up_bytes"] = link.up_bytes

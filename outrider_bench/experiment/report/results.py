@@ -1,7 +1,7 @@
-"""All figures of a run: one row for each cell, way and repetition.
+"""All figures of a run: one row for each cell, decoding mode (`way`) and repetition.
 
-Ratios are taken within one repetition: a machine is faster in some repetitions than in others, so
-ratios across repetitions mean less.
+A cell is a combination of settings. Ratios compare rows of one repetition: a machine is faster in
+some repetitions than in others, so ratios across repetitions mean less.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of one repetition of a decoding mode in a cell (a combination of settings)."""
+    """The figures of one repetition of a decoding mode in a cell."""
 
     cell: str
     source: Source
@@ -167,7 +167,7 @@ def words(value: Any) -> str:
 
 
 def point_words(point: Mapping[str, Any]) -> str:
-    """A cell by its values, such as `model, round_trip_ms 20, mbit_s 100`."""
+    """A cell's values in words, such as `model, round_trip_ms 20, mbit_s 100`."""
     shown = [
         words(value) if path == "use" else f"{path.rpartition('.')[2]} {words(value)}"
         for path, value in point.items()

@@ -23,7 +23,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column that shows a figure of figures.csv. With an empty `way` it takes the line's way.
+    """A column that shows a figure of figures.csv. An empty `way` means the line's mode.
 
     `{group}` in the figure's name becomes the families or kinds whose drafts the line is about.
     """

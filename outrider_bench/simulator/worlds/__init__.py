@@ -1,5 +1,5 @@
-"""Random worlds with faults: each is a pure function of its seed, and every invariant is checked.
+"""Random simulated worlds with faults: a seed determines each world; every invariant is checked.
 
 As in the tests of TigerBeetle and FoundationDB, the production code runs in virtual time, with
-everything that may go wrong, and a failing seed plays identically again.
+everything that may go wrong, and a failing seed fails identically when it runs again.
 """

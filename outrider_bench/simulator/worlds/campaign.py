@@ -1,4 +1,4 @@
-"""Plays many worlds, and finds the smallest part of a world that still fails."""
+"""Runs many simulated worlds, and finds the smallest part of a world that still fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_FAILURES = 5
 
 @dataclass(slots=True)
 class Campaign:
-    """The counts of the worlds of some seeds, and the seeds that failed."""
+    """The counts of the simulated worlds of some seeds, and the seeds that failed."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Campaign:
 
 
 def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
-    """Play a world; return why it failed (empty if it did not), and what it did."""
+    """Run a simulated world; return why it failed (empty if it did not), and its counts."""
     try:
         return "", play(plan).counts
     # Any error that the code under test raises is a finding.
@@ -43,7 +43,7 @@ def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
 
 
 def run_campaign(seeds: Iterable[int]) -> Campaign:
-    """Play the worlds of the seeds; stop after a few that fail."""
+    """Run the simulated worlds of the seeds; stop after a few that fail."""
     campaign = Campaign()
     began = time.process_time()
     with _quiet_log():
@@ -102,7 +102,7 @@ def _quiet_log() -> Iterator[None]:
 
 
 def show_campaign(first: int, count: int) -> int:
-    """Play `count` worlds from a seed on and print the results; return the exit status."""
+    """Run `count` worlds, from the world of `seed` on; print results and return the exit status."""
     with progress() as bar:
         campaign = run_campaign(bar.track(range(first, first + count), description="worlds"))
     rate = campaign.message_count / max(campaign.cpu_s, 1e-9)

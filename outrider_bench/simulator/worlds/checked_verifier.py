@@ -1,4 +1,4 @@
-"""A verifier of a world: the production engine, checked after every step and every message."""
+"""A verifier in a simulated world: the production engine, checked after each step and message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The invariants after every step and message of a world, and when all is quiet."""
+"""The invariants of a simulated world, after each step and message and once nothing is running."""
 
 from __future__ import annotations
 

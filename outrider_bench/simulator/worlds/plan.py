@@ -1,4 +1,4 @@
-"""What happens in a world: settings, drafters, requests and faults, all drawn from its seed."""
+"""The plan of a simulated world: settings, drafters, requests and faults, drawn from its seed."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class WorldPlan:
 
 
 def draw_world(seed: int) -> WorldPlan:
-    """The world of a seed."""
+    """Draw the plan of a seed's world."""
     draw = Random(f"world {seed}")
     verifiers = ("verifier-1", "verifier-2")[: draw.choice([1, 1, 2])]
     drafters = [_drafter(draw, i, verifiers) for i in range(draw.choice([0, 1, 2, 2, 3, 4, 5]))]

@@ -1,4 +1,4 @@
-"""Plays a world to its end and checks it."""
+"""Runs a simulated world to its end and checks it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SLOWER = 20.0
 
 @dataclass(slots=True)
 class Played:
-    """What a world did. Equal worlds have equal digests."""
+    """What happened in a simulated world. Equal worlds have equal digests."""
 
     counts: Counter[str] = field(default_factory=Counter)
     digest: str = ""
 
 
 class _Play(World):
-    """A world with its drafters and clients."""
+    """A simulated world with its drafters and clients."""
 
     def __init__(self, plan: WorldPlan) -> None:
         super().__init__(plan)

@@ -1,4 +1,4 @@
-"""A drafter of a world: a process that dials its verifier, and its connections, one by one."""
+"""A drafter in a simulated world: a process that dials its verifier, one connection at a time."""
 
 from __future__ import annotations
 

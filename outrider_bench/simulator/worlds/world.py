@@ -1,4 +1,4 @@
-"""A world: the plan, the events, the verifiers and the counts that its actors share."""
+"""A simulated world: the plan, events, verifiers and counts that its actors share."""
 
 from __future__ import annotations
 
