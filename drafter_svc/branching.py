@@ -39,7 +39,7 @@ def fan_out(acceptance: float, depth: int, budget: int) -> list[int]:
 
 @dataclass(slots=True)
 class Branch:
-    """The tokens `run` that may follow the first `at` guesses of a chain, with confidences.
+    """A branch: the tokens `run` that may follow the first `at` guesses of a chain.
 
     The first `shared` tokens are also in branches before this one.
     """

@@ -33,7 +33,7 @@ class GrammarState:
     def __init__(
         self, matcher: Matcher | None, mask_width: int, cpu_clock: Clock = thread_cpu
     ) -> None:
-        """`mask_width` is the mask's int32 words a row. Without a matcher nothing is masked."""
+        """A row of the mask has `mask_width` int32 words. Without a matcher nothing is masked."""
         self._cpu_clock = cpu_clock
         self._excess_s = 0.0
         self._matcher = matcher

@@ -34,8 +34,8 @@ def is_gguf(model: str) -> bool:
 def pretrained(model: str) -> str:
     """Return the directory or hub id by which the libraries know a model.
 
-    For a GGUF file this is the directory that it is unpacked to; raise as `unpacked` does. The
-    name `smollm2` stands for such a file. Raises as `smollm2.gguf_file` does.
+    For a GGUF file this is the directory that it is unpacked to. The name `smollm2` stands for
+    SmolLM2's GGUF file. Raises what `unpacked` and `smollm2.gguf_file` raise.
     """
     if model == smollm2.NAME:
         model = smollm2.gguf_file()

@@ -23,7 +23,7 @@ from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.supervisor import Child
 from verifier_svc.config import TargetSettings
 
-# How long an answer that has begun waits for the verifier to load the target anew (seconds).
+# How long an answer that has begun waits for the verifier to load the target again (seconds).
 _RELOAD_S = 300
 
 

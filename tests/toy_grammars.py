@@ -39,7 +39,7 @@ class ToyGrammar:
 
 
 class Heads(ToyGrammar):
-    """Any number of tokens 0 and 1."""
+    """Allows only the tokens 0 and 1, any number of them."""
 
     def allows(self, token: int) -> bool:
         return token < 2

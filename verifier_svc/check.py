@@ -1,4 +1,4 @@
-"""What `--check-config` checks of a verifier beside its settings' types."""
+"""What `--check-config` checks of a verifier besides its settings' types."""
 
 from __future__ import annotations
 

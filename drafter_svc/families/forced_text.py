@@ -51,7 +51,7 @@ class Path:
         return math.prod([chance for at, chance in self.chances if begin <= at < end])
 
     def forked(self, more: bytes, chance: float) -> Path | None:
-        """The path that goes on with `more`; None if the grammar forbids it."""
+        """The path, continued with `more`; None if the grammar forbids it."""
         matcher = self.matcher.fork()
         if not matcher.accept_bytes(more):
             return None

@@ -43,8 +43,8 @@ _PROMPT_TOKENS = 1000
 # additional bytes.
 _BYTES_PER_TOKEN = 6
 _MORE_BYTES = 24
-# Classes of guesses: within a forced text; at its end, where a token may become a longer token; and
-# where the grammar left a choice.
+# Classes of guesses: a token within a forced text; a token at its end, which may become a longer
+# token; and a token where the grammar left a choice.
 _INNER, _LAST, _CHOSEN = 0, 1, 2
 # The share of right guesses that each class begins with; for choices, the share of what their
 # probabilities promise. Each outcome moves the share by a step. A class below the least share is
@@ -86,7 +86,7 @@ class Grammars:
         return b"".join([self.token_bytes[token] for token in tokens])
 
     def end_of(self, tokens: Sequence[int]) -> int:
-        """The token that ends texts: if the prompt `tokens` has such tokens, the last of them."""
+        """Return the token that ends a text: the prompt's last such token, else the first stop."""
         ends = [token for token in tokens[-_PROMPT_TOKENS:] if token in self.stops]
         return ends[-1] if ends else self.stops[0]
 
@@ -293,7 +293,7 @@ class GrammarFamily(Family):
 
 
 def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
-    """How many of the first guesses are the chain's tokens."""
+    """Return the length of the common beginning of `guesses` and the chain."""
     at = 0
     while at < min(len(chain), len(guesses)) and chain[at] == guesses[at].token:
         at += 1

@@ -310,7 +310,7 @@ class HeadWorker:
         return offers
 
     def _extend(self, news: list[tuple[HeadDraft, News]]) -> None:
-        """Read new tokens and features; a draft without pages begins anew with later features."""
+        """Read new tokens and features; a draft without pages starts over with later features."""
         batch = []
         for draft, new in news:
             if draft.read is None:
@@ -333,7 +333,7 @@ class HeadWorker:
             raise
 
     def _forget(self, news: Sequence[tuple[HeadDraft, News]]) -> None:
-        """Close these drafts, whose news were not all read. Each is told its text anew."""
+        """Close drafts that missed tokens or features. Each gets its whole text again."""
         for draft, _ in news:
             self._close(draft)
             draft.failed = True

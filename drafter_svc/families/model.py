@@ -43,8 +43,8 @@ _BRANCHES = 4
 class ModelFamily(Family):
     """Drafts for the sequences of one connection with the process's shared draft model.
 
-    All methods run on the event loop. `propose` waits for the model's thread; between its rounds
-    the other methods cut and free KV caches.
+    All methods run on the event loop. `propose` waits for the model's thread. Between the
+    rounds of `propose` the other methods cut and free KV caches.
     """
 
     name = "model"

@@ -234,7 +234,7 @@ class NgramFamily(Family):
         ]
 
     def _context(self, sequence: DraftSequence, guesses: Sequence[int]) -> list[int]:
-        """The last tokens of text and guesses, as many as a lookup needs."""
+        """Return the last tokens of text and guesses that a lookup needs."""
         size = self._options.max_matching_ngram_size
         return [*sequence.tokens[-size:], *guesses][-size:]
 

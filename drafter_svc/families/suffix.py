@@ -37,7 +37,7 @@ _MIN_TOKEN_PROBABILITY = 0.1
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """A sequence's text in the trees: its request number there, and how many tokens they have."""
+    """A sequence's text in the trees: its request number, and how many of its tokens they have."""
 
     trees: Any
     number: int

@@ -91,7 +91,7 @@ class Admission:
 
 
 class AdmissionSlots:
-    """The slots that one request holds, one per sequence. The end of a `with` block frees them."""
+    """The slots that one request holds, one per sequence. Use it in `with`, which frees them."""
 
     def __init__(self, counts: Counter[str], tenant: str, count: int, ends_at: float) -> None:
         self.ends_at = ends_at
@@ -171,8 +171,8 @@ def check(
     """
     own = counts.get(tenant, 0)
     under_way = sum(counts.values()) + foreign_count
-    # No sequence is under way, so the request is admitted however many choices it wants. Its
-    # deadline ends it if it is late.
+    # No sequence is under way, so the request is admitted however many choices it wants. If it is
+    # late, it ends at its deadline.
     if under_way == 0:
         return
     # A full queue drops a request of the tenant that uses most for a tenant that uses less, so

@@ -88,7 +88,7 @@ class TextCall(ABC):
 
     @abstractmethod
     def build(self, inputs: TextInputs, info: ModelInfo) -> Sequence[TextRequest]:
-        """The sequences for a replica's model. Raises OutriderError that names field and limit."""
+        """Build the sequences for a replica's model. Raises OutriderError with field and limit."""
 
 
 @dataclass(frozen=True, slots=True)

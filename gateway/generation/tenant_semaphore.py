@@ -40,9 +40,10 @@ class TenantSemaphore:
         self._free = at_once
         self._of_a_tenant = of_a_tenant
         self._under_way: Counter[str] = Counter()
-        # By tenant; the tenant that got a slot longest ago is first.
+        # Keyed by tenant; the tenant that got a slot longest ago is first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        # Whether a request has come in since the last look, and whether another look will follow.
+        # Whether a request has arrived since the last check, and whether another check is
+        # scheduled.
         self._has_come = False
         self._looks = False
         # Until when slots are held back at most, and until when they are given regardless (the

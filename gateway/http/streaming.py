@@ -137,7 +137,7 @@ class _Pings:
         self._message: Message = {"type": "http.response.body", "body": ping, "more_body": True}
         self._every_s = every_s
         self._sent_at = asyncio.get_running_loop().time()
-        # A ping must not come before the status, after the end, or where nobody reads.
+        # No ping may be sent before the status, after the end, or while nobody reads.
         self._may_ping = False
 
     async def send(self, message: Message) -> None:

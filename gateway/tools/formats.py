@@ -52,7 +52,7 @@ class ToolFormat:
     begins_as_text: bool = False
     """Whether other texts begin like a call, so that only a tool's name shows that it is a call."""
     marks: tuple[str, ...] = ()
-    """More texts of the format that may be special tokens."""
+    """More strings of the format that may be special tokens."""
 
     @property
     def trigger(self) -> str:
@@ -67,7 +67,7 @@ class ToolFormat:
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All marker texts of the format."""
+        """All marker strings of the format."""
         of_calls = [text for marks in self.calls for text in (marks.begin, marks.end)]
         of_sections = [text for pair in self.sections for text in pair]
         tags = TAGS.get(self.style)

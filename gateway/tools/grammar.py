@@ -202,7 +202,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _call_schema(begin: str, parameters: Json) -> Json:
-    """The schema of a call with this beginning, up to the parameters."""
+    """Return the schema of a JSON call. The text `begin` is the call up to its parameters."""
     *fixed, last = json.loads(f"{begin}0}}").items()
     inner = {key: value for key, value in parameters.items() if key not in _DEFINITIONS}
     properties = {key: {"const": value} for key, value in fixed} | {last[0]: inner}

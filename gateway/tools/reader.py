@@ -84,7 +84,7 @@ class Reading:
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All texts that the reader looks for."""
+        """All strings that the reader looks for."""
         thought = self.thought
         of_thought = () if thought is None else (thought.begin, thought.end, thought.after)
         return (*of_thought, *(() if self.form is None else self.form.literals))
@@ -289,7 +289,7 @@ class AnswerReader:
         return False
 
     def _openers(self) -> list[str]:
-        """The texts that end content. A thought comes first or not at all."""
+        """The strings that end content. A thought comes first or not at all."""
         thought, form = self._reading.thought, self._reading.form
         openers = [] if form is None else [form.trigger]
         if thought is not None and self._thought_may_begin:

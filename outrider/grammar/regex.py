@@ -64,7 +64,7 @@ def full_match(pattern: str, field: str) -> str:
 
 
 def schema_pattern(pattern: str, field: str) -> str:
-    """Translate a search within a string of a JSON schema; raise as `full_match` does.
+    """Translate a search within a string of a JSON schema; raise what `full_match` raises.
 
     The result matches the string's characters.
     """

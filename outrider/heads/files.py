@@ -235,7 +235,7 @@ def open_tensors(path: Path, field: str = "head") -> Iterator[Any]:
 
 
 def read_index(path: Path, field: str = "head") -> dict[str, str]:
-    """Read an index of safetensors files: by each tensor's name, the file that has the tensor.
+    """Read an index of safetensors files, which maps a tensor's name to its file.
 
     Raises OutriderError(INVALID_VALUE) that blames `field`, also for a file elsewhere.
     """

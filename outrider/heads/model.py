@@ -317,7 +317,7 @@ class HeadModel(torch.nn.Module):
         return sequence.tokens[1:] if self.pairs else sequence.tokens[:-1]
 
     def _page_salt(self, sequence: HeadSequence) -> str:
-        """Distinguishes texts by their first token, which no id has and every row depends on."""
+        """Return a salt with the first token, which every row depends on but no row's id shows."""
         return f"{sequence.salt}/{sequence.tokens[0]}"
 
     def _check(self, batch: Sequence[Extension]) -> None:

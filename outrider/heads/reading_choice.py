@@ -56,7 +56,7 @@ class ReadingChoice:
 
     @property
     def shown(self) -> list[str]:
-        """Each reading in words, by its differences from the others."""
+        """Each reading in words, with its differences from the other readings."""
         return [
             described(found.spec, [each.spec for each in self.matches]) for found in self.matches
         ]

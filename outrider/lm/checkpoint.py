@@ -73,7 +73,7 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
 def _dequantizing(model: str, config: Any) -> dict[str, Any]:
     """Return what makes `transformers` dequantise a checkpoint in MXFP4, as gpt-oss is published.
 
-    Empty for weights that are not quantised; raise OutriderError for other quantised weights.
+    Empty for weights that are not quantised. Raises OutriderError for other quantised weights.
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
@@ -116,7 +116,7 @@ def _some(names: Collection[str]) -> str:
 
 
 def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
-    """Those of the unread tensors that belong to something beside the text model.
+    """The unread tensors that belong to something besides the text model.
 
     Such a part is a vision tower, a value head, or layers for multi-token prediction. It lies in a
     module of its own, next to the list of the decoder's layers or further out.

@@ -34,7 +34,7 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Rows to begin anew, and what is then added to the counts of tokens."""
+    """Rows to reset, and what is then added to the counts of tokens."""
 
     fresh: Staged | None
     rows: Staged

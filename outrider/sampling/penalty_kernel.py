@@ -9,7 +9,8 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-# A model has one vocabulary: its size tells how wide loads may be. The number of rows varies.
+# The kernel is compiled for the vocabulary's size, which tells how wide loads may be, but not for
+# the number of rows, which varies.
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]  # has no types
 def _penalise(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
     logits, rows, counts, numbers, vocab_size, row_count, BLOCK: tl.constexpr

@@ -30,7 +30,7 @@ def on(
 
 
 class Staged:
-    """An array that `Staging.send` brings to the device."""
+    """An array that `Staging.send` copies to the device."""
 
     __slots__ = ("tensor",)
 

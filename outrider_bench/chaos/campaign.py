@@ -48,7 +48,7 @@ def round_of(
     overlap: float,
     absent: frozenset[str] = frozenset(),
 ) -> list[Planned]:
-    """One or two faults for one round, on different processes or links, none of which is absent.
+    """Plan one or two faults for one round. They hit different processes or links, none `absent`.
 
     Over `len(bag)` rounds, each fault of the bag is once the first of a round, in a random order.
     """

@@ -147,7 +147,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _check_sizes(quiet: Iterable[Event]) -> Iterator[Violation]:
-    """Compare each process with its size after its first whole round; a restart begins anew."""
+    """Compare each process with its size after its first whole round, or after its restart."""
     lives: dict[tuple[str, int], list[Mapping[str, float]]] = {}
     for event in quiet:
         for name, value in event["in_use"].items():

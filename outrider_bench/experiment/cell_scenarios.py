@@ -224,7 +224,7 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
 
 
 def _gpu(drafter: Drafter) -> str:
-    """A name of the drafter's GPU; empty on a CPU. An experiment's only GPU is the target's."""
+    """The name of the drafter's GPU; empty on a CPU. An experiment's only GPU is the target's."""
     return "" if drafter.device == "cpu" else drafter.device
 
 
@@ -239,7 +239,7 @@ def _target_device(experiment: Experiment, drafter: Drafter, profile: Profile) -
 def _linked(
     experiment: Experiment, drafter: Drafter, link: Link | None, profile: Profile
 ) -> dict[str, Any]:
-    """The network between drafter and verifier; a drafter in the verifier's process has none.
+    """Return the network between drafter and verifier; in the verifier's process there is none.
 
     The calibration load went over TCP. The difference to a Unix socket, or to a link's process,
     is too small to measure.

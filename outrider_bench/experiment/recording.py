@@ -97,10 +97,10 @@ def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> lis
 
 
 def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> str:
-    """The rank of each token of `output` among the draft model's likeliest tokens there.
+    """Rank each token of `output` among the draft model's likeliest tokens at its position.
 
-    Returns a character per token: right, the rank of an alternative, or wrong. The model reads the
-    target's tokens, not its own guesses.
+    Each character of the result is for a token: right, the rank of an alternative, or wrong. The
+    model reads the target's tokens, not its own guesses.
     """
     text = [*prompt, *output[:-1]]
     logits_RV = draft.forward(

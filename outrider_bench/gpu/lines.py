@@ -50,7 +50,7 @@ class Sizes:
     tokens: list[int]
     """New tokens of each sequence: draft tokens, and the token before them."""
     beside_prompt: list[int]
-    """Numbers of sequences that decode beside the chunk of a prompt."""
+    """Numbers of sequences that decode in the same forward as a prompt's chunk."""
     forward_tokens: int
     """The most tokens in one forward."""
     read_numbers: int

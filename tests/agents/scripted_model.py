@@ -1,6 +1,6 @@
 """A verifier whose model calls a tool as a good model would, and answers from the tool's result.
 
-The bundled model is too small to call a tool by itself. With this verifier an agent sees a call,
+The bundled model is too small to call a tool unasked. With this verifier an agent sees a call,
 sends the tool's result back, and ends with an answer.
 """
 

@@ -1,4 +1,4 @@
-"""Released clients do what users do with them, in their default mode. install.sh brings them.
+"""Released clients do what users do with them, in their default mode. install.sh installs them.
 
 Each script of clients/ asks the bundled pair for answers of a demanded type, and a scripted model
 for calls that this model chooses by itself.

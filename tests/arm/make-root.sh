@@ -34,8 +34,9 @@ of_arm install --yes --download-only --no-install-recommends python3-minimal lib
 for package in "$apt"/cache/archives/*.deb; do dpkg -x "$package" "$into/root"; done
 rm -rf "$apt"
 
-# pip takes the files for these systems, but the markers of requirements for this interpreter. So one
-# marker goes: Debian's Python may be older than that of the images.
+# pip takes the files for these systems, but evaluates the markers of requirements with this
+# interpreter's version. Debian's Python may be older than the images' Python, so one marker is
+# removed.
 version=$(basename "$(readlink "$into/root/usr/bin/python3")")
 packages=$into/root/usr/lib/python3/dist-packages
 systems=$(seq -f '--platform manylinux_2_%g_aarch64' 17 36)

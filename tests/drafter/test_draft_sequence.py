@@ -90,7 +90,7 @@ actions = st.one_of(
 class Pair:
     """A sequence, its reference and the verifier's committed tokens.
 
-    Verdicts bring the tokens to the sequence and the reference in any portions, with repeats.
+    Verdicts carry the tokens to the sequence and the reference in any portions, with repeats.
     """
 
     def __init__(self) -> None:

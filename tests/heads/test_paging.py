@@ -75,7 +75,7 @@ class Rig:
         return rows.cumsum(0) / torch.arange(1, len(text))[:, None].sqrt()
 
     def extension(self, sequence: HeadSequence, text: list[int]) -> Extension:
-        """The extension that brings a sequence from its state to the committed text."""
+        """Return the extension that takes a sequence from its state to the committed text."""
         first = sequence.wanted
         added = text[len(sequence.tokens) :]
         return Extension(sequence, added, self.features(text)[first:], first)

@@ -1,4 +1,4 @@
-"""The loader brings every dialect of a head to one normal form, and refuses what it cannot read."""
+"""The loader converts every dialect of a head to one normal form, and refuses the rest."""
 
 from __future__ import annotations
 

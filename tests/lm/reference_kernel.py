@@ -84,7 +84,7 @@ def _seen(
             word = int(ancestors[row]) % 2**64
             chain = [bit for bit in range(64) if word >> bit & 1]
             if len(chain) != int(positions[row]) - tree_start + 1:
-                continue  # padding has no word; a row of a text would see too few keys
+                continue  # padding: it has no word, so it would see too few keys
             keys = [tree_start + bit for bit in chain]
             seen[row, keys] = True
             at[row, keys] = torch.arange(tree_start, tree_start + len(chain))

@@ -182,7 +182,7 @@ def test_attention_to_a_tree_gives_each_row_the_bits_of_its_chain(
 
 @cache
 def runner_of(name: str, dtype: torch.dtype, config: str = "biases") -> ModelRunner:
-    """A runner of a tiny model, by an ARM build or by `portable`, this machine's own."""
+    """A runner of a tiny model that uses an ARM build, or `portable`, this machine's build."""
     with pytest.MonkeyPatch.context() as patch:
         if name == "portable":
             use_build("_cpu", patch)

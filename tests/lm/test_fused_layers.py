@@ -199,7 +199,7 @@ def test_a_fused_layer_launches_four_products_attention_and_four_small_kernels(
 
 
 def messages_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """All log records but the warning that a model's rows may differ."""
+    """Return all log records except the warning that a model's rows may differ."""
     return [record for record in caplog.records if "may answer otherwise" not in record.message]
 
 

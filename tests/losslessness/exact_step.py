@@ -299,7 +299,7 @@ def joint_probs(trials: Sequence[Trial], target: NextProbs, vocab: int, length: 
 
 
 def _continued(text: Text, target: NextProbs, vocab: int, length: int) -> Probs:
-    """The distribution of `length` tokens that begin with a text and go on by the target."""
+    """The distribution of `length` tokens: a text's tokens, then draws from the target."""
     probs = np.zeros([vocab] * length)
     for rest in itertools.product(range(vocab), repeat=length - len(text)):
         whole = (*text, *rest)

@@ -32,7 +32,7 @@ COUPLED = DraftDistribution.COUPLED
 
 
 class Speaking(Guesser):
-    """An untrusted drafter that soon speaks only where its first guess is the token `spoken`."""
+    """An untrusted drafter that later drafts only if its first guess is the token `spoken`."""
 
     trusted = False
 

@@ -92,7 +92,7 @@ def test_a_checkpoint_is_made_once_and_again_after_a_killed_attempt(
 def test_the_served_checkpoint_is_made_anew_for_newer_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An upgrade may bring another bundled target."""
+    """An upgrade may come with another bundled target."""
     small, out = tmp_path / "small", tmp_path / "grown/target-154m"
     shutil.copytree(MODELS / "draft", small)
     made: list[Shape] = []

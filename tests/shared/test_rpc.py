@@ -314,7 +314,7 @@ async def test_an_unknown_method_is_refused_for_good() -> None:
         for method in (
             "/outrider.v1.VerifierService/Nothing",
             "/other.Service/GetModel",
-            # The service has this method without an implementation.
+            # The service declares this method but does not implement it.
             "/grpc.health.v1.Health/List",
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:

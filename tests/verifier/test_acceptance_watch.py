@@ -1,4 +1,4 @@
-"""A drafter is noticed only if its acceptance falls clearly below that of its first hour."""
+"""A drafter is noticed only if its acceptance falls clearly below its first hour's acceptance."""
 
 from __future__ import annotations
 

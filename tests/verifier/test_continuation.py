@@ -1,4 +1,4 @@
-"""A request that another verifier began goes on with the very tokens that would have come."""
+"""A request that another verifier began continues with the very tokens that were to come."""
 
 from __future__ import annotations
 

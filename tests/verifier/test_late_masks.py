@@ -30,7 +30,7 @@ LONG = 24
 
 
 class Held:
-    """Computes masks when the test says so; every step finds them late."""
+    """Computes masks only when the test says so, so every step finds its masks late."""
 
     def __init__(self) -> None:
         self.begun: list[MaskWork] = []

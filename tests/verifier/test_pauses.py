@@ -58,7 +58,7 @@ class DistantDrafter(ScriptedDrafter):
 
 
 class Stack:
-    """An engine whose forwards take STEP_S, and its drafters."""
+    """An engine whose forwards take STEP_S seconds, and its drafters."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()

@@ -39,7 +39,7 @@ class Steps:
     def gain(
         self, steps: float, drafters: frozenset[Drafter] = DRAFTER_SET, batch: int = BATCH
     ) -> None:
-        """A step that brings as many tokens as 1 + `steps` plain steps."""
+        """A step that commits as many tokens as 1 + `steps` plain steps."""
         self.budget.observe(batch, drafters, round(batch * (1 + steps)), 1.0, baseline=False)
 
     def lose(

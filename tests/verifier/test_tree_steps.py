@@ -181,7 +181,7 @@ def test_a_grammar_cuts_a_tree_and_masks_each_row_as_its_path(seed: int) -> None
         assert alone.ended or masked.mask[row] == mask[0]
         rows[tuple(path)] = row
     assert list(rows.values()) == list(range(len(masked.draft.token_ids) + 1))
-    # The mask cut nothing else, and kept the order.
+    # The mask removed no other rows, and kept the order of the rest.
     left = [path for path in paths(tree) if fits([4, *path])]
     assert list(rows) == [tuple(path) for path in left]
 

@@ -1,4 +1,4 @@
-"""vLLM reads the head for SmolLM2, and accepts as many tokens of its drafts as our engine."""
+"""vLLM reads the head for SmolLM2, and accepts as many of its draft tokens as our engine."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ class DraftMessage:
 def _new_depth(parents: list[int], merged: int) -> int:
     """The depth of a tree's new part, in tokens, below the main path that the tree repeats.
 
-    Branches are drafted side by side, so their tokens do not add up. `merged` tokens of the tree
-    were drafted before.
+    Branches are drafted side by side, so their tokens do not add up. `merged` tokens of the
+    tree belong to an earlier draft.
     """
     repeated = min(merged, len(main_path(parents)))
     depths = [0] * (1 + repeated)

@@ -296,7 +296,7 @@ class DraftExchange:
                     self.assign(self._sequences[sequence_id])
 
     def _watch_pause(self, drafter: Drafter) -> None:
-        """Export when the plans begin or cease to ask a drafter with decoding sequences."""
+        """Set the metric of paused drafting when plans begin or cease to ask the drafter."""
         if drafter not in self.plan.considered:
             return
         paused = drafter not in self.plan.paying

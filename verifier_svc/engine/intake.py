@@ -166,7 +166,7 @@ def new_sequence(
     policy: DraftTokensPolicy,
     now: float,
 ) -> Sequence:
-    """Sequence `number`, for a request that came `now`. `policy` bounds its drafts."""
+    """Make sequence `number` for a request that arrived at `now`. `policy` bounds its drafts."""
     depth = request.speculation.draft_tokens
     if depth is None:
         depth = policy.max_draft_tokens

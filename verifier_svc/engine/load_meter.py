@@ -14,7 +14,7 @@ from verifier_svc.state.sequence import Sequence
 # length of the queue.
 _SEQUENCES = 64
 _BATCHES = 4
-# Until a sequence has ended, a sequence is taken to need this many forwards, as for a short answer.
+# Until a sequence has ended, each sequence counts with this many forwards, as for a short answer.
 # A burst on a verifier that has just started must not wait for minutes because nothing was timed.
 _FIRST_FORWARDS = 128.0
 

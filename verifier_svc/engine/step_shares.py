@@ -52,8 +52,8 @@ class StepShares:
         self._use = use
         self._max_batch_tokens = max_batch_tokens
         # When not all decoding sequences have room in a step, the next step goes on after the last
-        # sequence that had room. These are the ids of that sequence among light tenants' sequences,
-        # and among other tenants' sequences.
+        # sequence that had room. Light tenants' sequences and other tenants' sequences
+        # each have such a last sequence; these are the two ids.
         self._last_light = 0
         self._last_heavy = 0
 
@@ -90,7 +90,7 @@ class StepShares:
 
 
 class _Fill:
-    """A step that is filled up to a bound of time. It takes some work even if that takes longer."""
+    """A step that is filled up to a time limit. Even beyond the limit it takes some work."""
 
     def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
         self.decoding: list[Sequence] = []

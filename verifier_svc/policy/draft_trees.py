@@ -226,7 +226,7 @@ def wants_tree(
 ) -> bool:
     """Whether a sibling of the first main guess is worth its cost, if a step can verify it.
 
-    With `probed`, the sibling is taken to be right whenever the main guess is wrong.
+    With `probed`, the estimate assumes that the sibling is right whenever the main guess is wrong.
     """
     share = 1.0 if probed else assignment.sibling_rates.rescued_share
     # If the drafter proposes only chains, the first comparison mostly decides.

@@ -56,7 +56,7 @@ def step_costs(
 def acceptance_threshold(accept_probs: list[float], token_costs: list[tuple[int, float]]) -> float:
     """The lowest probability of being committed at which a draft token still pays.
 
-    Tokens are taken from the likeliest down, each at the next higher cost, until a token's
+    The likeliest token comes first, each further token at the next higher cost, until a token's
     probability no longer covers its cost. `accept_probs` are the probabilities of all tokens that
     could be drafted, in rising order. `token_costs` is as in `StepCosts`.
     """

@@ -111,7 +111,7 @@ class Planner:
     def insisted_outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
         """As `outline`, for a plan whose waits take at most `_INSISTED_WAIT_S`.
 
-        The paying drafters stay those of the last plan, since they matter to other requests.
+        The paying drafters stay as in the last plan, since they matter to other requests.
         """
         outline = self.outline(running, last, step)
         plan = replace(
@@ -384,7 +384,7 @@ class Planner:
         """Drafts of sequences whose prompt is not finished.
 
         A draft may follow the prompt's last token. `unknown` drafters, about which no plan has
-        decided yet, are taken as paying.
+        decided yet, count as paying.
         """
         choice = choice._replace(drafters=choice.drafters | unknown)
         return [draft for sequence in reading for draft in self._pick(sequence, choice, costs)]
@@ -432,7 +432,7 @@ class Planner:
                 total += chance * count
             longest[assignment.drafter] = max(drafted, longest.get(assignment.drafter, 0.0))
         wait_s = max([drafter.latency(count) for drafter, count in longest.items()])
-        # A drafter drafts for all its sequences at once.
+        # A drafter drafts for all its sequences at once, so its longest draft decides.
         busy_s = sum([drafter.busy_s(count) for drafter, count in longest.items()])
         steps = steps_meanwhile(wait_s, decode_step_s)
         probs = [assignment.prob_all_accepted(steps, count) for _, assignment, count in drafts]
@@ -454,7 +454,7 @@ def _insist(running: Collection[Sequence]) -> bool:
 
 
 def _first_token(assignment: Assignment) -> tuple[int, float]:
-    """How likely it is that asking brings a right first token; proven drafters come first."""
+    """The probability that asking yields a right first token; proven drafters come first."""
     return assignment.drafter.right_guesses, assignment.chance * assignment.rate.cumulative[0]
 
 

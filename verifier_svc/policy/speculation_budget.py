@@ -235,7 +235,7 @@ class SpeculationBudget:
         return sizes.get(size) or sizes[min(sizes, key=lambda other: abs(other - size))]
 
     def _budget(self, size: int, drafters: frozenset[Drafter]) -> _Budget:
-        """The budget for this size. A new budget begins as a copy of the nearest size's."""
+        """Return the budget for this size. A new budget is a copy of the nearest size's budget."""
         sizes = self._budgets.setdefault(drafters, {})
         if size not in sizes:
             first = _FIRST_STEPS if drafters else _PROBE_STEPS

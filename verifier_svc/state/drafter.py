@@ -160,7 +160,7 @@ class Drafter:
 
     @property
     def merit(self) -> float:
-        """How often asking it brings a right first token, to compare drafters.
+        """How often asking it yields a right first token, to compare drafters.
 
         Quick drafters are right more often within a run, which does not count here.
         """

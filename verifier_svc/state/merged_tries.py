@@ -16,7 +16,7 @@ from verifier_svc.state.trie import Node
 Nodes = list[tuple[Assignment, Node]]
 """The nodes of one prefix in the tries that have it."""
 
-# A sibling of a drafter's main guess is taken to be half as likely as the sibling before it.
+# A sibling of a drafter's main guess counts as half as likely as the sibling before it.
 _NEXT_GUESS = 0.5
 
 

@@ -97,7 +97,7 @@ class Assignment:
     An answer that is long overdue counts as a skip.
     """
     feature_position: int = 0
-    """No further features of tokens before this position are taken for the drafter."""
+    """The drafter gets no further features of tokens before this position."""
     held_features: list[Features] = field(default_factory=list)
     """Features that wait for the verdict of their tokens."""
     told_at: float = 0.0
@@ -260,7 +260,7 @@ class Assignment:
 
     @property
     def chance(self) -> float:
-        """Probability that asking brings a draft, to compare drafters.
+        """Probability that asking yields a draft, to compare drafters.
 
         It is never near 0, because a drafter whose texts are hard for a while costs little and
         should still be asked.

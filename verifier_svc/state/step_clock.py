@@ -63,7 +63,7 @@ class StepClock:
     def end_step(self) -> float:
         """End the step; return the seconds since the step before it ended.
 
-        Infinity if the engine was idle between them.
+        The result is infinite if the engine was idle between the two steps.
         """
         before = self._ended[1]
         now = self._clock()

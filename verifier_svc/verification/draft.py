@@ -39,8 +39,8 @@ class Draft:
     def judged(self) -> list[tuple[int, int]]:
         """The draft tokens that the rules judge: for each, the row before it and its index.
 
-        In a tree these are the first children. Another child is accepted if it is the target's own
-        token.
+        In a tree the rules judge only first children. Any other child is accepted if it equals the
+        target's own token.
         """
         if not self.context.parents:
             return [(i, i) for i in range(len(self.context.drafted))]

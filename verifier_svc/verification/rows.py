@@ -28,8 +28,8 @@ def tree_result(
     """
     path = walk(context.drafted, context.parents, own, accepts_first)
     last = path[-1] if path else 0
-    # Row numbers rise along a path. So if the last row's number is the path's length, the path is
-    # the first rows.
+    # Row numbers rise along a path. So if the last row's number equals the path's length, the path
+    # has exactly the rows from 1 to this number.
     if last == len(path):
         return AcceptResult(len(path), tokens[last])
     return AcceptResult(len(path), tokens[last], path)

@@ -184,14 +184,14 @@ class DraftHub:
         self.pause_sequence(sequence)
 
     def pause_sequence(self, sequence: Sequence) -> None:
-        """Take a sequence out of the batch and tell its drafters that it is over; it may go on."""
+        """Take a sequence out of the batch and close it at its drafters; it may resume later."""
         self.sequences.pop(sequence.id, None)
         self.running.pop(sequence.id, None)
         self.waiting.pop(sequence.id, None)
         self.drafting.close(sequence)
 
     def preempted(self, request_id: str) -> None:
-        """Note that vLLM took a request's pages. It keeps its tokens and its drafters' tries."""
+        """Note that vLLM took a request's pages. The sequence keeps its tokens and its tries."""
         self.preemption_count += 1
         sequence = self._by_request.get(request_id)
         if sequence is not None and self.running.pop(sequence.id, None) is not None:

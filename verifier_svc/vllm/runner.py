@@ -1,4 +1,4 @@
-"""What vLLM's two runners need to verify drafts that its scheduler brings.
+"""What vLLM's two runners need to verify the drafts that our scheduler gives them.
 
 vLLM verifies drafts only beside a drafter of its own, so each runner gets a drafter that never
 drafts. The first runner takes the drafter's class by name. The second runner has a closed list of

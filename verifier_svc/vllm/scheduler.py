@@ -214,7 +214,7 @@ def _open(hub: DraftHub, request: Request) -> None:
 
 
 def _foreign(request: Request) -> TokenRequest:
-    """A request to vLLM's own server, as drafters need it.
+    """Convert a request to vLLM's own server into a request for drafters.
 
     vLLM draws its tokens with its own noise, so drafters are to guess the likeliest tokens.
     """

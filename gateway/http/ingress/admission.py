@@ -57,7 +57,7 @@ class AdmittedRequest:
             admitted.close()
 
     def end(self) -> None:
-        """Release the slots that it still holds: as one sequence, and of `preparing`."""
+        """Release the slots that it still holds: for one sequence, and for parsing."""
         self.release_slots()
         if self._has_slot:
             self._has_slot = False

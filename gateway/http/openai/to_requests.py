@@ -230,7 +230,7 @@ def _prompt_alternatives(body: GenerationBody) -> int | None:
 
 
 def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
-    """The grammar of the answer and the field that gives it; (None, "") for no grammar."""
+    """Return the answer's grammar and its field's name; (None, "") if there is no grammar."""
     found = _grammars(body)
     if not found:
         return None, ""

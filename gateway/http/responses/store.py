@@ -82,7 +82,7 @@ class _Tenant:
 
 
 class ResponseStore:
-    """The kept answers of all tenants. The least recently used answers make room for new answers.
+    """Keeps answers of all tenants. New answers replace the least recently used answers.
 
     A tenant cannot read another tenant's answers, and keeps at most MAX_TENANT_BYTES and
     MAX_TENANT_ANSWERS.

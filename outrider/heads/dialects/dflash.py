@@ -102,7 +102,7 @@ def read_dflash(
 
 
 def _plain_name(name: str) -> str:
-    """The name that most dialects have; SpecForge's early files put heads into a logit_head."""
+    """Return the tensor's name in most dialects; SpecForge's early files have prefixes."""
     name = name.removeprefix("model.").removeprefix("logit_head.")
     return _FLAT.get(name, name)
 

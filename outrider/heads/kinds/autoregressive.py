@@ -1,8 +1,9 @@
 """What EAGLE-3, EAGLE and MTP share: they draft step by step, from pairs of feature and next token.
 
 The first guess comes from the row of the last true feature. Each later step takes the previous
-step's state in place of the feature that the target has not computed. Its row follows the text,
-where the next true row overwrites it. Where trees are verified, each step follows several guesses.
+step's state in place of the feature that the target has not computed. Such a step's row comes right
+after the text, and the next row of a true feature overwrites it. Where trees are verified, each
+step follows several guesses.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _constant(numbers: str, name: str) -> int:
-    """Return a constant of the library for such weights: how it wants them next to each other."""
+    """Return a constant of the library: how it wants weights of this type next to each other."""
     found = library()
     assert found is not None
     return ctypes.c_int64.in_dll(found, prefix(numbers) + name).value

@@ -54,7 +54,7 @@ class TokenMover:
     """Moves tokens in arrays [slots, heads, size] whose heads and sizes may differ."""
 
     def __init__(self, arrays: Sequence[torch.Tensor]) -> None:
-        """Note where the arrays lie; they must outlive this."""
+        """Note the addresses of the arrays, which must outlive this object."""
         device = arrays[0].device
         widths = [_slot_bytes(array) // _WORD_BYTES for array in arrays]
         self._addresses = on(device, [array.data_ptr() for array in arrays], torch.int64)

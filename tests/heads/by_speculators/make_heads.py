@@ -64,7 +64,7 @@ def layers_of(case: Case) -> Any:
 
 
 def made(model_class: Any, config_class: Any, case: Case, **defaults: Any) -> Any:
-    """A model with random weights, so large that every part counts; norms are around 1."""
+    """A model with random weights, which are so large that every part matters; norms are near 1."""
     settings = {"draft_vocab_size": DRAFT_VOCAB, **defaults, **case.config}
     model = model_class(config_class(transformer_layer_config=layers_of(case), **settings))
     with torch.no_grad():
