@@ -229,13 +229,8 @@ class Scheduler:
             draft = self._with_pages(sequence.kv, end, draft.first(room))
         if not draft.token_ids:
             assignment = None
-        while not draft.token_ids and not self.pool.reserve(sequence.kv, end):
-            victim = self._holds_most(
-                other for other in self.running.values() if other.id not in batch
-            )
-            self._preempt(victim)
-            if victim is sequence:
-                return None
+        if not draft.token_ids and not self._reserve_or_preempt(sequence, end, batch):
+            return None
         tokens = sequence.tokens[start : start + count]
         scored = _scored(sequence, start, count)
         scheduled = ScheduledSequence(
@@ -243,6 +238,30 @@ class Scheduler:
         )
         batch[sequence.id] = scheduled
         return scheduled
+
+    def _reserve_or_preempt(
+        self, sequence: Sequence, end: int, batch: Mapping[int, ScheduledSequence]
+    ) -> bool:
+        """Reserve pages for the first `end` tokens of a running sequence.
+
+        Preempt sequences that are not in the batch until there are pages. Returns False if
+        `sequence` itself was preempted.
+        """
+        while not self.pool.reserve(sequence.kv, end):
+            victim = self._page_victim_for_running(batch)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _page_victim_for_running(self, batch: Mapping[int, ScheduledSequence]) -> Sequence:
+        """The sequence to preempt when a running sequence lacks a page.
+
+        Among those not in the batch, it is the youngest of the tenant with the most pages.
+        """
+        held = self._pages_held()
+        others = [each for each in self.running.values() if each.id not in batch]
+        return max(others, key=lambda each: (held[each.request.tenant], each.arrival))
 
     def _with_pages(self, kv: KVSequence, end: int, draft: DraftTree) -> DraftTree:
         """Reserve pages for a draft after the first `end` tokens; return the part that fits."""
@@ -267,23 +286,23 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self.waiting:
             sequence = self.waiting.first(self.tenants)
-            loser: Sequence | None = None
+            victim: Sequence | None = None
             if len(self.running) >= self._max_sequences:
-                loser = self._loser_of_place(sequence.request.tenant)
-                if loser is None:
+                victim = self._place_victim_for_admission(sequence.request.tenant)
+                if victim is None:
                     break
-            if loser is None and self._lacks_pages(sequence):
+            if victim is None and self._lacks_pages(sequence):
                 break
             # Scoring a token needs the logits before it, which the cache does not hold.
             limit = sequence.unscored.start - 1 if sequence.unscored else None
             tenant = sequence.request.tenant
             cached = self.pool.match_prefix(sequence.kv, sequence.tokens, tenant, limit)
-            if loser is not None:
-                if not self._fits_without(loser, sequence):
+            if victim is not None:
+                if not self._fits_without(victim, sequence):
                     self.pool.free(sequence.kv)
                     break
-                self._preempt(loser)
-            if not self._make_pages(sequence):
+                self._preempt(victim)
+            if not self._reserve_for_admission(sequence):
                 self.pool.free(sequence.kv)
                 break
             self.prompt_token_count += len(sequence.tokens)
@@ -298,7 +317,7 @@ class Scheduler:
         self.load_meter.admitted()
         return [sequence for sequence in admitted if sequence.id in self.running]
 
-    def _loser_of_place(self, tenant: str) -> Sequence | None:
+    def _place_victim_for_admission(self, tenant: str) -> Sequence | None:
         """The sequence that loses its place to `tenant`; None if no tenant has 2 places more.
 
         It is the youngest sequence of the tenant with the most places. That tenant keeps at least
@@ -310,24 +329,24 @@ class Scheduler:
         own = [each for each in self.running.values() if each.request.tenant == most]
         return max(own, key=_arrival)
 
-    def _fits_without(self, loser: Sequence, sequence: Sequence) -> bool:
-        """Whether a sequence can get its pages if `loser` is preempted for its place.
+    def _fits_without(self, victim: Sequence, sequence: Sequence) -> bool:
+        """Whether a sequence can get its pages if `victim` is preempted for its place.
 
         Otherwise the place would stay empty.
         """
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)
-        if missing <= self.pool.free_count + len(loser.kv.pages):
+        if missing <= self.pool.free_count + len(victim.kv.pages):
             return True
-        return bool(self._losers_of_pages(sequence))
+        return bool(self._page_victims_for_admission(sequence))
 
-    def _make_pages(self, sequence: Sequence) -> bool:
+    def _reserve_for_admission(self, sequence: Sequence) -> bool:
         """Reserve pages for all tokens of a sequence, if need be from tenants with more pages."""
         length = len(sequence.tokens)
         if self.pool.reserve(sequence.kv, length):
             return True
         if len(self.tenants) == 0 or self.tenants.keys() == {sequence.request.tenant}:
             return False
-        for victim in self._losers_of_pages(sequence):
+        for victim in self._page_victims_for_admission(sequence):
             self._preempt(victim)
         return self.pool.reserve(sequence.kv, length)
 
@@ -344,7 +363,7 @@ class Scheduler:
             return False
         return self.pool.known_pages(sequence.page_hashes, sequence.tokens, tenant) < missing
 
-    def _losers_of_pages(self, sequence: Sequence) -> list[Sequence]:
+    def _page_victims_for_admission(self, sequence: Sequence) -> list[Sequence]:
         """The sequences to preempt so that `sequence` gets pages; empty if it must wait.
 
         A tenant that loses pages must keep at least as many pages as the tenant of `sequence` then
@@ -355,7 +374,7 @@ class Scheduler:
         own = held.pop(sequence.request.tenant, 0) + len(sequence.kv.pages) + missing
         missing -= self.pool.free_count
         youngest = sorted(self.running.values(), key=_arrival)
-        losers: list[Sequence] = []
+        victims: list[Sequence] = []
         while missing > 0 and youngest:
             most = max(held, key=lambda tenant: held[tenant], default=None)
             victim = next(
@@ -368,8 +387,8 @@ class Scheduler:
             if held[most] < own:
                 return []
             missing -= len(victim.kv.pages)
-            losers.append(victim)
-        return losers if missing <= 0 else []
+            victims.append(victim)
+        return victims if missing <= 0 else []
 
     def _pages_held(self) -> Counter[str]:
         """Each tenant's pages of running sequences; a shared page counts for each tenant."""
@@ -377,11 +396,6 @@ class Scheduler:
         for sequence in self.running.values():
             held[sequence.request.tenant] += len(sequence.kv.pages)
         return held
-
-    def _holds_most(self, sequences: Iterable[Sequence]) -> Sequence:
-        """Among these sequences, the youngest of the tenant that holds the most pages."""
-        held = self._pages_held()
-        return max(sequences, key=lambda each: (held[each.request.tenant], each.arrival))
 
     def _preempt(self, victim: Sequence) -> None:
         """Free a sequence's pages and recompute it later; it keeps its tokens and its tries."""
