@@ -2,11 +2,20 @@
 
 Knows logits, drafts and noise; not sequences, pages or streams.
 
-The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) draw the target's own token
-at every position, with noise that depends only on seed and position. They accept a draft token that
-equals the target's own token. Nothing of the draft enters the output, so a seed gives the same text
-with any drafter. The rules for sampled drafts of trusted drafters, and the lossy rules, are in
-`verifier_svc.verification.rules`.
+The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) are in this file. They draw
+the target's own token at every position, with noise that depends only on seed and position, and
+accept a draft token that equals it. Nothing of the draft enters the output, so a seed gives the
+same text with any drafter.
+
+- GREEDY: `_greedy_results` on the host; `_OwnTokens` if another draft of the batch needs
+  probabilities.
+- COUPLED: `_OwnTokens`.
+- TOKEN_WISE and BLOCK, for sampled drafts of trusted drafters: `_SampledDrafts` lays the drafts
+  out, and the rules are in `rules/sampled_drafts.py`.
+- TYPICAL and RELAXED: `_LossyTokens`, and `rules/lossy.py`.
+- SYNTHETIC, for benchmarks: `Acceptance`.
+
+`rule_choice.py` chooses each draft's rule.
 """
 
 from __future__ import annotations
@@ -60,14 +69,14 @@ class Acceptance:
         self._is_synthetic = bool(synthetic_rates)
         self._adjustments = Adjustments([draft.context for draft in drafts], staging, counts)
         self._rows: Rows | None = None
-        self._draws: _Draws | None = None
+        self._own_tokens: _OwnTokens | None = None
         self._synthetic_R: Staged | None = None
         needs_probs = [draft for draft in drafts if draft.needs_probs]
         if not synthetic_rates and not needs_probs:
             return  # the likeliest tokens are all that is needed
         self._rows = Rows(drafts, staging)
         if needs_probs:
-            self._draws = _Draws(self._rows, staging)
+            self._own_tokens = _OwnTokens(self._rows, staging)
         if synthetic_rates:
             positions_R = np.minimum(self._rows.depths, len(synthetic_rates) - 1)
             chances_R = _chances(synthetic_rates)[positions_R]
@@ -90,17 +99,17 @@ class Acceptance:
         whole: dict[int, list[int]] = {}
         while True:
             decided = self._decide(logits_RV, masks, whole)
-            own = decided.own
+            results = decided.results
             besides = () if beside is None else beside(decided.committed_R)
-            found = fetch([*own, *decided.sufficed.values(), *besides])
-            sufficed = zip(decided.sufficed, found[len(own) :], strict=False)
+            found = fetch([*results, *decided.sufficed.values(), *besides])
+            sufficed = zip(decided.sufficed, found[len(results) :], strict=False)
             if not note_short(whole, sufficed):
                 return self._read(found), found[len(found) - len(besides) :]
 
     def _read(self, found: Sequence[np.ndarray]) -> list[AcceptResult]:
-        """The results; `found` begins with what `_Decided.own` has."""
+        """The results; `found` begins with what `_Decided.results` has."""
         if self._rows is None:
-            return _greedy(found[0].tolist(), self._drafts)
+            return _greedy_results(found[0].tolist(), self._drafts)
         return self._rows.results(found[0], found[1], has_siblings=not self._is_synthetic)
 
     def _decide(
@@ -121,10 +130,10 @@ class Acceptance:
         if rows is None:
             return _Decided(_with_errors(tokens_R, peaks_R, raw_peaks_R))
         sufficed: dict[int, torch.Tensor] = {}
-        if self._draws is None:
+        if self._own_tokens is None:
             matches_R = tokens_R == rows.draft_R.tensor
         else:
-            matches_R, sufficed = self._draws.accept(logits_RV, tokens_R, whole)
+            matches_R, sufficed = self._own_tokens.accept(logits_RV, tokens_R, whole)
         if self._synthetic_R is not None:
             matches_R = self._synthetic_R.tensor & rows.drafted_R.tensor
         tokens_R = _with_errors(tokens_R, peaks_R, raw_peaks_R)
@@ -146,7 +155,7 @@ class _Decided:
     """As the second result of `TargetProbs.probs`."""
 
     @property
-    def own(self) -> list[torch.Tensor]:
+    def results(self) -> list[torch.Tensor]:
         """The tensors that hold the results."""
         return [self.tokens_R] if self.matches_R is None else [self.tokens_R, self.matches_R]
 
@@ -174,7 +183,7 @@ def _with_errors(
     return torch.where(finite_R, tokens_R, NOT_FINITE)
 
 
-def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
+def _greedy_results(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
     """Results if every draft's rule is GREEDY; `tokens` has each row's likeliest token.
 
     Runs on the host, which takes less time than laying out tensors.
@@ -196,8 +205,11 @@ def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
     return results
 
 
-class _Draws:
-    """Draws the target's own tokens, and applies the rules that look at probabilities."""
+class _OwnTokens:
+    """Draws the target's own tokens: the rules GREEDY and COUPLED.
+
+    Then it applies the rules that look at probabilities, each to its own drafts.
+    """
 
     def __init__(self, rows: Rows, staging: Staging) -> None:
         needed = rows.where(lambda draft: draft.needs_probs)
@@ -212,7 +224,7 @@ class _Draws:
         if any(sampling.greedy for sampling in settings):
             self._greedy_N = staging.add([sampling.greedy for sampling in settings])
         places = {row: n for n, row in enumerate(needed)}
-        self._judges: list[_Sampled | _Lossy] = []
+        self._judges: list[_SampledDrafts | _LossyTokens] = []
         for rule in {draft.rule for draft in rows.drafts}:
             if rule in SAMPLED_RULES:
                 picked = [
@@ -223,11 +235,11 @@ class _Draws:
                     and not draft.context.sampling.greedy
                 ]
                 if picked:
-                    self._judges.append(_Sampled(rule, picked, rows, places, staging))
+                    self._judges.append(_SampledDrafts(rule, picked, rows, places, staging))
             elif rule in LOSSY_RULES:
                 judged = _judged(rule, rows)
                 if judged:
-                    self._judges.append(_Lossy(rule, judged, rows, places, staging))
+                    self._judges.append(_LossyTokens(rule, judged, rows, places, staging))
 
     def accept(
         self,
@@ -259,7 +271,7 @@ class _Draws:
         return matches_R, sufficed
 
 
-class _Sampled:
+class _SampledDrafts:
     """Sampled drafts laid out for a rule.
 
     B drafts of at most K tokens, S tokens in all, each drawn from at most E alternatives.
@@ -363,7 +375,7 @@ class _Sampled:
         return torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, target_BV)
 
 
-class _Lossy:
+class _LossyTokens:
     """The tokens that a lossy rule judges."""
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Acceptance rules: pure functions of probabilities and noise.
+"""The acceptance rules that compute with probabilities: pure functions of these and of noise.
 
-They know no sequences, streams or settings. The rules for greedy and for coupled drafts are a
-comparison of tokens, which is in `verification/acceptance.py`.
+They know no sequences, streams or settings. TOKEN_WISE and BLOCK are in `sampled_drafts.py`;
+TYPICAL and RELAXED are in `lossy.py`. GREEDY and COUPLED compare tokens, and SYNTHETIC compares
+noise with given rates: they are in `verification/acceptance.py`, which applies all rules.
 """
