@@ -10,19 +10,17 @@ from fastapi.responses import Response
 
 from gateway.generation.generate import Generation
 from gateway.generation.serve_text import serve_text
+from gateway.http.disconnects import (
+    cancel_and_wait,
+    until_begun_or_disconnected,
+    until_done_or_disconnected,
+)
 from gateway.http.endpoints import most_tokens, naming_limit
 from gateway.http.ingress.admission import admitted_request
 from gateway.http.long_json import written
 from gateway.http.openai.calls import HttpCall
 from gateway.http.openai.schema import ChatBody
-from gateway.http.streaming import (
-    EventStream,
-    cancelled,
-    ping_seconds,
-    sse,
-    until_begun,
-    until_gone,
-)
+from gateway.http.streaming import EventStream, ping_seconds, sse
 from gateway.text.choices import collect
 
 
@@ -34,14 +32,15 @@ async def answer_text(generation: Generation, call: HttpCall[Any]) -> Response:
         writer = call.writer(answer)
         if not call.streams:
             collected = collect(answer.events, len(answer.totals.finishes))
-            choices = await until_gone(call.request, collected)
+            choices = await until_done_or_disconnected(call.request, collected)
             content = await written(writer.whole(choices))
             return Response(content, media_type="application/json")
         # Await the first delta before the status line goes out, so that a refused request gets the
         # status of its error; but stop waiting before a proxy gives up.
         first = asyncio.ensure_future(anext(answer.events))
-        stack.push_async_callback(cancelled, first)
-        await until_begun(call.request, first, ping_seconds(call.request.scope))
+        stack.push_async_callback(cancel_and_wait, first)
+        most_s = ping_seconds(call.request.scope)
+        await until_begun_or_disconnected(call.request, first, most_s)
         events = sse(first, answer.events, writer, answer.span)
         return EventStream(events, stack.pop_all())
 

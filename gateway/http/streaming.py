@@ -1,4 +1,4 @@
-"""Write answers as server-sent events, and cancel work for clients that hang up."""
+"""Streams answers as server-sent events, until they end or the client disconnects."""
 
 from __future__ import annotations
 
@@ -8,71 +8,25 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.api_errors import unexpected
+from gateway.http.disconnects import client_gone_error
 from gateway.text.choices import Event, WholeChoice
 from gateway.text.deltas import TextDelta
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError
 from outrider.process.observability.telemetry import Span
 
 log = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
 # Pings: a comment, which clients skip, and Anthropic's event.
 _PING = b": ping\n\n"
 _MESSAGES_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 # `json.dumps` with separators would make an encoder for each event.
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-
-
-async def until_gone(request: Request, work: Awaitable[_Result]) -> _Result:
-    """The result of `work`. If the client hangs up first, cancel it and raise CLIENT_GONE."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hung_up(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise _client_gone()
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def until_begun(request: Request, first: asyncio.Future[_Result], most_s: float) -> None:
-    """Wait at most `most_s` for `first`. Raises its error, or CLIENT_GONE if the client left."""
-    gone = asyncio.ensure_future(_hung_up(request))
-    both: set[asyncio.Future[Any]] = {first, gone}
-    try:
-        timeout_s = None if most_s == math.inf else most_s
-        await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            first.result()
-        elif gone.done():
-            raise _client_gone()
-    finally:
-        await cancelled(gone)
-
-
-async def cancelled(work: asyncio.Future[Any]) -> None:
-    """Cancel the work, wait for its end, and ignore its error."""
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-
-
-def _client_gone() -> OutriderError:
-    return OutriderError(Reason.CLIENT_GONE, "the client hung up before its answer was complete")
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def event(data: dict[str, Any], name: str = "") -> bytes:
@@ -102,7 +56,7 @@ class AnswerWriter(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Streams events. It closes their answer when they end, or when the client hangs up.
+    """Streams events. It closes their answer when they end, or when the client disconnects.
 
     While there are no events, it sends pings, so that no proxy takes the connection for dead.
     """
@@ -170,9 +124,9 @@ async def sse(
                 yield out
             item = await anext(rest, None)
     except (GeneratorExit, asyncio.CancelledError):
-        # After the end of the answer, hanging up is no error.
+        # After the end of the answer, to disconnect is no error.
         if not writer.is_complete:
-            span.ended_by(_client_gone())
+            span.ended_by(client_gone_error())
         raise
     except OutriderError as error:
         span.ended_by(error)
