@@ -100,7 +100,7 @@ def test_a_fault_that_does_not_exist_is_refused(
 
 
 @pytest.mark.slow
-def test_a_short_campaign_loses_alters_and_leaks_nothing(
+def test_killed_drafters_and_verifiers_lose_alter_and_leak_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

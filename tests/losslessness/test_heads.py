@@ -225,7 +225,7 @@ class Case:
     happened: Callable[[Traffic], bool] = lambda traffic: True
 
 
-def come_and_go(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
+def die_and_join(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
     """The drafter dies, and another one joins a little later."""
     if tick % 8 == 5:
         drafter.leave()
@@ -240,9 +240,9 @@ def hang(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
     drafter.hangs = tick % 8 > 3
 
 
-def hang_or_go(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
-    """Alternate `come_and_go` and `hang`."""
-    event = come_and_go if tick % 16 < 8 else hang
+def hang_or_die(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
+    """Alternate `die_and_join` and `hang`."""
+    event = die_and_join if tick % 16 < 8 else hang
     event(traffic, drafter, tick)
 
 
@@ -253,7 +253,7 @@ CASES = {
     "late": Case({"late": 1}, is_calm=True),
     "in the verifier's process": Case({"is_local": True}, is_calm=True),
     "in the verifier's process, hung": Case({"is_local": True}, events=hang),
-    "killed": Case(events=come_and_go),
+    "killed": Case(events=die_and_join),
     "hung": Case(events=hang),
     "dropped features": Case({"dropped": 3}),
     "preempted, in chunks, on cached pages": Case(
@@ -264,7 +264,7 @@ CASES = {
             and traffic.engine.scheduler.cached_token_count > 0
         ),
     ),
-    "everything": Case({"late": 1, "dropped": 12}, SMALL, hang_or_go),
+    "everything": Case({"late": 1, "dropped": 12}, SMALL, hang_or_die),
 }
 QUICK = (("calm", "greedy"), ("everything", "sampled"))
 
@@ -290,7 +290,7 @@ def plain(runner: ModelRunner) -> Callable[[str], list[list[int]]]:
         for pair in itertools.product(CASES, SETTINGS)
     ],
 )
-def test_a_head_changes_no_text_whatever_becomes_of_it(
+def test_a_killed_hung_or_late_head_changes_no_text(
     site: Site, plain: Callable[[str], list[list[int]]], name: str, setting: str
 ) -> None:
     case = CASES[name]

@@ -1,8 +1,8 @@
 """In all traffic, texts follow the target's distribution, and a seed gives the same text.
 
 Two drafters at once, drafts that run ahead and come late, pauses, small pools with preemption,
-prompts in chunks and from the cache, drafters that come and go: all through the real engine, with a
-target of five tokens that can be enumerated.
+prompts in chunks and from the cache, drafters that die and join, a verifier that dies:
+all through the real engine, with a target of five tokens that can be enumerated.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Case:
         return traffic, texts
 
 
-def come_and_go(traffic: Traffic, drafters: list[Guesser], tick: int) -> None:
-    """Connect drafters in turn, so a sequence may lose its drafter, or get it late or again."""
+def drafters_die_and_join(traffic: Traffic, drafters: list[Guesser], tick: int) -> None:
+    """Drafters die and join in turn; a sequence may lose its drafter, or get it late or again."""
     drafter = drafters[tick // 4 % len(drafters)]
     if tick % 4 == 3:
         if drafter.connected:
@@ -69,7 +69,7 @@ def come_and_go(traffic: Traffic, drafters: list[Guesser], tick: int) -> None:
             drafter.join(traffic.engine)
 
 
-def die(traffic: Traffic) -> None:
+def verifier_dies(traffic: Traffic) -> None:
     """Cancel all sequences, and continue them as another verifier would."""
     for sequence in list(traffic.engine.sequences.values()):
         traffic.engine.cancel(sequence)
@@ -121,15 +121,15 @@ CASES = {
         ),
         {"page_size": 2, "page_count": 48, "concurrent": 16, "max_batch_tokens": 24, "length": 9},
     ),
-    "deaths of the verifier": Case(
+    "the verifier dies": Case(
         lambda offers: [Guesser("first", CLOSE, offers, late=1)],
         lambda traffic, drafters: traffic.engine._book._last_id > 700,
         {"concurrent": 24, "length": 9},
-        lambda traffic, drafters, tick: die(traffic) if tick % 3 == 2 else None,
+        lambda traffic, drafters, tick: verifier_dies(traffic) if tick % 3 == 2 else None,
     ),
-    "joins and leaves": Case(
+    "drafters die and join": Case(
         lambda offers: [Guesser("first", CLOSE, offers, late=1), Guesser("second", OTHER, ONE_HOT)],
-        events=come_and_go,
+        events=drafters_die_and_join,
     ),
 }
 RULES = {"block": AcceptanceRule.BLOCK, "token-wise": AcceptanceRule.TOKEN_WISE}
@@ -140,7 +140,7 @@ def check(case: Case, way: str, draws: int, sees: float) -> None:
     compare(traffic.observed(texts), traffic.expected(draws)).must_agree(sees)
 
 
-# The quick suite tests deaths of the verifier below, with a target that shows more of the coins.
+# The quick suite tests a verifier that dies below, with a target that shows more of the coins.
 # The other kinds of traffic are in the slow test of many draws.
 def test_texts_follow_the_target_in_difficult_traffic() -> None:
     check(CASES["preemption, chunks and cached prefixes"], "block", 4_000, 0.081)
@@ -189,7 +189,7 @@ def test_the_engine_uses_no_coin_twice(rule: AcceptanceRule, dies: bool) -> None
         EVEN, prompts=((2,),), rule=rule, policy=DraftTokensPolicy("fixed", 4), length=4
     )
     if dies:
-        traffic.events = lambda tick: die(traffic)
+        traffic.events = lambda tick: verifier_dies(traffic)
     texts = traffic.run(6_000, Guesser("heads", HEADS, SPARSE, silent=0.0))
     compare(traffic.observed(texts), traffic.expected(len(texts))).must_agree(sees=0.041)
 
