@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 from tests.stack import ROOT
 
-MADE = ROOT / "build/arm64"
-TREE = MADE / "root"
-MISSING = "there is no root for ARM; run: make arm"
+HERE = Path(__file__).parent
+_MADE = ROOT / "build/arm64"
+_TREE = _MADE / "root"
+_MISSING = not (_MADE / "made").exists() or shutil.which("qemu-aarch64") is None
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.skipif(_MISSING, reason="there is no root for ARM; run: make arm"),
+    pytest.mark.timeout(3600),
+]
 
 
-def python(packages: Path = ROOT) -> list[str]:
-    """The command of ARM's Python, which imports Outrider from `packages`.
+def python(packages: Path) -> list[str]:
+    """The command of ARM's Python, which imports Outrider from `packages` alone.
 
     The processor has what Neoverse V2 has and more: `max` with its vectors of 128 bits.
     """
-    emulator = ["qemu-aarch64", "-cpu", "max,sve-max-vq=1", "-L", str(TREE)]
-    return [*emulator, "-E", f"PYTHONPATH={packages}", str(TREE / "usr/bin/python3")]
+    emulator = ["qemu-aarch64", "-cpu", "max,sve-max-vq=1", "-L", str(_TREE)]
+    return [*emulator, "-E", f"PYTHONPATH={packages}", str(_TREE / "usr/bin/python3"), "-P"]

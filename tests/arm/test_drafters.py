@@ -1,7 +1,7 @@
 """Drafters on 64-bit ARM draft for a verifier on x86, and everything shows where they run.
 
-The drafters are whole processes with ARM's Python, gRPC and torch. Only the processor is emulated,
-which takes minutes.
+The drafters are whole processes of the cross-built wheel, with ARM's Python, gRPC and torch. Only
+the processor is emulated, which takes minutes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,11 +33,7 @@ from tests.trace_collector import Collector, attributes, collecting
 from tests.waiting import until
 from tests.web.site_rig import chromium
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (arm.MADE / "made").exists(), reason=arm.MISSING),
-    pytest.mark.timeout(3600),
-]
+pytestmark = arm.MARKS
 PLAIN = SpeculationOptions(enabled=False)
 # A seed each, so that requests differ where their prompts do not.
 SAMPLINGS = {
@@ -48,33 +45,33 @@ START_S = 1200.0
 """The model drafter imports torch, which takes minutes here on a busy machine."""
 
 
-def started(family: str, address: str, core: int) -> Process:
+def started(family: str, address: str, core: int, packages: Path) -> Process:
     """A drafter on ARM; it pins itself to one core of this machine."""
     flags = ["--family", family, "--verifier", address, "--id", f"arm-{family}"]
     flags += ["--cores", str(core)]
     if family == "model":
         flags += ["--model", DRAFT, "--dtype", "float32"]
-    return Process("", *flags, command=[*arm.python(), "-m", "drafter_svc"])
+    return Process("", *flags, command=[*arm.python(packages), "-m", "drafter_svc"])
 
 
 @contextmanager
-def running(family: str, core: int) -> Iterator[tuple[Stack, GatewayProcess]]:
+def running(family: str, core: int, packages: Path) -> Iterator[tuple[Stack, GatewayProcess]]:
     """A verifier, which waits for drafts, the drafter and a gateway."""
     stack = Stack("--always-draft")
-    stack.drafters[f"arm-{family}"] = started(family, stack.address, core)
+    stack.drafters[f"arm-{family}"] = started(family, stack.address, core, packages)
     with behind_gateway(stack, timeout_s=START_S) as gateway:
         yield stack, gateway
 
 
 @asynccontextmanager
 async def traced(
-    family: str, core: int, patch: pytest.MonkeyPatch
+    family: str, core: int, packages: Path, patch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Stack, GatewayProcess, Collector]]:
     """The same processes, which have sent their spans when the block has ended."""
     async with collecting() as (collector, endpoint):
         # The processes inherit this variable.
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-        context = running(family, core)
+        context = running(family, core, packages)
         stack, gateway = await asyncio.to_thread(context.__enter__)
         try:
             yield stack, gateway, collector
@@ -119,10 +116,10 @@ def check_trace(collector: Collector, name: str, expected: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("family", ["ngram", "model"])
 async def test_a_drafter_on_arm_drafts_for_a_verifier_on_x86(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, core = f"arm-{family}", max(os.sched_getaffinity(0))
-    async with traced(family, core, monkeypatch) as (stack, gateway, collector):
+    async with traced(family, core, packages, monkeypatch) as (stack, gateway, collector):
         async with Client(stack.address) as client:
             [listed] = (await client.model()).drafters
             place = replace(listed.placement, host="")
@@ -143,5 +140,6 @@ async def test_a_drafter_on_arm_drafts_for_a_verifier_on_x86(
         output = stack.drafters[name].output
         await until(lambda: "registered with" in output())
         print(output())
+        assert "the C kernels for CPUs were not built" not in output()
     expected = {"drafter": name, "family": family, "architecture": "aarch64", "cores": 1}
     check_trace(collector, name, expected)

@@ -11,9 +11,11 @@ import yaml
 
 from drafter_svc.config import settings_schema
 from drafter_svc.families.registry import known_families
+from drafter_svc.placement import plan
 from gateway.config import GatewaySettings
 from outrider.process.settings.config import Settings
 from outrider_cli.verifier import OwnDraftersSettings
+from tests.sys_trees import gh200
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 TEXT = (COMPOSE / "compose.yaml").read_text()
@@ -46,6 +48,19 @@ def test_every_service_is_read_only_unprivileged_and_limited(name: str) -> None:
     assert service.get("cap_add", []) == added
     assert service["pids_limit"] > 0
     assert not service.get("privileged")
+
+
+def test_the_profile_grace_pins_a_whole_cpu_and_its_own_memory(tmp_path: Path) -> None:
+    service = SERVICES["drafter-grace"]
+    given = service["environment"]
+    cores = re.fullmatch(r"\$\{OUTRIDER_DRAFTER_CORES:-(.*)\}", given["OUTRIDER_DRAFTER_CORES"])
+    assert cores is not None
+    assert given["OUTRIDER_DRAFTER_NUMA_NODE"] is None
+    chosen = plan(cores[1], None, None, gh200(tmp_path))
+    assert (len(chosen.cores), chosen.numa_node, chosen.threads) == (72, 0, 72)
+    # A thread on each core, and those of gRPC, telemetry and torch.
+    assert service["pids_limit"] >= 2 * len(chosen.cores)
+    assert given["THP_MEM_ALLOC_ENABLE"] == "1"
 
 
 def users_of_stages() -> dict[str, str]:
