@@ -47,7 +47,7 @@ class DraftStream:
         self._outbox.put_nowait(message)
 
     def end(self, status: status_pb2.Status | None) -> None:
-        """End the stream with this status; with None, as if the process had died."""
+        """End the stream with this status. None ends it as if the verifier's process had died."""
         self._outbox.put_nowait(status)
 
     def heard(self, request: verifier_pb2.StreamDraftsRequest | None) -> None:

@@ -135,7 +135,7 @@ class _TimedVerifier:
         self.began_at = self.ended_at = 0.0
 
     def lay_out(self, batch: Sequence[ScheduledSequence]) -> Verify:
-        """As `DraftVerifier.lay_out`."""
+        """Like `DraftVerifier.lay_out`."""
         verify = self._verifier.lay_out(batch)
 
         def timed(

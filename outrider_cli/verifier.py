@@ -59,7 +59,7 @@ class OwnDraftersSettings(VerifierSettings):
 
 
 def check_own(settings: OwnDraftersSettings) -> None:
-    """As `verifier_svc.check.check`, for the drafters in the process too."""
+    """Like `verifier_svc.check.check`, for the drafters in the process too."""
     check(settings)
     for spec in settings.own_drafters:
         if model := spec.options.get("model"):

@@ -356,7 +356,7 @@ class VerifierMetrics:
     ) -> None:
         """Record a verified draft of several drafters, or with branches.
 
-        Of its `accepted` tokens, `on_main_path` are on the main path.
+        `accepted` of its tokens were accepted; `on_main_path` of these are on the main path.
         """
         self._add_shape("tree" if branched else "chain", 1, drafted, emitted)
         self._add_branch("main", on_main_path)

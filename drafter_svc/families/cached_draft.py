@@ -19,7 +19,7 @@ from outrider.protocol.messages import DraftDistribution
 
 @dataclass(slots=True)
 class Guess:
-    """A guessed token, the best tokens at its place, and the distribution to send with it.
+    """A guessed token, the best tokens at its position, and the distribution to send with it.
 
     `best` are the tokens that the target is likeliest to commit there, the likeliest first; `token`
     is the first of `best` unless it was sampled. `shares` are the draft model's estimates of their
@@ -34,13 +34,13 @@ class Guess:
 
     @property
     def share(self) -> float:
-        """The token's own share; 0 if there is no estimate."""
+        """The token's own estimated probability; 0 if there is no estimate."""
         pairs = zip(self.best, self.shares or (), strict=False)
         return next((share for token, share in pairs if token == self.token), 0.0)
 
     @property
     def others(self) -> list[tuple[int, float]]:
-        """The best tokens except `token`, each with its share or 0."""
+        """The best tokens except `token`, each with its estimated probability or 0."""
         if not self.best:
             return []
         shares = self.shares or repeat(0.0)
@@ -80,9 +80,9 @@ class CachedDraft:
     committed_count: int = 0
     """The number of committed tokens when `alternatives` and the cache were last cut."""
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    """For each of the sequence's guesses, the other best tokens with their shares or 0."""
+    """For each guess of the sequence, the other best tokens with estimated probabilities or 0."""
     branches: dict[tuple[int, int], CachedDraft] = field(default_factory=dict)
-    """The sequence's branches until the next verdict, by `at` and first token."""
+    """The sequence's branches until the next verdict, keyed by `at` and first token."""
     draw_count: int = 0
     """Tokens sampled so far: a part of the random counter, so that no number is used twice."""
     round_start_count: int = 0
@@ -179,7 +179,7 @@ class CachedDraft:
         return [*committed[start : start + limit], *guessed][:limit]
 
     def extend(self, guesses: Sequence[Guess]) -> None:
-        """Guess more tokens. All of them have distributions or none has; the same for shares."""
+        """Add guesses. Either all have distributions or none has; the same holds for `shares`."""
         tokens = [guess.token for guess in guesses]
         distributions = [guess.distribution for guess in guesses if guess.distribution is not None]
         self.draw_count += len(distributions)

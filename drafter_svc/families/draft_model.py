@@ -61,9 +61,10 @@ class DraftModel:
     ) -> None:
         """`thread` is the one worker that `runner` was loaded on.
 
-        `max_batch_tokens` bounds the tokens of one forward, `max_entries` the sparse distribution
-        that goes with a sampled token. With `grammars`, tokens that a request's grammar forbids are
-        not proposed. `vocabulary` is needed if the target's tokenizer is not the draft model's.
+        `max_batch_tokens` bounds the tokens of one forward, and `max_entries` the entries of the
+        sparse distribution that is sent with a sampled token. With `grammars`, tokens that a
+        request's grammar forbids are not proposed. `vocabulary` is needed if the target's tokenizer
+        is not the draft model's.
         """
         self.runner = runner
         self.vocabulary = vocabulary
@@ -152,7 +153,7 @@ class DraftModel:
     def _forward(self, rounds: list[_Round]) -> None:
         """Run one forward for all rounds. If it fails, run a forward for each round.
 
-        So the fault costs only the round that it is in.
+        So only the round that causes the failure loses its drafts.
 
         Within a round, drafts that lack fewer tokens go first.
         """

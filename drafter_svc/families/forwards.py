@@ -145,7 +145,7 @@ class Forwards:
         return True
 
     def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
-        """Guess the next `count` tokens of all drafts by one call, with one wait for a GPU.
+        """Guess the next `count` tokens of all drafts in one call, with one wait for a GPU.
 
         Returns False, with nothing guessed, if that is not possible: if a draft needs more than its
         likeliest tokens, lacks more than one token in its KV cache, or has no room for `count`.

@@ -46,9 +46,9 @@ _MORE_BYTES = 24
 # Classes of guesses: a token within a forced text; a token at its end, which may become a longer
 # token; and a token where the grammar left a choice.
 _INNER, _LAST, _CHOSEN = 0, 1, 2
-# The share of right guesses that each class begins with; for choices, the share of what their
-# probabilities promise. Each outcome moves the share by a step. A class below the least share is
-# not offered, but its guesses are still judged, so that it comes back.
+# The rate of right guesses that each class begins with. For choices the rate is relative to what
+# their probabilities promise. Each outcome moves the rate by a step. A class below the least rate
+# is not offered, but its guesses are still judged, so that its rate can rise again.
 _RATES = (0.97, 0.7, 1.0)
 _STEP = 0.25
 _LEAST = 0.4

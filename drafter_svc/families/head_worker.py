@@ -244,7 +244,7 @@ class HeadWorker:
         return self._model.projected_width if projected else self.spec.feature_width
 
     def begin(self, sequence: DraftSequence, seed: int, *, projected: bool) -> HeadDraft:
-        """A draft of a sequence, of which the head has read nothing."""
+        """Make a draft for a sequence; the head has read nothing of the sequence yet."""
         width = self.width(projected=projected)
         return HeadDraft(sequence, seed, width, self._model.dtype, projected)
 
@@ -400,7 +400,7 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
             drawn_RK, best_RK = coupled_top(probs, on(probs.device, keys), width)
             tokens.index_copy_(0, rows_R, drawn_RK)
             shares.index_copy_(0, rows_R, best_RK.to(shares.dtype))
-        # A row whose every token is forbidden has no shares.
+        # A row whose every token is forbidden has no probabilities.
         return tokens, shares.nan_to_num(0.0)
 
     return rank

@@ -46,9 +46,9 @@ class _Text:
 class NgramFamily(Family):
     """Drafts for the sequences of one connection by looking up n-grams.
 
-    Each request has a pool of its own. `shared` is the public pool of this process, `redis` the
-    pool of all replicas, one for each tenant or one for all tenants; either may be None.
-    Connections share `shared`; `redis` is this connection's own.
+    Each request has a pool of its own. `shared` is the public pool of this process, which all
+    connections use. `redis` has the pools of all replicas, one for each tenant or one for all
+    tenants; each connection has its own client. Either may be None.
     """
 
     name = "ngram"

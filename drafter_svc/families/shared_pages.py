@@ -23,47 +23,47 @@ class SharedPagePool:
 
     @property
     def free_count(self) -> int:
-        """As PagePool.free_count."""
+        """Like PagePool.free_count."""
         with self._lock:
             return self._pool.free_count
 
     @property
     def used_count(self) -> int:
-        """As PagePool.used_count."""
+        """Like PagePool.used_count."""
         with self._lock:
             return self._pool.used_count
 
     def reserve(self, sequence: KVSequence, length: int) -> bool:
-        """As PagePool.reserve."""
+        """Like PagePool.reserve."""
         with self._lock:
             return self._pool.reserve(sequence, length)
 
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
-        """As PagePool.fork."""
+        """Like PagePool.fork."""
         with self._lock:
             return self._pool.fork(sequence, length)
 
     def truncate(self, sequence: KVSequence, length: int) -> None:
-        """As PagePool.truncate."""
+        """Like PagePool.truncate."""
         with self._lock:
             self._pool.truncate(sequence, length)
 
     def free(self, sequence: KVSequence) -> None:
-        """As PagePool.free."""
+        """Like PagePool.free."""
         with self._lock:
             self._pool.free(sequence)
 
     def match_prefix(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> int:
-        """As PagePool.match_prefix."""
+        """Like PagePool.match_prefix."""
         with self._lock:
             return self._pool.match_prefix(sequence, token_ids, salt)
 
     def cache_pages(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
-        """As PagePool.cache_pages."""
+        """Like PagePool.cache_pages."""
         with self._lock:
             self._pool.cache_pages(sequence, token_ids, salt)
 
     def check_integrity(self, sequences: Iterable[KVSequence] = ()) -> None:
-        """As PagePool.check_integrity."""
+        """Like PagePool.check_integrity."""
         with self._lock:
             self._pool.check_integrity(sequences)

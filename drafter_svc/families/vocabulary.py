@@ -138,7 +138,7 @@ def _copy(tokenizer: Tokenizer, **changes: Any) -> Tokenizer:
 
 
 def _places(text: str) -> Sequence[int]:
-    """At which byte of the text each of its characters begins, and at which the text ends."""
+    """Return the byte offset of each character of the text, and the text's length in bytes."""
     if text.isascii():
         return range(len(text) + 1)
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)

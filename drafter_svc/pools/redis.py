@@ -183,7 +183,7 @@ class RedisPool:
         return self._keys.tenant(name, self._fingerprint)
 
     async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
-        """For each query, the continuation of its first n-gram that is known; empty if none is.
+        """Return for each query the continuation of its first known n-gram; empty if none is known.
 
         Never raises, and returns soon after `budget_s` at the latest. A late command is not
         cancelled: it ends on its own connection, so no other command can get its reply.

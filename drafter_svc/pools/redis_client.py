@@ -28,8 +28,8 @@ _SCAN_COUNT = 1000
 class RedisClient:
     """A few commands for one Redis or one cluster.
 
-    It connects with the first command. Make it and call it on a running event loop. Every command
-    raises one of FAILURES if Redis fails.
+    It connects when it sends its first command. Make it and call it on a running event loop. Every
+    command raises one of FAILURES if Redis fails.
     """
 
     def __init__(self, server: RedisServer) -> None:

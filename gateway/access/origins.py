@@ -93,7 +93,7 @@ def host_allowed(host: str, patterns: Sequence[str]) -> bool:
 
 
 def origin_pattern(origins: Sequence[str]) -> str:
-    """A regular expression that matches these origins as a whole.
+    """Return a regular expression that matches exactly these origins.
 
     In an origin, * stands for letters, digits, dots and hyphens. The origin "*" matches all.
     """

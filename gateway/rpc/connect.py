@@ -134,7 +134,7 @@ def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
 
 
 def _connect_error(error: OutriderError) -> ConnectError:
-    """The error with the same status and details as over gRPC; the access line gets it too."""
+    """Convert the error, with gRPC's status and details, and note it for the access line."""
     access_log.current().error = error.reason.name.lower()
     details = [
         PackedDetail(type_url=packed.type_url, value=packed.value)
@@ -145,7 +145,7 @@ def _connect_error(error: OutriderError) -> ConnectError:
 
 
 class _Details(MetadataInterceptor[None]):
-    """Gives the library's errors a reason, like all errors of the service."""
+    """Gives errors of the Connect library a reason, as all errors of the service have."""
 
     async def on_start(self, ctx: _Context) -> None:
         """Nothing to do."""

@@ -107,7 +107,7 @@ def _behind_thought(
     prompt: Prompt,
     thought: Thought | None,
 ) -> TextRequest:
-    """The request, with a grammar that lets a free thought come first, and with `reading`."""
+    """Return the request with `reading`, and let its grammar allow a free thought first."""
     state = _state(thought, prompt, options, is_bound=True)
     if thought is None or state == "over" or grammar.thought is not None:
         # The grammar binds the answer from the first token, so all text is content.

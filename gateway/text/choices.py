@@ -129,7 +129,7 @@ class UsageTotals:
         return {"speculation": described} if described else {}
 
     def metrics(self) -> dict[str, Any]:
-        """vLLM's `metrics` object. As in vLLM, it is null for several sequences."""
+        """Return vLLM's `metrics` object, whose field is null for several sequences, as in vLLM."""
         finish = self.finishes[0]
         if len(self.finishes) > 1 or finish is None:
             return {"speculative_decoding": None}

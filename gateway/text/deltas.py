@@ -105,7 +105,7 @@ class TextDelta:
 
     @property
     def all_parts(self) -> Sequence[Part]:
-        """The parts; if the delta has only content, that is the only part."""
+        """The delta's parts. If the delta has only text, the text is its only part."""
         return self.parts or ([Content(self.text)] if self.text else [])
 
 

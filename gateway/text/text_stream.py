@@ -189,7 +189,7 @@ class StopScanner:
         return text[:certain]
 
     def _hits(self, text: str) -> list[tuple[int, int]]:
-        """For each stop string, (end, begin) of the first occurrence that ends after early text."""
+        """Return (end, begin) of each stop string's first occurrence that ends after early text."""
         found = []
         for stop in self._stops:
             at = text.find(stop, max(self._early - len(stop) + 1, 0))

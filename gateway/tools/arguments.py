@@ -266,7 +266,7 @@ class _GemmaReader(ArgumentReader):
         return "".join(pieces), text[kept:]
 
     def _piece(self, mark: str) -> str:
-        """The JSON of the text before a mark, and of the mark."""
+        """Return JSON for the text before a mark, and for the mark."""
         before = "".join(self._parts)
         self._parts = []
         if mark == self._QUOTE:

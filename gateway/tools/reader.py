@@ -19,7 +19,7 @@ from gateway.tools.formats import CallMarks, ToolFormat
 from gateway.tools.thoughts import Thought
 
 _LETTERS = string.ascii_letters + string.digits
-# A text that begins like a call, and differs from a call for this many characters, is content.
+# A text that begins like a call but has this many characters without becoming a call is content.
 _LONGEST_BEGIN = 1024
 
 

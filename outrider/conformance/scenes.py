@@ -251,7 +251,7 @@ async def draining(stage: Stage) -> None:
 
 
 async def restarts(stage: Stage) -> None:
-    """End the stream without a status, with INTERNAL and a later reason, and with a taken id."""
+    """End streams without a status, with an unknown reason, with INTERNAL and DRAFTER_ID_TAKEN."""
     link = await stage.link()
     await begin(link, opened(), "answers-opened")
     link.end(None)

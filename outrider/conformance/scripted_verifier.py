@@ -22,7 +22,7 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.testing import DraftStream, ScriptedVerifier
 from outrider.v1 import drafts_pb2, verifier_pb2
 
-# How many last tokens of a prompt have features. With more, a long prompt would make a long
+# Only this many last tokens of a prompt get features. With more, a long prompt would make a long
 # message.
 _PROMPT_FEATURES = 32
 Note = Callable[[str, dict[str, Any]], None]
@@ -133,7 +133,7 @@ class Link(DraftStream):
 
 
 class KitsVerifier(ScriptedVerifier):
-    """Notes and checks all that a drafter says, its Hello included."""
+    """Notes and checks every message of a drafter, its Hello included."""
 
     def __init__(
         self,

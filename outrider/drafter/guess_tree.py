@@ -118,7 +118,7 @@ class GuessTree:
         return {self.chain[place], *self._branches.get(place, ())}
 
     def has_guess_after(self, place: int, token: int) -> bool:
-        """Whether the branch that begins with `token` has a second guess."""
+        """Whether the branch that begins with `token` at `place` has further guesses."""
         guess = self._branches.get(place, {}).get(token)
         return guess is not None and bool(guess.children)
 

@@ -79,7 +79,7 @@ Guess = Callable[[Sequence[int], int], Sequence[int]]
 
 
 class GuessStrategy(Strategy):
-    """Drafts with a function of the text: the committed tokens and the guesses after them."""
+    """Drafts with a function of the text, which is the committed tokens and the guesses so far."""
 
     def __init__(self, guess: Guess, name: str) -> None:
         self.name = name

@@ -65,7 +65,7 @@ def _characters(text: str, field: str) -> str:
 
 
 def _members(text: str, field: str) -> str:
-    """The members of a class of characters, as the translation takes them."""
+    """Write the members of a character class as the translation needs them."""
     parts = list(_ESCAPE.finditer(text))
     inner = range(1, len(parts) - 1)
     return "".join(

@@ -64,7 +64,7 @@ def token_bytes(model: str) -> list[bytes]:
 
 
 def bytes_of(loaded: Any, tokenizer: Tokenizer, count: int) -> list[bytes]:
-    """As `token_bytes`, for a loaded tokenizer and LLGuidance's form of it."""
+    """Like `token_bytes`, for a loaded tokenizer and LLGuidance's form of it."""
     known = set(tokenizer.get_vocab(with_added_tokens=True).values())
     # LLGuidance marks special tokens with the byte 0xFF, and so leaves it out of a token.
     return [loaded.decode_bytes([i]) or b"\xff" if i in known else b"" for i in range(count)]

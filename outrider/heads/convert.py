@@ -26,7 +26,7 @@ _OF_TRAINING = (
     "rng_state*",
     "random_states*",
 )
-# A tensor that no safetensors file of its folder repeats.
+# A tensor that only a pickled file has: no safetensors file of its folder repeats it.
 _MASK = "mask_embedding"
 _SECONDS = 600
 

@@ -100,7 +100,7 @@ class HeadProposal:
     """Guesses for B sequences, `count` each, as target ids.
 
     `tokens` [B, count] are a chain: each token was guessed after the tokens before it. `best` [B,
-    count, width] are the first tokens in each place by their rank, and `shares`, float32 of the
+    count, width] are the likeliest tokens at each position, and `shares`, float32 of the
     same shape, are the head's estimates of the probability that each is the next token.
     `confidences` [B, count] estimate the probability that a chain's token is accepted if the tokens
     before it are.
@@ -111,7 +111,7 @@ class HeadProposal:
     shares: torch.Tensor
     confidences: torch.Tensor
     deeper: Sequence[Sequence[Branch]] = ()
-    """For each sequence, runs beside the chain that go on after a token of `best`; or nothing."""
+    """For each sequence, branches that continue after a token of `best`; or nothing."""
 
     def on_host(self) -> HeadProposal:
         """The same numbers on the host, after one wait for the device."""
@@ -122,7 +122,7 @@ class HeadProposal:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A run of tokens after the first `at` guesses of a chain, with the share of each."""
+    """Tokens after the first `at` guesses of a chain; `shares` are estimated probabilities."""
 
     at: int
     run: list[int]
@@ -421,11 +421,11 @@ class Picker:
     ) -> torch.Tensor:
         """Choose the next token of each sequence, as target ids [B].
 
-        Without `confidences_B` the confidence is the share of the chosen token.
+        Without `confidences_B` the confidence is the chosen token's estimated probability.
         """
         places: list[Place] = []
         if self.rank is not None:
-            # Only tokens that were chosen since the last place have to come to the host.
+            # Earlier tokens are on the host already, so only the newly chosen tokens are copied.
             new = [tokens.tolist() for tokens in self._tokens[len(self._chosen) :]]
             self._chosen += new
             places = [(i, [chosen[i] for chosen in self._chosen]) for i in range(len(scores_BV))]
@@ -448,14 +448,14 @@ class Picker:
     def ranked(
         self, places: Sequence[Place], scores_RV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first target ids of each place by the scores of the draft vocabulary, and shares."""
+        """Rank scores of the draft vocabulary; return target ids and estimated probabilities."""
         if self.rank is not None:
             return self.rank(places, self._spread(scores_RV), self.width)
         top = scores_RV.softmax(-1).topk(self.width)
         return top.indices if self._ids is None else self._ids[top.indices], top.values
 
     def _spread(self, scores_RV: torch.Tensor) -> torch.Tensor:
-        """Bring scores of the draft vocabulary to target ids; all other ids get -inf."""
+        """Spread scores of the draft vocabulary over target ids; all other ids get -inf."""
         if self._ids is None:
             return scores_RV
         spread = scores_RV.new_full((len(scores_RV), self._vocab_size), -torch.inf)

@@ -86,7 +86,7 @@ class HeadCache:
         self._cos, self._sin = self._turns(_FIRST_TURNS)
 
     def rows(self, slices: list[SequenceSlice]) -> HeadRows:
-        """Prepare a forward of these slices; every layer then attends by their layout."""
+        """Prepare a forward of these slices; every layer then uses their layout for attention."""
         layout = BatchLayout(slices, self.page_size, self._device)
         for layer in self.layers:
             layer.layout = layout

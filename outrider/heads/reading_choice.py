@@ -92,10 +92,10 @@ def choose_reading(
     *,
     stride: int = 2,
 ) -> ReadingChoice:
-    """Compare a head's guesses with the target's likeliest tokens, with each reading.
+    """For each reading of a head, compare its guesses with the target's likeliest tokens.
 
-    `states` has for every state of `states_of` the target's rows [T, hidden size] for the T tokens
-    of `text`, some 256; `answers` [T] are the target's likeliest tokens after each. A guess is
+    `text` has T tokens, some 256. `states` maps each state of `states_of` to the target's rows
+    [T, hidden size]. `answers` [T] has the target's likeliest token after each token. A guess is
     made after every `stride`-th token. Logs the choice, as a warning unless it is clear. The model
     needs pages for the text with each set of auxiliary layers, else it raises NoPages. Afterwards
     these pages are free again, and the model reads as before.

@@ -214,7 +214,7 @@ class AttentionGroup:
 
 
 def _ancestor_matrix(parents: Sequence[int]) -> torch.Tensor:
-    """Return [N, N]: whether the column's draft token is an ancestor of the row's, or itself."""
+    """Return [N, N]: whether draft token j (column) is draft token i (row) or its ancestor."""
     words = torch.tensor(ancestor_words(parents), dtype=torch.uint64).view(torch.int64)
     return (words[:, None] >> torch.arange(len(parents)) & 1).bool()
 

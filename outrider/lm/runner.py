@@ -303,8 +303,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return the watched `states` of the last forward's `rows`, in memory of their own.
 
-        A row [R, F] of `dtype` has the states in their order, or what the projection of this name
-        makes of them. It does not wait for the device.
+        The result [R, F] of `dtype` has each row's states in their order or, with `projection`, the
+        projected states. This does not wait for the device.
         """
         kept = [self._kept[state] for state in states]
         index = on(self.device, rows, torch.int64)
@@ -433,7 +433,7 @@ class ModelRunner:
     def continue_with_logits(
         self, slices: Sequence[SequenceSlice], count: int, limit: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `continue_greedily`, without a wait for the device.
+        """Like `continue_greedily`, without a wait for the device.
 
         Return the tokens [count, B] and the logits [count, B, V] that they come from.
         """

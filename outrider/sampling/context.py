@@ -18,11 +18,11 @@ Mask = npt.NDArray[np.int32]
 class Context:
     """The text that the rows of one sequence follow.
 
-    Row i has the logits of the token after `tokens` and the path to row i. The path is the first i
-    tokens of `drafted` if `parents` is empty, else it is as in `protocol.token_tree`. `tokens` are
-    committed, and the first `prompt_length` of them are the prompt. `end_ids` end the sequence.
-    `mask` holds a bit for each token that the grammar allows, lowest bit first, int32 [len(drafted)
-    + 1, ceil(V / 32)]; None for no grammar.
+    Row i has the logits of the token that follows `tokens` and then the path to row i. Without
+    `parents` the path is the first i tokens of `drafted`; otherwise see `protocol.token_tree`.
+    `tokens` are committed, and the first `prompt_length` of them are the prompt. `end_ids` end the
+    sequence. `mask` holds a bit for each token that the grammar allows, lowest bit first, int32
+    [len(drafted) + 1, ceil(V / 32)]; None for no grammar.
     """
 
     sampling: SamplingParams

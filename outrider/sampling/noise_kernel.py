@@ -39,7 +39,7 @@ def _race(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel
 
 
 def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor:
-    """As `outrider.sampling.sampler.coupled_sample`, except for a logarithm's last bit."""
+    """Like `outrider.sampling.sampler.coupled_sample`, except for a logarithm's last bit."""
     row_count, vocab_size = probs_RV.shape
     best = probs_RV.new_empty(row_count, triton.cdiv(vocab_size, _BLOCK), dtype=torch.float64)
     tokens = torch.empty_like(best, dtype=torch.int64)

@@ -72,7 +72,7 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
 def coupled_top(
     probs_RV: torch.Tensor, keys_R: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first tokens in the order of `coupled_sample`, which draws the first, and their shares.
+    """Rank tokens as `coupled_sample` does, which draws the first; return tokens and shares.
 
     Tokens are int64 [R, K], and shares float64 [R, K]. K is `count`, or V if that is less. A
     token's share is its part of the sum of probability / exponential over all tokens: the softmax
@@ -285,7 +285,7 @@ def _likeliest(logits_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
 def _typical_set(
     logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_nucleus`, for locally typical sampling (Meister et al., arXiv 2202.00666).
+    """Like `_nucleus`, for locally typical sampling (Meister et al., arXiv 2202.00666).
 
     It takes the tokens whose surprise is closest to the entropy, and keeps all ties.
     """

@@ -33,7 +33,7 @@ async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
 
 
 async def in_use(http: httpx.AsyncClient, urls: Mapping[str, str]) -> dict[str, float]:
-    """The metrics that are not 0 though no request runs; `urls` has the URL of each process."""
+    """Return the metrics that should be 0 while no request runs but are not, from all `urls`."""
     found = {}
     for name, url in urls.items():
         try:

@@ -83,7 +83,7 @@ def threads_of(target: Target, cores: list[int]) -> int:
 
 
 def cost_of(drafter: Drafter, cores: list[int]) -> str:
-    """The drafter's name in the profile's `drafting`."""
+    """Return the name under which the profile's `drafting` has the drafter's costs."""
     if drafter.cost is not None:
         return drafter.cost
     if drafter.family != "model":

@@ -196,7 +196,7 @@ def own_drafters(experiment: Experiment, model: Path) -> list[DrafterSpec]:
 
 
 def _grown(drafter: Drafter, target: Target, model: Path) -> Drafter:
-    """The drafter for a target that runs as `model`: a head grows with its target."""
+    """Return the drafter for a target that runs as `model`; a grown target needs a grown head."""
     if drafter.family != "head" or not target.grown:
         return drafter
     from outrider_bench.grown import grown_head

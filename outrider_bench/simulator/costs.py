@@ -39,10 +39,10 @@ class DraftingCost(_Table):
     round_s: NotNegative
     token_s: dict[int, float]
     run_token_s: dict[int, float] = Field(default_factory=dict)
-    """As `token_s`, for drafters that draft a whole run in one call, because they must not run
+    """Like `token_s`, for drafters that draft a whole run in one call, because they must not run
     ahead; empty if the times are the same."""
     tree_token_s: dict[int, float] = Field(default_factory=dict)
-    """As `token_s`, for a head's drafts that are trees; empty if the times are the same."""
+    """Like `token_s`, for a head's drafts that are trees; empty if the times are the same."""
     prompt_token_s: NotNegative = 0.0
     sequence_s: NotNegative = 0.0
     """Seconds of a lookup, or of a head's round, for each sequence."""
@@ -56,11 +56,11 @@ class DraftingCost(_Table):
         return _interpolated(self.token_s, sequences)
 
     def of_run_token(self, sequences: int) -> float:
-        """As `of_token`, if one call drafts a whole run."""
+        """Like `of_token`, if one call drafts a whole run."""
         return _interpolated(self.run_token_s or self.token_s, sequences)
 
     def of_tree_token(self, sequences: int) -> float:
-        """As `of_token`, if the drafts are trees of a head."""
+        """Like `of_token`, if the drafts are trees of a head."""
         return _interpolated(self.tree_token_s or self.token_s, sequences)
 
 

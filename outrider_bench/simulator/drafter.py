@@ -74,7 +74,7 @@ class DrafterActor:
         self._ends: list[float] = []
         # Whether the drafter waits for a future. Messages then do not wake the drafter.
         self._awaits = False
-        # Number of the planned resumption; earlier plans are void.
+        # The number of the latest planned resumption. Earlier planned resumptions do nothing.
         self._appointment = 0
         self._over = False
         self._hangs_until = 0.0

@@ -36,7 +36,7 @@ class SimulatedFamily(Family):
         self._unread[sequence.id] = len(sequence.tokens)
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
-        """In the next round, read the committed tokens that were not its own guesses."""
+        """Note the committed tokens that the drafter did not guess; the next round reads them."""
         self._unread[sequence.id] += max(0, len(sequence.tokens) - num_valid_tokens)
 
     def closed(self, sequence: DraftSequence) -> None:

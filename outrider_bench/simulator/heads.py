@@ -39,7 +39,7 @@ class SimulatedStates:
         self.projections: Mapping[str, FeatureProjection] = {}
 
     def can_watch(self, states: Collection[int]) -> bool:
-        """As in FeatureSource: any states are fine."""
+        """Return True, since the simulator serves any states."""
         return True
 
     def watch(self, states: Collection[int]) -> None:
@@ -48,14 +48,14 @@ class SimulatedStates:
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """As FeatureSource."""
+        """Like FeatureSource."""
         size = len(states) * self.hidden_size * FeatureDtype[dtype.upper()].size
         return bytes(len(rows) * size)
 
     def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
-        """As FeatureSource."""
+        """Like FeatureSource."""
         zero = torch.zeros(1, dtype=getattr(torch, dtype))
         return SharedRows.of(zero.expand(len(rows), len(states) * self.hidden_size))
 
@@ -92,11 +92,11 @@ class SimulatedHead:
         return self._width
 
     def begin(self, sequence: DraftSequence, seed: int, *, projected: bool) -> HeadDraft:
-        """As HeadWorker."""
+        """Like HeadWorker."""
         return HeadDraft(sequence, seed, self._width, torch.bfloat16, projected)
 
     def close(self, draft: HeadDraft) -> None:
-        """As HeadWorker."""
+        """Like HeadWorker."""
         self._ends.pop(draft, None)
 
     def read(self, draft: HeadDraft, news: News) -> None:
@@ -106,7 +106,7 @@ class SimulatedHead:
     def draft(
         self, drafts: Sequence[HeadDraft], wanted: Sequence[int], *, trees: bool
     ) -> Future[list[Offer | None]]:
-        """As in HeadWorker; the offers come when the table's time is over."""
+        """Draft as HeadWorker does; the offers come after the time that the cost table states."""
         rows = sum([self._take(draft, draft.take_news()) for draft in drafts])
         ready = [self._ends.get(draft) == len(draft.sequence.tokens) - 1 for draft in drafts]
         offers = [

@@ -30,8 +30,8 @@ from outrider_bench.simulator.world import RIGHT, World
 _POOL_ENTRIES = 1_000_000
 # No text has this token, so a guess of it is wrong.
 _WRONG = 2**30
-# The shares that a draft model gives its likeliest tokens in a tree, the best first. A recording
-# has only ranks. The verifier corrects the shares by the commits that it sees.
+# The probabilities that a draft model estimates for its likeliest tokens in a tree, the best first.
+# A recording has only ranks. The verifier corrects the estimates after each commit.
 _SHARES = [0.7, 0.12, 0.06, 0.03]
 # Size of a draft model's cache, and its context length in tokens.
 _PAGES = 65_536
@@ -112,7 +112,7 @@ class SimulatedDraftModel(DraftModel):
     def grow(
         self, drafts: list[CachedDraft], *, urgent: bool, interrupted: Callable[[], bool]
     ) -> Future[None]:
-        """As `DraftModel.grow`, in virtual time."""
+        """Like `DraftModel.grow`, in virtual time."""
         arrived = _Round(drafts, urgent, interrupted)
         self._arriving.append(arrived)
         if not self._busy:
@@ -208,5 +208,5 @@ class _RecordedForwards(Forwards):
 
 
 def _guess(draft: CachedDraft, likeliest: list[int]) -> Guess:
-    """A guess of the likeliest token; with shares if the verifier verifies trees."""
+    """Guess the likeliest token, with estimated probabilities if the verifier verifies trees."""
     return Guess(likeliest[0], likeliest, shares=_SHARES if draft.sequence.wants_tree else None)

@@ -67,7 +67,7 @@ class DrafterSpec(_Part, LinkShape):
     acceptance: Acceptance = Field(default_factory=lambda: {"": [0.0]})
 
     hard_acceptance: Acceptance | None = None
-    """As `acceptance`, within hard stretches of a text; by default the same."""
+    """Like `acceptance`, within hard stretches of a text; by default the same."""
 
     alternatives: list[Share] = Field(default_factory=list, max_length=16)
     """Offer other tokens beside each guess, one for each number, where the verifier verifies trees.

@@ -92,7 +92,7 @@ class SimulatedVerifier:
         self._world = world
 
     def lay_out(self, batch: Sequence[ScheduledSequence]) -> Verify:
-        """As `DraftVerifier.lay_out`; the result ignores the logits."""
+        """Like `DraftVerifier.lay_out`; the result ignores the logits."""
         return self._verify_all
 
     def _verify_all(

@@ -84,7 +84,7 @@ def answer(prompt: str, has_tools: bool) -> str:
 
 @asynccontextmanager
 async def running_scripted() -> AsyncIterator[Rig]:
-    """A gateway in front of the scripted verifier."""
+    """Run a gateway with the scripted verifier."""
     prompts = Prompts(TARGET)
 
     def steps(request: TokenRequest) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""Trees for the verifier's next step: their room, and the confidences of their tokens."""
+"""Trees that drafters offer for the next step: their size, and the confidences of their tokens."""
 
 from __future__ import annotations
 

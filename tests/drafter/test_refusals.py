@@ -83,7 +83,7 @@ async def drafter() -> OutriderError:
 
 
 async def writer() -> OutriderError:
-    """A bare call that writes until that fails, and then reads to the end."""
+    """Make a bare call: write until a write fails, then read to the end and return the error."""
     async with serving(ScriptedVerifier()) as verifier, rpc.dial(verifier.address) as channel:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
         call = stub.StreamDrafts()

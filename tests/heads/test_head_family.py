@@ -48,7 +48,7 @@ def never() -> bool:
 
 
 class Site:
-    """A head's family with its session, and the features of texts."""
+    """A head's family with its session, and random features for its texts."""
 
     def __init__(self, kind: str, folder: Path, pages: int = 40) -> None:
         self.head = read(write(folder, next(iter(DIALECTS[kind].values()))()), TARGET)

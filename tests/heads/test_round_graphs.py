@@ -155,7 +155,8 @@ def test_a_round_by_graphs_is_one_copy_and_one_wait(
     model.propose(reads, 4, width)
     fetches.clear()
     capture.replays = 0
-    # The inputs go up, and the texts' states are gathered; the rest is in the graphs.
+    # One copy brings the inputs to the device, and two launches gather the texts' states. All else
+    # is in the graphs.
     assert counted(lambda: model.propose(reads, 4, width)) == {"copies up": 1, "launches": 2}
     assert (capture.replays, len(fetches)) == (4, 1)
 

@@ -90,6 +90,6 @@ def build(config: PreTrainedConfig, seed: int = 0) -> Any:
             if parameter.ndim > 1 and "embed" not in name:
                 parameter.mul_(5)
             elif "sinks" in name:
-                # Random sinks are nearly equal, so they would show little.
+                # Random sinks are nearly equal, so a test would hardly notice wrong sinks.
                 parameter.copy_(torch.linspace(-2, 4, len(parameter)))
     return model

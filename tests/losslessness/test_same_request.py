@@ -130,7 +130,7 @@ class Ngrams(Drafter):
 class Knowing(Drafter):
     """Drafts the known texts: six tokens, of which the fourth is wrong in every other draft.
 
-    With `trees` it proposes a wrong token beside each token too.
+    With `trees` it also proposes a wrong sibling of each token.
     """
 
     name = "knowing"

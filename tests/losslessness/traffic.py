@@ -129,7 +129,7 @@ class Traffic:
             return self.run_with_the_systems_seeds(draws, *drafters)
 
     def run_with_the_systems_seeds(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
-        """As `run`, but with new seeds each time."""
+        """Like `run`, but with new seeds each time."""
         engine = self.engine
         texts = [list[int]() for _ in range(draws)]
         for drafter in drafters:

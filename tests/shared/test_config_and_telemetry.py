@@ -118,7 +118,7 @@ def test_an_invalid_drafter_is_refused(text: str) -> None:
 
 
 def planned(directory: Path, *arguments: str) -> dict[str, dict[str, str]]:
-    """By process, the flags of its command with their values."""
+    """Return the flags of each process's command with their values."""
     ports = ["--http-port", "0", "--grpc-port", "0", "--verifier-port", "0"]
     settings = parse(ServeSettings, "serve", ["--target", "t", *ports, *arguments])
     children = plan_stack(settings, directory).children

@@ -259,8 +259,8 @@ def test_synthetic_drafts_are_accepted_up_to_each_position_at_its_rate() -> None
         )
         for seed in range(count)
     ]
-    # The target never agrees. There are fewer rates than draft tokens, so the last
-    # two rates' ratio gives the further rates.
+    # The target never agrees. There are fewer rates than draft tokens, so the ratio of the last two
+    # rates gives the further rates.
     logits_RV = torch.zeros(count * (length + 1), 4)
     logits_RV[:, 3] = 1.0
     found = accept(logits_RV, drafts, (0.8, 0.6, 0.3))

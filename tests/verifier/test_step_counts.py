@@ -35,7 +35,7 @@ SAMPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of equal sequences, and the most that its step may cost."""
+    """A batch of equal sequences; `operators`, `copies` and `waits` are the most for its step."""
 
     sampling: SamplingParams
     operators: int

@@ -28,7 +28,7 @@ def generate(engine: Engine, traced: list[bool]) -> None:
 
 
 def named(spans: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
-    """The finished spans of a name."""
+    """Return the finished spans with this name."""
     return [span for span in spans.get_finished_spans() if span.name == name]
 
 

@@ -207,7 +207,7 @@ def test_the_thinking_phase_of_a_token_is_that_of_its_path() -> None:
 
 
 class Fixed(GrammarMasks):
-    """Verifies these trees, step by step."""
+    """Replaces the drafts of successive steps by the given trees."""
 
     def __init__(self, engine: Engine, *trees: DraftTree) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def after_one_step(
 
 
 def worth_waiting_for(engine: Engine) -> tuple[tuple[Assignment, ...], float]:
-    """The drafts that a new plan waits for, and its longest wait in seconds."""
+    """Make a plan; return the drafts that it waits for, and its longest wait in seconds."""
     plan = make_plan(engine)
     return tuple([assignment for _, assignment in plan.wait_for]), plan.wait_s
 

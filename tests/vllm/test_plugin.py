@@ -66,7 +66,7 @@ class VllmServer:
         return ids
 
     async def accepted(self) -> float:
-        """Draft tokens accepted so far, by vLLM's count."""
+        """Return the number of draft tokens accepted so far, as vLLM counts them."""
         async with httpx.AsyncClient(timeout=60) as client:
             page = (await client.get(f"{self.url}/metrics")).text
         name = "vllm:spec_decode_num_accepted_tokens_total"

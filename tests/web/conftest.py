@@ -11,7 +11,7 @@ from playwright.async_api import Browser, ConsoleMessage, Page, Request
 
 from tests.web.site_rig import EXAMPLE, Site, chromium, npm
 
-# Messages of the browser that tests cause: by a refused request, and by a killed gateway.
+# Messages of the browser that tests provoke with a refused request or a killed gateway.
 _PROVOKED = (
     "400 (Bad Request)",
     # A gateway may be killed at any point of an answer.
@@ -49,7 +49,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def page(browser: Browser, site: Site) -> AsyncIterator[Page]:
-    """The page on a desktop. The test fails on console errors and on requests to other hosts."""
+    """Yield a desktop's page. The test fails on console errors and requests to other hosts."""
     context = await browser.new_context(viewport={"width": 1280, "height": 900})
     page = await context.new_page()
     problems: list[str] = []

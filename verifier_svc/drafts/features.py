@@ -52,7 +52,7 @@ class FeatureSource(Protocol):
     def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
-        """As `copy_states`, but a tensor on the target's device, with an entry for each row."""
+        """Like `copy_states`, but a tensor on the target's device, with an entry for each row."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class FeatureSender:
     def _take(
         self, request: FeatureRequest, parts: list[_Part], *, projects: bool, is_local: bool
     ) -> None:
-        """Take the features of one kind, for all sequences at once.
+        """Fetch the features for equal requests, for all sequences at once.
 
         Features for a drafter of this process stay on the device. For other drafters they are
         copied.

@@ -17,7 +17,7 @@ from verifier_svc.verification.tree_walk import is_leaf
 
 
 def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
-    """Cut `new` after the token that ends the sequence, and at `max_tokens`.
+    """Cut `new` after the first token that ends the sequence, or where `max_tokens` is reached.
 
     Returns why the sequence ends; None if it goes on.
     """

@@ -364,7 +364,7 @@ class Scheduler:
         return self.pool.known_pages(sequence.page_hashes, sequence.tokens, tenant) < missing
 
     def _page_victims_for_admission(self, sequence: Sequence) -> list[Sequence]:
-        """The sequences to preempt so that `sequence` gets pages; empty if it must wait.
+        """Choose the sequences to preempt so that `sequence` gets pages; none if it must wait.
 
         A tenant that loses pages must keep at least as many pages as the tenant of `sequence` then
         has. The same holds for places.
@@ -391,7 +391,7 @@ class Scheduler:
         return victims if missing <= 0 else []
 
     def _pages_held(self) -> Counter[str]:
-        """Each tenant's pages of running sequences; a shared page counts for each tenant."""
+        """Each tenant's pages of running sequences; a shared page counts once per sequence."""
         held: Counter[str] = Counter()
         for sequence in self.running.values():
             held[sequence.request.tenant] += len(sequence.kv.pages)

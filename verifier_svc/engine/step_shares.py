@@ -52,8 +52,8 @@ class StepShares:
         self._use = use
         self._max_batch_tokens = max_batch_tokens
         # When not all decoding sequences have room in a step, the next step goes on after the last
-        # sequence that had room. Light tenants' sequences and other tenants' sequences
-        # each have such a last sequence; these are the two ids.
+        # sequence that had room. Light tenants' sequences and other tenants' sequences each have
+        # such a last sequence; these are the two ids.
         self._last_light = 0
         self._last_heavy = 0
 

@@ -86,9 +86,10 @@ class StepSpans:
 
 
 def _verify_span(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span:
-    """A sequence's span of the step, in its request's trace; `NO_SPAN` without a trace.
+    """Return a sequence's span of the step, in its request's trace; `NO_SPAN` without a trace.
 
-    The next round's drafter spans are its children. `step` is the traceparent of the batch's span.
+    The drafters' spans of the next round are children of this span. `step` is the traceparent of
+    the batch's span.
     """
     if not scheduled.sequence.span.traceparent:
         return NO_SPAN

@@ -116,9 +116,10 @@ def listened(
 def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> Drafts:
     """Drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
 
-    Their guesses also stand in for a draft that does not come. Only drafters that pay by themselves
-    and take no time of the target's cores are companions, so a companion costs only a message. The
-    engine waits for its draft only where the draft promises more than the ready drafts.
+    If the chosen drafter's draft does not come, companions' guesses replace it. Only drafters that
+    pay without others and take no time of the target's cores are companions, so a companion costs
+    only a message. The engine waits for its draft only where the draft promises more than the ready
+    drafts.
     """
     found: Drafts = []
     if len(paying) < 2:

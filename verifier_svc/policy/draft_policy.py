@@ -50,7 +50,7 @@ class DraftPolicy(ABC):
 
     @abstractmethod
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """The offers that a sequence keeps."""
+        """Choose the drafters' offers that a sequence takes."""
 
     @abstractmethod
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
@@ -125,7 +125,7 @@ class EveryDraft(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """No drafters, since every drafter is asked."""
+        """Return no drafters, since every drafter is asked anyway."""
         return frozenset()
 
     def pick(self, offers: list[Offer]) -> list[Offer]:

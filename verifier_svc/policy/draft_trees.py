@@ -155,7 +155,7 @@ class TreeBuilder:
             if plan.fixed or sequence.request.speculation.draft_tokens is not None:
                 most = depth
             elif plan.policy.most_tokens:
-                # Room for the tokens of each drafter, so that no drafter displaces another
+                # Each drafter gets room for its tokens, so that no drafter displaces another
                 # drafter's tokens.
                 most = min(depth * len(nodes), MAX_TREE_TOKENS)
             else:

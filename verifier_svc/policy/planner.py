@@ -109,7 +109,7 @@ class Planner:
             self._insistent = Planner(policy, cost, budget, EVERY_DRAFT, trees=trees)
 
     def insisted_outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
-        """As `outline`, for a plan whose waits take at most `_INSISTED_WAIT_S`.
+        """Like `outline`, for a plan whose waits take at most `_INSISTED_WAIT_S`.
 
         The paying drafters stay as in the last plan, since they matter to other requests.
         """

@@ -92,7 +92,7 @@ class _Baseline:
     gap: int = _FIRST_GAP
     """Steps until baseline steps become due again."""
     recent: float = 0.0
-    """As `slowdown`, for the last `recent_count` steps, all of them baseline steps."""
+    """Like `slowdown`, for the last `recent_count` steps, all of them baseline steps."""
     recent_count: int = 0
     before: float = 0.0
     """`slowdown` before the recent steps."""

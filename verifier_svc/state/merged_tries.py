@@ -96,7 +96,7 @@ def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
 def observe_siblings(
     sequence: Sequence, first: Assignment, committed: list[int], threshold: float
 ) -> None:
-    """Measure the siblings of the main guesses by the newly committed tokens.
+    """Measure how often siblings of the main guesses are right, given newly committed tokens.
 
     Call it before the tries' roots move. Guesses that no step verified count as well, so the
     measurements do not depend on what was verified. A wrong main guess of `first` counts as rescued

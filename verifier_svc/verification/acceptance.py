@@ -152,7 +152,7 @@ class _Decided:
     `tokens_R`, which the host then checks."""
     draft_R: torch.Tensor | None = None
     sufficed: dict[int, torch.Tensor] = field(default_factory=dict)
-    """As the second result of `TargetProbs.probs`."""
+    """Like the second result of `TargetProbs.probs`."""
 
     @property
     def results(self) -> list[torch.Tensor]:

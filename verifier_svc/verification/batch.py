@@ -166,7 +166,7 @@ class _LaidOut:
     def verify(
         self, logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence]
     ) -> list[Verified | OutriderError]:
-        """As `Verify`, with one wait for the device."""
+        """Like `Verify`, with one wait for the device."""
         drawn_RV = logits_RV if self.drawn_R is None else logits_RV[self.drawn_R.tensor]
         masks = [scheduled.mask for scheduled in batch if scheduled.samples]
         beside = None

@@ -206,7 +206,7 @@ def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
             token_ids.append(draft.token_ids[i])
             parents.append(new_rows[draft.parents[i]])
         new_rows.append(len(token_ids))
-    # A sibling that becomes a first child by the cut is no main guess.
+    # If the cut removes a first child, the sibling that takes its place is no main guess.
     return DraftTree(token_ids, [], without_chain(parents), drafter_ids, list(kept).index(False))
 
 

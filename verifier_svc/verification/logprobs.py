@@ -87,7 +87,7 @@ class Logprobs:
     ) -> dict[int, list[TokenLogprob]]:
         """The results of the accepted tokens and the next token, keyed by place in the batch.
 
-        `results` belong to the sequences for which a token is drawn.
+        `results` has an entry for each sequence for which a token is drawn.
         """
         by_place = dict(zip(self._sampling, results, strict=True))
         return {

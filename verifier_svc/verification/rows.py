@@ -24,7 +24,7 @@ def tree_result(
 ) -> AcceptResult:
     """The result of a tree; `own` and `accepts_first` are as in `walk`.
 
-    `tokens` has the next token of each row, in case the walk ends there.
+    `tokens` has for each row the token to commit next if the walk ends at this row.
     """
     path = walk(context.drafted, context.parents, own, accepts_first)
     last = path[-1] if path else 0

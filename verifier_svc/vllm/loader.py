@@ -49,7 +49,7 @@ _OURS = (
 
 
 class VllmLoader:
-    """As `verifier_svc.server.Loader`, for vLLM's engine."""
+    """Like `verifier_svc.server.Loader`, for vLLM's engine."""
 
     def __init__(
         self, settings: VerifierSettings, servicer: VerifierServicer, metrics: VerifierMetrics

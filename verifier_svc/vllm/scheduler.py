@@ -37,7 +37,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's scheduler. Raises OutriderError if drafts cannot be verified or placed."""
+        """Like vLLM's scheduler. Raises OutriderError if drafts cannot be verified or placed."""
         super().__init__(*args, **kwargs)
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
             message = "vLLM cannot verify drafts with pipeline parallelism; use tensor parallelism"

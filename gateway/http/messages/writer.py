@@ -140,8 +140,8 @@ class MessagesWriter:
 def _joined(events: Iterable[Json]) -> list[Json]:
     """The blocks that the events of a stream write.
 
-    The input of a call that `max_tokens` cut off has only the complete values. It is empty if the
-    verifier did not keep to the grammar.
+    The input of a call that `max_tokens` cut off has only the complete values. The input is empty
+    if the verifier's text broke the grammar.
     """
     content: list[Json] = []
     arguments = ""

@@ -133,7 +133,7 @@ _GRAMMAR: dict[str, int | float] = {"minLength": 1, "maxLength": MAX_GRAMMAR_CHA
 
 
 class TakesNeutral(Body):
-    """A body that takes parameters of other servers with the values that change nothing."""
+    """A body that accepts other servers' parameters if their values would change nothing."""
 
     @model_validator(mode="before")
     @classmethod

@@ -232,7 +232,7 @@ class ChatShape(ResponseShape):
         return {"message": message}
 
     def delta(self, part: Part) -> Json:
-        """The part as the delta of a message."""
+        """Return the part as a delta of a chat's message."""
         if isinstance(part, Content):
             return {"delta": {"content": part.text}}
         if isinstance(part, Reasoning):

@@ -146,7 +146,7 @@ class ReasoningItem(Body):
 
 
 class ItemReference(Body):
-    """A reference to the item of this id, in a kept answer."""
+    """A reference to an item of a kept answer; `id` is the item's id."""
 
     type: Literal["item_reference"] | None = None
     id: Text

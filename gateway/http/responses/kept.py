@@ -140,7 +140,7 @@ class _Items:
         raise invalid("after", f"is the id of no input item of the response: {item_id[:100]!r}")
 
     async def _read(self, at: int) -> Json:
-        """An item with an id, a status, and its texts as parts.
+        """Return an item with an id, a status, and its texts as parts.
 
         An item that came without an id gets an id that depends only on its place, so the id is the
         same each time.

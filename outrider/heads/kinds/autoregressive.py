@@ -55,29 +55,29 @@ class AutoregressiveModel(HeadModel):
         """Float32 scores [B, draft vocabulary] of the next token."""
 
     def read_as(self, spec: HeadSpec) -> None:
-        """As HeadModel.read_as; graphs of another reading are dropped."""
+        """Like HeadModel.read_as; graphs of another reading are dropped."""
         super().read_as(spec)
         self.graphs = None
 
     @torch.inference_mode()
     def capture(self, width: int) -> None:
-        """As HeadModel.capture."""
+        """Like HeadModel.capture."""
         if self.cache is not None and self.cache.can_capture:
             self.graphs = RoundGraphs(self, width)
 
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
-        """As HeadModel.read_rows."""
+        """Like HeadModel.read_rows."""
         rows = self.rows(slices)
         states = self.run(rows.layout.token_ids, features, rows)
         return states[rows.layout.logits_indices]
 
     def tree_rows(self, count: int) -> int:
-        """As HeadModel.tree_rows."""
+        """Like HeadModel.tree_rows."""
         rows = WIDTH * (count - 1)
         return rows if rows <= MAX_TREE_TOKENS else 0
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
-        """As HeadModel.guess."""
+        """Like HeadModel.guess."""
         if self.graphs is not None and pick.rank is None:
             found = self.graphs.propose(sequences, count, pick.width)
             if found is not None:

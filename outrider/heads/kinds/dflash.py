@@ -40,7 +40,7 @@ class DFlash(HeadModel):
             self.mask_embedding = Parameter(torch.empty(hidden))
 
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
-        """As HeadModel.read_rows; the states only mark that rows were read."""
+        """Like HeadModel.read_rows; the states only mark that rows were read."""
         rows = self.rows(slices)
         context: torch.Tensor = self.hidden_norm(features)
         for attention, arrays in self._attentions():
@@ -50,7 +50,7 @@ class DFlash(HeadModel):
         return context[rows.layout.logits_indices]
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
-        """As HeadModel.guess, but no more guesses than a block has."""
+        """Like HeadModel.guess, but no more guesses than a block has."""
         states_BQC = self.block(sequences)[:, self.first_row :][:, :count]
         scores_BQV = self.scores(states_BQC)
         for step in range(states_BQC.shape[1]):

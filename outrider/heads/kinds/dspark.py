@@ -76,7 +76,7 @@ class DSpark(DFlash):
             self.confidence_head = ConfidenceHead(spec.decoder.hidden_size + rank, bias=bias)
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
-        """As HeadModel.guess, but no more guesses than a block has."""
+        """Like HeadModel.guess, but no more guesses than a block has."""
         rows_BQC = self.block(sequences)
         states_BQC = rows_BQC[:, self.first_row :][:, :count]
         scores_BQV = self.scores(states_BQC)

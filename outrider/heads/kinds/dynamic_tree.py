@@ -22,10 +22,10 @@ WIDTH = 4
 
 
 class Node(NamedTuple):
-    """A guess. Its path from the text has these tokens and shares.
+    """A guess. Its path from the text has the tokens `path`.
 
-    `parent` is the row of the guess before it, from 1 on; 0 is the text. The path's first `at`
-    guesses are the chain's.
+    `shares` are the head's estimated probabilities of these tokens. `parent` is the row of the
+    guess before it, from 1 on; 0 is the text. The path's first `at` guesses are the chain's.
     """
 
     parent: int

@@ -1,6 +1,6 @@
 """EAGLE-1 and EAGLE-2: an ordinary layer that continues the target's final states.
 
-The two differ only in how a tree is built of their guesses.
+The two differ only in how a tree is built from their guesses.
 """
 
 from __future__ import annotations

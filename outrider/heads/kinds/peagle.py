@@ -25,10 +25,10 @@ class PEagle(Eagle3):
         self.mask_hidden = Parameter(torch.empty(1, 1, head.spec.feature_width))
 
     def capture(self, width: int) -> None:
-        """As HeadModel.capture: its round is one forward already."""
+        """Like HeadModel.capture, but captures nothing, since a round is one forward already."""
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
-        """As HeadModel.guess."""
+        """Like HeadModel.guess."""
         states = torch.stack([s.state for s in sequences if s.state is not None]).unsqueeze(1)
         masks, token = count - 1, self.spec.mask_token_id
         if masks and token is not None:

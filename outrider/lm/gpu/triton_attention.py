@@ -47,7 +47,7 @@ def _scores(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
 def _first_seen(  # type: ignore[no-untyped-def]  # position: a tensor
     position, window, CHUNKED: tl.constexpr
 ):
-    """Return the first position that a token sees, or one below 0, as `Softmax.first_seen` does."""
+    """Return the first position that a token sees, maybe negative; see `Softmax.first_seen`."""
     return position // window * window if CHUNKED else position - window + 1
 
 
@@ -171,7 +171,7 @@ def _part_begin(part):  # type: ignore[no-untyped-def]  # the argument is a Trit
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _part_of(slot, DOUBLINGS: tl.constexpr):  # type: ignore[no-untyped-def]  # slot: a tensor
-    """Return the parts that slots are in, as `tiles.part_of` does."""
+    """Return the part of each slot, as `tiles.part_of` does."""
     part = slot // _PART
     for doubling in tl.static_range(DOUBLINGS):
         base = _PARTS * _PART * 2**doubling

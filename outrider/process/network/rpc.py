@@ -76,7 +76,7 @@ def dial(
 
 
 def channel(address: str, credentials: ClientCredentials | None) -> grpc.aio.Channel:
-    """A channel as `dial` makes it, from credentials that were read before; None means no TLS."""
+    """Make a channel as `dial` does, with credentials that were read before; None means no TLS."""
     if credentials is None:
         return keep_status(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
     options = [*CHANNEL_OPTIONS, *credentials.options]

@@ -19,8 +19,8 @@ def add_process_metrics(
 ) -> None:
     """Add the metrics to a registry, once for each process.
 
-    `tls` has the files by the names that their settings begin with. `is_ready` may be called on any
-    thread.
+    `tls` maps the prefix of TLS settings' names to the files of these settings. `is_ready` may be
+    called on any thread.
     """
     ProcessCollector(registry=registry)
     build = Gauge("outrider:build_info", "1, by version.", ["version"], registry=registry)

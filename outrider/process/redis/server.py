@@ -50,7 +50,7 @@ class Credentials(CredentialProvider):
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """As `get_credentials`, but raises AuthenticationError if the file is unreadable.
+        """Like `get_credentials`, but raises AuthenticationError if the file is unreadable.
 
         After any other error redis-py would use the connection without AUTH.
         """

@@ -186,7 +186,7 @@ def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any])
 
 
 def _titles(schema: type[Settings]) -> dict[str, str]:
-    """The title of each setting's group, "" without one: the schema's own settings come first."""
+    """Map each setting to its group's title ("" for none); the schema's own settings come first."""
     titles: dict[str, str] = {}
     for base in schema.__mro__:
         title = ""

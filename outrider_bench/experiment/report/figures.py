@@ -121,7 +121,7 @@ def _apart(counters: Mapping[str, float], kinds: Mapping[str, Mapping[str, float
 
 
 def _step(counters: Mapping[str, float]) -> Figures:
-    """Mean milliseconds of a step by phase, from the verifier's counters."""
+    """Mean milliseconds of each phase of a step, from the verifier's counters."""
     steps = counters.get("step_seconds_count", 0.0)
     phases_s = {phase: counters.get(f"step_phase_seconds.{phase}", 0.0) for phase in PHASES}
     found = _quotients({f"step_{name}_ms": (1000 * s, steps) for name, s in phases_s.items()})

@@ -151,7 +151,7 @@ class Expected:
 def expected_counts(
     engine: Engine, drafter: Drafter, batch: DraftBatch, opened: dict[int, int]
 ) -> Expected:
-    """Judge a message without a trie.
+    """Predict how the verifier must judge a message, computed without a trie.
 
     `opened` has the length of each sequence when it was announced. A sequence that is not in
     `opened` has not been announced yet.

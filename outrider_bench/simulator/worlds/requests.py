@@ -120,18 +120,18 @@ class ResidueMatcher:
         return bool(self._tokens) and self._tokens[-1] == EOS
 
     def accept(self, token_id: int) -> bool:
-        """As `Matcher.accept`."""
+        """Like `Matcher.accept`."""
         allowed = not self.ended and token_id in self._allowed()
         if allowed:
             self._tokens.append(token_id)
         return allowed
 
     def rollback(self, count: int) -> None:
-        """As `Matcher.rollback`."""
+        """Like `Matcher.rollback`."""
         del self._tokens[len(self._tokens) - count :]
 
     def fill(self, mask_RW: Mask, row: int) -> None:
-        """As `Matcher.fill`."""
+        """Like `Matcher.fill`."""
         word = sum([1 << token for token in self._allowed()])
         mask_RW[row] = word - (word >> 31 << 32)
 
