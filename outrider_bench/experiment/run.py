@@ -107,7 +107,7 @@ def missing(
 
 
 def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
-    """Group the cells that one verifier can serve; within a group, sort them by drafters."""
+    """Group the cells that one verifier can serve; within a group, group them by drafters."""
     found: dict[str, dict[str, list[Cell]]] = {}
     for cell in cells:
         found.setdefault(cell.target_key, {}).setdefault(cell.stack_key, []).append(cell)
