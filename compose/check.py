@@ -246,7 +246,7 @@ def rights(project: str) -> str:
 
 
 def _excess(process: Path) -> list[str]:
-    """The rights of a process that no service needs, by its folder in /proc."""
+    """Read from a process's folder in /proc the rights that no service needs."""
     lines = (process / "status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]

@@ -11,7 +11,7 @@ from outrider.errors import OutriderError, Reason
 UNSUPPORTED = "unsupported_parameter"
 """The type of pydantic's error for an unsupported parameter."""
 ANY: tuple[object, ...] = (object(),)
-# By parameter of OpenAI's, vLLM's or SGLang's requests: the values besides null that change
+# Maps a parameter of OpenAI's, vLLM's or SGLang's requests to the values besides null that change
 # nothing; ANY for all values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),

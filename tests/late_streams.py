@@ -63,7 +63,8 @@ class LateStreams(TorchDispatchMode):
         self._random = Random(seed)
         self._all: dict[str, LateStream] = {}
         self._current = ""
-        # By address of the memory: the stream that made it, and the streams that still read it.
+        # Keyed by the memory's address: the stream that made it, and the streams that still read
+        # it.
         self._makers: dict[int, tuple[torch.Tensor, str]] = {}
         self._readers: dict[int, set[str]] = {}
         monkeypatch.setattr(streams, "_stream_of", lambda tensor: self._all[self._current])

@@ -50,7 +50,7 @@ class RawDrafter:
         assert response.HasField("welcome")
 
     async def error(self) -> OutriderError:
-        """The error that ended the stream; the messages before it are read and dropped."""
+        """Read and drop messages until the stream ends; return the error that ended it."""
         with suppress(grpc.aio.AioRpcError):
             while await self.hear() != grpc.aio.EOF:  # type: ignore[attr-defined]  # grpc-stubs lack it
                 pass

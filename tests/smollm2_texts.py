@@ -28,7 +28,7 @@ TOKENS = 24
 TIE = 1e-4
 LOGPROB_ERROR = 1e-4
 
-# By language: topics, questions for chats, and beginnings for completions.
+# For each language: topics, questions for chats, and beginnings for completions.
 _LANGUAGES: dict[str, tuple[list[str], list[str], list[str]]] = {
     "English": (
         ["the sea", "bread", "a train", "winter", "a library", "the moon"],

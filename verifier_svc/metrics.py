@@ -311,7 +311,7 @@ class VerifierMetrics:
         self._add(self._of_drafts.ignored, self._labels(drafter))
 
     def answered(self, drafter: Drafter, seconds: list[float]) -> None:
-        """Record a drafter's first answers to verdicts, by the `seconds` that each took."""
+        """Record a drafter's first answers to verdicts; `seconds` has the time of each."""
         self._answers.setdefault(drafter, []).extend(seconds)
 
     def proposed(

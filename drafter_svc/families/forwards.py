@@ -354,7 +354,7 @@ class Forwards:
 
 
 class Columns:
-    """The target's tokens among the columns of a draft model with another vocabulary."""
+    """Picks the target's tokens from the logits of a draft model with another vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary, device: torch.device) -> None:
         self._own_of = vocabulary.own_of
@@ -391,7 +391,7 @@ def _best(logits_RV: torch.Tensor, *, trees: bool) -> tuple[torch.Tensor, torch.
 
 
 def _fetch(*tensors: torch.Tensor) -> Iterator[Any]:
-    """The numbers of tensors as lists, after one wait for the device."""
+    """Return the tensors' numbers as lists, after one wait for the device."""
     return (array.tolist() for array in fetch(tensors))
 
 

@@ -148,7 +148,8 @@ class GrammarFamily(Family):
         self._grammars = grammars
         self._cpu_clock = cpu_clock
         self._clock = clock
-        # By tenant, when it will have got back the time that its guesses took beyond the free time.
+        # Maps a tenant to when it will have got back the time that its guesses took beyond the free
+        # time.
         self._repaid: dict[str, float] = {}
         self._texts: dict[int, _Text] = {}
 

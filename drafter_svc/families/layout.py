@@ -102,9 +102,9 @@ class AfterThought:
 
 
 class Layout:
-    """Guesses the blanks before a byte, by the blanks at earlier joints of the same kind.
+    """Guesses the blanks before a byte from the blanks at earlier joints of the same kind.
 
-    At an unknown joint it guesses by the styles of `json.dumps` that agree with the text so far.
+    At an unknown joint it guesses the blanks of a style of `json.dumps` that fits the text so far.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A request's span, by OpenTelemetry's conventions for generative AI."""
+"""A request's span, as OpenTelemetry's conventions for generative AI define it."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class _Feeds:
         self._router = router
         self._metrics = metrics
         self._open: Counter[str] = Counter()
-        # By tenant, and None for operators: the last event, and when it was made (seconds).
+        # Maps a tenant, or None for operators, to the last event and when it was made (seconds).
         self._made: dict[str | None, tuple[float, bytes]] = {}
 
     def open(self, identity: Identity) -> AsyncExitStack:

@@ -41,7 +41,7 @@ class TokenTable:
         self._special = frozenset(
             index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        # By the argument of `hidden_ids`; a gateway has few different values.
+        # Keyed by the argument of `hidden_ids`; a gateway has few different values.
         self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
         # A list of log probabilities names thousands of tokens, mostly the same tokens each time.
         self._known: dict[int, tuple[str, bytes]] = {}

@@ -262,7 +262,7 @@ class AnswerFormat:
 
 
 def answer_format(template: str, name: str = "") -> AnswerFormat:
-    """How a model writes calls and thoughts, by its chat template.
+    """How a model writes calls and thoughts, according to its chat template.
 
     If `name` is given, it names the format of calls, or is "none" for no calls. Raises
     OutriderError(INVALID_VALUE) for an unknown name.

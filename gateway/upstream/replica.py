@@ -224,7 +224,7 @@ def unreadable(address: str, cause: Exception) -> OutriderError:
 
 
 def explain_differing(model: str, groups: Mapping[str, Sequence[str]]) -> str:
-    """Describe the problem of a model whose replicas differ. `grouped` is by fingerprint."""
+    """Describe how a model's replicas differ; `groups` maps a fingerprint to its addresses."""
     shown = "; ".join(", ".join(sorted(addresses)) for addresses in groups.values())
     cause = "other weights, dtype, version or acceptance settings"
     return f"verifiers of {model} have {cause}: {shown}; none continues the others' answers"

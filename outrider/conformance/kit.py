@@ -52,7 +52,7 @@ class Kit:
     ) -> None:
         self.results = {name: Result() for name in RULES}
         self.notes: dict[str, str] = {}
-        """The first remark of each note, by the note's name."""
+        """Maps a note's name to the note's first remark."""
         self.transcript: list[dict[str, Any]] = []
         self._command = command
         self._tls = tls

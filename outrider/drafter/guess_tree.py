@@ -50,7 +50,7 @@ class GuessTree:
         # The first guesses of the branches, keyed by place, then by token.
         self._branches: dict[int, dict[int, _Guess]] = {}
         self._unsent_branches = False
-        # Decayed counts of the chain's guesses that were committed and that were not.
+        # Decayed counts of the chain's guesses: committed guesses (hits), and all others (misses).
         self._hits = 0.0
         self._misses = 0.0
 

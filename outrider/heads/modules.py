@@ -96,7 +96,7 @@ class HeadCache:
         return HeadRows(self._cos[layout.positions], self._sin[layout.positions], layout)
 
     def static_rows(self, layout: StaticLayout) -> Turns:
-        """Prepare a forward at fixed addresses, of any positions; every layer attends by `layout`.
+        """Prepare a forward at fixed addresses, of any positions; every layer then uses `layout`.
 
         All cosines and sines are kept from now on: 64 MiB for 131,072 positions of 128 channels in
         bfloat16.
@@ -263,7 +263,7 @@ class Layer(Module):
 
 
 class TargetsLayer(Module):
-    """A decoder layer of a target's own kind, by `transformers`, over our pages."""
+    """A decoder layer of `transformers`, of the target's own kind, that reads our pages."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

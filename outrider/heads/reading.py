@@ -23,7 +23,7 @@ from outrider.tokenizer import check_model_folder
 
 log = logging.getLogger(__name__)
 
-# Architectures of config.json, by the reader that understands their files.
+# Architectures in config.json: a set for each reader that understands such files.
 _EAGLE3 = {
     "Eagle3Speculator",
     "Eagle3DraftModel",

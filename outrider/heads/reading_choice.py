@@ -207,7 +207,7 @@ def _best(
 ) -> tuple[Matches, bool]:
     """The reading with the most right guesses, unless the first is about as good.
 
-    Also tells whether the choice is clear, by the best reading of another kind.
+    Also tells whether the choice is clear, compared with the best reading of another kind.
     """
     top = max(range(len(found)), key=lambda i: (counts[i], -i))
     others = [n for n, each in zip(counts, found, strict=True) if kind(each) != kind(found[top])]

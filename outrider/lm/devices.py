@@ -1,4 +1,4 @@
-"""Devices and types of numbers by the names that settings have."""
+"""Converts names in settings to devices and types of numbers."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class ModelRunner:
         self._states = _hidden_states(self._model)
         self._kept: Mapping[int, torch.Tensor] = {}
         self.projections: Mapping[str, FeatureProjection] = {}
-        """By name, the projections that `copy_states` can apply to the states."""
+        """Maps names to the projections that `copy_states` can apply to the states."""
         self._graphs: Graphs | None = None
         self.decoder: CpuDecoder | None = None
         """Replaces the model's own forward on a CPU, where the C decoder supports the model."""

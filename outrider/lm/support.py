@@ -1,4 +1,4 @@
-"""Checks whether a model can be served, by its configuration and trial forwards."""
+"""Checks from a model's configuration and from trial forwards whether it can be served."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def worse_than_own(
 def rounding_errors(
     model: Any, caches: Mapping[int, LayerCache], page_size: int, forward: Forward
 ) -> tuple[float, float]:
-    """Compute some tokens' logits by `forward`, by the model's own forward, and exactly.
+    """Compute some tokens' logits with `forward`, with the model's own forward, and exactly.
 
     Return how far the first and the second are from the third: the root mean square over the
     standard deviation. In float32 the model's own logits count as exact.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Configurations, keys, certificates and templates are kilobytes; a tokenizer has up to 40 MB.
 MOST_BYTES = 256 * 2**20
-# Files of a model that are read whole, by the ends of their names.
+# The ends of the names of a model's files that are read whole.
 _READ_WHOLE = {".json", ".jinja", ".txt", ".model", ".py", ".yaml"}
 
 

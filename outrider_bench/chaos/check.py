@@ -21,7 +21,7 @@ _GROWTH = {"files": 16, "threads": 16, "mebibytes": 100.0}
 _EXPLAINED = ("verifier_unavailable", "not_ready", "draining", "overloaded")
 """Codes of errors that a fault may explain."""
 _RESUME_S = 30.0
-"""How long a request that has begun waits for a verifier, by the gateway's default."""
+"""How long a request that has begun waits for a verifier: the gateway's default."""
 
 
 @dataclass(frozen=True, slots=True)

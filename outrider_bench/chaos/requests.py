@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _LENGTHS = (100, 16, 48, 24, 32)
-"""The most tokens of an answer, by prompt. More faults hit long answers; short answers end soon."""
+"""Most tokens of the answer to each prompt. Long answers meet faults; short answers end soon."""
 _PROMPTS = (
     "def read(path):\n    ",
     "import os\n\nclass Cache:\n    def get(self, key):\n",

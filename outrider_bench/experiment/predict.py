@@ -209,7 +209,7 @@ class Predictor:
 
 
 def _traffic(experiment: Experiment, simulation: Simulation) -> dict[str, LinkTraffic]:
-    """The bytes of the connected drafters' streams, by the links that carry them."""
+    """The bytes of the connected drafters' streams, keyed by the link that carries them."""
     links: dict[str, LinkTraffic] = {}
     for name, drafter in drafters_of(experiment):
         for process in simulated_processes(name, drafter):

@@ -17,7 +17,7 @@ from outrider_bench.simulator import costs
 from outrider_bench.yaml_file import first_problem
 
 TOPOLOGIES: dict[str, dict[int, list[int]]] = {"gb200": {0: [*range(72)], 1: [*range(72, 144)]}}
-"""By cost table, the cores of each NUMA node: the two Grace CPUs of a GB200 board."""
+"""Maps a cost table to the cores of each NUMA node: the two Grace CPUs of a GB200 board."""
 _ONE_NODE = {0: [*range(64)]}
 
 

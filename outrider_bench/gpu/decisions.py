@@ -17,7 +17,7 @@ class _Bar:
     use: str
     batch: int
     predicted: float
-    """× plain, by bench/experiments/h200.yaml; for n-grams see the results of 2026-11-30."""
+    """× plain of bench/experiments/h200.yaml; for n-grams see the results of 2026-11-30."""
     least: float
     """If the measured × plain is at least this, everything goes on as planned."""
     missed: str

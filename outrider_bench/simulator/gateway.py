@@ -1,4 +1,4 @@
-"""The gateway of a simulation: it admits requests by the production rule."""
+"""The gateway of a simulation: it admits requests as the production gateway does."""
 
 from __future__ import annotations
 

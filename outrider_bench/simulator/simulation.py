@@ -23,7 +23,7 @@ _RECONNECT_S = 1.0
 
 @dataclass(slots=True)
 class Outcome:
-    """The figures of one simulation. `drafters` has each drafter's counters by metric."""
+    """The figures of one simulation. `drafters` has each drafter's counters, keyed by metric."""
 
     sample: Sample
     drafters: dict[str, dict[str, float]] = field(default_factory=dict)

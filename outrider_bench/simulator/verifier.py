@@ -24,7 +24,7 @@ TARGET_DEVICE = TargetDevice(cores=frozenset({0}))
 
 
 class VerifierActor(EngineActor):
-    """The production engine with a simulated target, by a scenario."""
+    """The production engine with a simulated target, as a scenario describes them."""
 
     def __init__(
         self,

@@ -118,7 +118,8 @@ def linked(script: Path, environment: str) -> Path:
     return folder / script.name
 
 
-# By program: its configuration, the configuration's path, and the command before the question.
+# Maps a program to its configuration, its configuration's path, and its command without the
+# question.
 CODEX = """
 model = "outrider"
 model_provider = "outrider"

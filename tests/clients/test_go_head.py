@@ -50,7 +50,7 @@ def write_head(
 
 @torch.inference_mode()
 def write_fitted_head(folder: Path) -> Path:
-    """Write heads of the bundled target, fitted to the states of later tokens by least squares."""
+    """Write heads of the bundled target: least-squares fits that predict later tokens' states."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     width = model.config.hidden_size
     torch.manual_seed(1)

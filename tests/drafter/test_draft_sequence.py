@@ -116,9 +116,9 @@ class Pair:
         self.committed += own
 
     def deliver(self, earlier: int, later: int) -> None:
-        """A verdict that begins `earlier` tokens before the drafter's text ends.
+        """Deliver a verdict that begins `earlier` tokens before the drafter's text ends.
 
-        The verdict ends `later` - 2 tokens after the text's end; below 0, the verdict is a repeat.
+        It ends `later` - 2 tokens after the text's end; if that is not above 0, it only repeats.
         """
         start = max(0, len(self.real.tokens) - earlier)
         end = min(len(self.committed), len(self.real.tokens) + later - 2)

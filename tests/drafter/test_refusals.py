@@ -100,13 +100,13 @@ async def writer() -> OutriderError:
 
 
 async def read(call: Any) -> None:
-    """Read from a call until that fails."""
+    """Read messages from a call until a read fails."""
     while True:
         await call.read()
 
 
 async def gateway() -> OutriderError:
-    """A gateway's requests on one stream, all of which fail with the reason."""
+    """Send a gateway's requests on one stream; all fail, and their reason is returned."""
     async with refusing(Refusing()) as stub:
         stream = VerifierStream(stub, lambda error: error, lambda: None)
 

@@ -30,7 +30,7 @@ class WithoutMatplotlib:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of each kind with its report, by the experiment's name."""
+    """Map an experiment's name to a run of its kind with the report."""
     found = {}
     for settings, sources, repetitions in (
         (simulated_runs.ROUND_TRIP, ("measured", "predicted"), 1),

@@ -1,4 +1,4 @@
-"""A grammar binds what follows a thought, by every API, and the answer is read accordingly."""
+"""In every API, a grammar binds what follows a thought, and the gateway reads the answer so."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BODIES = {path: body for path, (_, body) in ENDPOINTS.items()}
 BODIES["/v1/messages"] = {"messages": CHAT, "max_tokens": 5}
-# By parameter, other parameters without which it is refused.
+# Maps a parameter to other parameters without which it is refused.
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "max_tokens": {"prompt_logprobs": 0},
@@ -97,7 +97,7 @@ def number_limits(parameter: Any) -> list[tuple[Any, Any]]:
     kinds = parameter.get("anyOf", [parameter])
     whole = any(kind.get("type") == "integer" for kind in kinds)
     step = 1 if whole else 0.001
-    # By limit: the steps from the limit to the last value within and the first value beyond.
+    # Maps a kind of limit to the steps from it to the last value within and the first value beyond.
     steps = {
         "minimum": (0, -step),
         "maximum": (0, step),

@@ -377,7 +377,7 @@ def medusa_vllm() -> Files:
 
 PARTS = ("weight", "bias")
 
-# Dialects in which one head is written.
+# The dialects in which tests write a head of each kind.
 DIALECTS: dict[str, dict[str, Callable[[], Files]]] = {
     "eagle3": {
         "speculators": eagle3_speculators,

@@ -327,7 +327,7 @@ def test_a_copy_of_the_targets_embeddings_takes_no_memory(tmp_path: Path) -> Non
 def test_a_head_serves_a_wider_target_that_holds_its_own_in_its_first_columns(
     kind: str, tmp_path: Path
 ) -> None:
-    """The head's guesses are the same, since it gets zeros for the other columns."""
+    """The wider head's weights are 0 for the further columns, so it makes the same guesses."""
     rig = Rig(kind, tmp_path / "narrow")
     config, tensors = FILES[kind]()
     wide = 24

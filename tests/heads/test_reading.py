@@ -284,7 +284,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_index(folder: Path, name: str) -> None:
-    """Write an index that places one of the tensors in the file `name`."""
+    """Write an index of safetensors files, in which one tensor is in the file `name`."""
     places = {"fc.weight": "model.safetensors", "norm.weight": name}
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 

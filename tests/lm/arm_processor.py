@@ -84,7 +84,7 @@ def _build(folder: Path) -> None:
 
 
 def library_files() -> dict[str, Path]:
-    """Return the files of the builds by name."""
+    """Return the files of the builds, keyed by name."""
     folder = built() / "lib/outrider/lm/cpu"
     return {path.name.partition(".")[0]: path for path in folder.glob("*.so")}
 

@@ -1,4 +1,4 @@
-"""Trees on a CPU: each row is computed as its path would be, by all builds and by gathering."""
+"""Trees on a CPU: all builds, and gathering, compute each row as its path would be computed."""
 
 from __future__ import annotations
 

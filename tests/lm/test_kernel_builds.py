@@ -10,7 +10,7 @@ import torch
 from outrider.lm.cpu import library
 from outrider.lm.cpu.library import HWCAP2_BF16, load_build, runnable_builds
 
-# By library: the registers and instructions in its code that an earlier kind of processor lacks.
+# Maps a library to registers and instructions in its code that earlier processors lack.
 MARKS = {
     "_cpu": set[str](),
     "_cpu_avx2": {"ymm", "vfmadd"},

@@ -139,7 +139,7 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     assert error.value.field == "model"
 
 
-# The values of FP4 (E2M1), by their four bits.
+# The values of FP4 (E2M1); the four bits are the index.
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 

@@ -1,4 +1,4 @@
-"""The exact distribution of every sampling setting over a small target, by transformers."""
+"""The exact distribution of every sampling setting over a small target, from transformers."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Guesser:
         self._tick = 0
         self.connected = False
         self.proposed: dict[DraftDistribution, int] = dict.fromkeys(DraftDistribution, 0)
-        """Proposed tokens, by how they were drawn."""
+        """The number of proposed tokens, keyed by how they were drawn."""
 
     def join(self, engine: Engine) -> None:
         self._engine = engine

@@ -36,7 +36,7 @@ class Case:
     """One kind of traffic."""
 
     drafters: Callable[[frozenset[DraftDistribution]], list[Guesser]]
-    """Makes the drafters, by the distributions that they offer."""
+    """Makes drafters that offer the given distributions."""
     happened: Callable[[Traffic, list[Guesser]], bool] = lambda traffic, drafters: True
     """Whether the traffic had the events that the case is for."""
     settings: dict[str, Any] = field(default_factory=dict)

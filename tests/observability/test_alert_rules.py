@@ -19,7 +19,7 @@ RUNBOOK = (ROOT / "compose/observability/runbook.md").read_text()
 # A sample a minute, for two hours.
 LENGTH = 120
 
-# By alert: the series of its fault in promtool's notation, and then these series in good health.
+# Maps an alert to series with its fault in promtool's notation, and to the series in good health.
 FAULTS: dict[str, list[tuple[str, str, str]]] = {
     "OutriderTargetDown": [('up{job="gateway", instance="a"}', "0", "1")],
     "OutriderGatewayNotReady": [('outrider:ready{job="gateway", instance="a"}', "0", "1")],
@@ -79,7 +79,7 @@ FAULTS: dict[str, list[tuple[str, str, str]]] = {
 
 
 def repeated(values: str) -> str:
-    """Repeat values for each minute; a value that is given with a growth increases."""
+    """Repeat values for each minute; a value that is written with `+` grows each minute."""
     if " " in values:
         return f"{values}x{LENGTH}"
     return f"{values}x{LENGTH}" if "+" in values else f"{values}+0x{LENGTH}"

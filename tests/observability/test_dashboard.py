@@ -36,7 +36,7 @@ PROMPTS = ("x = [1, 2, 3]\n" * 4, "def read(path):\n    ", "import os\nimport sy
 def observed_stack(directory: Path) -> Iterator[tuple[str, dict[str, list[int]]]]:
     """Run verifier, two drafters, a Redis and a gateway.
 
-    Yields the gateway's URL, and the metrics ports by job.
+    Yields the gateway's URL, and the metrics ports, keyed by job.
     """
     verifier_port, *drafter_ports = (free_port() for _ in range(3))
     secret = directory / "secret"

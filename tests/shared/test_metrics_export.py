@@ -27,7 +27,7 @@ from tests.certificates import Site, trusting
 
 
 class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Keeps the newest metrics, by service and name."""
+    """Keeps the newest metrics, keyed by service and name."""
 
     def __init__(self) -> None:
         self.received: dict[str, dict[str, Any]] = {}
@@ -150,7 +150,7 @@ def test_metrics_are_served_and_the_error_names_a_port_in_use(
 
 
 def scraper(port: int, tls: Tls, *, shows: bool = True) -> httpx.Client:
-    """A client that trusts the authority, and shows the certificate unless `shows` is false."""
+    """Return a client that trusts the authority, and shows a certificate if `shows`."""
     assert tls.ca is not None
     verify = trusting(tls.ca, tls if shows else None)
     return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=verify)

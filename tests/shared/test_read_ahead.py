@@ -14,7 +14,7 @@ LONG = 60.0
 
 
 class Watched:
-    """A queue of numbers, and its requests to the producer."""
+    """A read-ahead queue of numbers; `said` has the queue's requests to its producer."""
 
     def __init__(self, seconds: float = LONG) -> None:
         self.said: list[bool | str] = []

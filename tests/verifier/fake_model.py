@@ -115,7 +115,7 @@ class TableModel:
     def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
-        """The states for a drafter in the process."""
+        """Return the states for a drafter in the verifier's process."""
         return SharedRows.of(self.pick_states(states, rows, dtype, projection))
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -54,7 +54,7 @@ def test_the_pages_that_sequences_hold_are_reported() -> None:
 
 
 class Clock:
-    """A clock that advances by a millisecond at each look."""
+    """A clock that advances by a millisecond each time it is read."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -33,7 +33,7 @@ class FeatureSource(Protocol):
     layer_count: int
     hidden_size: int
     projections: Mapping[str, FeatureProjection]
-    """By name, the projections that turn a token's states into fewer numbers."""
+    """Maps names to the projections that turn a token's states into fewer numbers."""
 
     def can_watch(self, states: Collection[int]) -> bool:
         """Whether forwards can keep these hidden states."""

@@ -39,11 +39,11 @@ class Roster:
         self._clock = clock
         self.max_drafters = _MAX_DRAFTERS
         self.connected: dict[str, Drafter] = {}
-        """By id."""
+        """Keyed by id."""
         # Maps the id of a drafter that left to the time (seconds); the longest gone comes first.
         self._gone: dict[str, tuple[float, Drafter]] = {}
         self._turns = 0
-        # Times of violations, by `Drafter.blamed`.
+        # Times of violations, keyed by `Drafter.blamed`.
         self._faults: dict[str, list[float]] = {}
 
     def join(self, drafter: Drafter) -> None:

@@ -23,7 +23,7 @@ class TenantUse:
     """For one engine, on its thread. Times are in seconds of its clock."""
 
     def __init__(self) -> None:
-        # By tenant; the tenant that was served longest ago comes first in `_used`.
+        # Keyed by tenant; the tenant that was served longest ago comes first in `_used`.
         self._used: dict[str, float] = {}
         self._served_at: dict[str, float] = {}
         self._epoch = 0.0

@@ -28,7 +28,7 @@ def draft_tokens(drafts: Drafts) -> dict[int, int]:
 
 
 def asked_tokens(drafts: Drafts, waits: bool, decode_step_s: float) -> dict[Assignment, int]:
-    """Draft tokens to ask for, by assignment.
+    """Draft tokens to ask for, keyed by assignment.
 
     If the engine does not wait for the drafts, a draft must also cover the tokens that are
     committed before the draft arrives.

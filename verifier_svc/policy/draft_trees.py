@@ -110,7 +110,7 @@ class _Tree:
         return len(self.token_ids)
 
     def draft(self) -> ChosenDraft:
-        """The draft with these tokens, depth-first. A main guess was taken before its siblings."""
+        """Return the draft of the taken tokens, depth-first, main guesses before their siblings."""
         if not self.token_ids:
             return None, NO_DRAFT
         below = children(self.parents)
@@ -206,7 +206,7 @@ def tree_tokens(
     threshold: float,
     step: int,
 ) -> dict[Assignment, int]:
-    """How many draft tokens to ask for, all branches of a tree together, by assignment.
+    """How many draft tokens to ask for, all branches of a tree together, keyed by assignment.
 
     `drafts` are (sequence, assignment, draft tokens). `asks` has the draft tokens of one path to
     ask for. A drafter is asked for a chain if siblings of its main guesses are not worth their

@@ -56,7 +56,7 @@ class ForwardCost:
     def observe(
         self, sequence_count: int, token_count: int, seconds: float, prompt_token_count: int = 0
     ) -> None:
-        """Correct the costs by a step that took `seconds`.
+        """Correct the costs after a step that took `seconds`.
 
         The step had `token_count` tokens of `sequence_count` decoding sequences, and
         `prompt_token_count` tokens of prompts besides. In such a mixed step the prediction error is

@@ -27,7 +27,7 @@ class StepCosts(NamedTuple):
     decode_step_s: float
     """Seconds of a step without drafts; 0 before anything was measured."""
     rate: float
-    """Tokens a second that the batch commits, by the last plan's speedup."""
+    """Tokens a second that the batch commits, according to the last plan's speedup."""
     token_costs: list[tuple[int, float]]
     """Rising costs: (up to this many draft tokens of the forward, cost of each in tokens)."""
     limit: int

@@ -34,7 +34,7 @@ class Plan:
     fixed: bool = False
     """Whether a setting fixes the number of a draft's tokens, whatever their cost."""
     asks: Mapping[Assignment, int] = field(default_factory=dict)
-    """Drafters to ask after this step: draft tokens to ask for, by assignment."""
+    """Drafters to ask after this step: maps an assignment to the draft tokens to ask for."""
     tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)
     """Draft tokens to ask for, all branches of a tree together; 0 for a missing assignment."""
     probes: frozenset[Assignment] = frozenset()

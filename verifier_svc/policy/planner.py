@@ -283,7 +283,7 @@ class Planner:
         return frozenset([d for d in known if d.proven or d.on_target_device])
 
     def first_draft_tokens(self, sequence: Sequence, assignment: Assignment, last: Plan) -> int:
-        """Draft tokens to ask for with a new sequence; 0 if by `last` the drafter does not pay."""
+        """Draft tokens to ask for with a new sequence; 0 if the drafter does not pay in `last`."""
         drafter = assignment.drafter
         if drafter in last.considered and drafter not in last.paying:
             return 0

@@ -36,7 +36,7 @@ class _FixedRate:
 
 
 class AcceptanceRate:
-    """By position, the probability that a draft token is accepted if all before it were.
+    """For each position, the probability that a draft token is accepted if all before it were.
 
     It is estimated from decayed counts and a prior.
     """

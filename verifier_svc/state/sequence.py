@@ -54,11 +54,11 @@ class Assignment:
     distribution: DraftDistribution
     """How the drafter is to choose its draft tokens."""
     rates: list[AcceptanceRate]
-    """Acceptance of this sequence's drafts, by `run_class` of the run before the draft."""
+    """Acceptance of this sequence's drafts, indexed by `run_class` of the run before a draft."""
     drafter_rates: list[AcceptanceRate]
-    """Acceptance over all the drafter's sequences of this kind of traffic, by `run_class`."""
+    """Acceptance over all the drafter's sequences of this kind of traffic, indexed likewise."""
     window: Window
-    """How far the drafter may run ahead, by the last message to it; its trie has room for more."""
+    """How far the last message lets the drafter run ahead; its trie has room for more."""
     draft_tokens: int
     """Draft tokens that the last message to the drafter asked for.
 
@@ -69,7 +69,7 @@ class Assignment:
     tree_tokens: int = 0
     """Draft tokens of all branches together that the last message asked for; 0 for a chain."""
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0))
-    """By position, how often a draft has a token there, if all tokens before it were right."""
+    """For each position, how often a draft has a token there if all earlier tokens were right."""
     sibling_rates: SiblingRates = field(default_factory=SiblingRates)
     """Measurements of the siblings of its main guesses, for this kind of traffic."""
     opened: bool = False
@@ -82,7 +82,7 @@ class Assignment:
     backoff: int = FIRST_BACKOFF
     """Steps between two probes. A power of two, so that many sequences are probed in one step."""
     asked_at: dict[int, float] = field(default_factory=dict)
-    """By committed length, when the drafter was asked to draft after it (seconds).
+    """Maps a committed length to when the drafter was asked to draft after it (seconds).
 
     Only lengths after which the trie was empty are here, until the drafter answers.
     """
@@ -296,7 +296,7 @@ class Sequence:
     """The committed tokens, beginning with the prompt."""
     stats: SpeculationStats
     assignments: dict[str, Assignment] = field(default_factory=dict)
-    """By drafter id."""
+    """Keyed by drafter id."""
     past_drafters: set[str] = field(default_factory=set)
     """Ids of drafters that lost the sequence to other drafters. None of them gets it again."""
     cached_token_count: int = 0

@@ -42,7 +42,7 @@ class GatewayStream:
         self._requests = requests
         self._context = context
         self._calls: dict[int, asyncio.Task[None]] = {}
-        # By the number of a paused call, the event that is set when the call goes on.
+        # Maps the number of a paused call to the event that is set when the call continues.
         self._paused: dict[int, asyncio.Event] = {}
         self._unsent: list[token_streams_pb2.TokensPart] = []
         self._unsent_bytes = 0

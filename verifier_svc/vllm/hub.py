@@ -119,7 +119,7 @@ class DraftHub:
             self.running, self.waiting, limits.max_sequences, limits.max_waiting, self.cost
         )
         self.judged: dict[int, Judged] = {}
-        """By sequence id, what the last step committed."""
+        """Maps a sequence id to what the last step committed."""
         self.failed = False
         """Whether a fault has ended the drafting. Then nobody calls `begin` and `commit`."""
         self.trial_tokens: int | None = None
@@ -132,7 +132,7 @@ class DraftHub:
             self, self.drafting, self.outbox, _nothing, self.planner, self._step_clock, clock
         )
         self._by_request: dict[str, Sequence] = {}
-        # By request, the assignment whose draft the coming step verifies.
+        # Maps a request to the assignment whose draft the coming step verifies.
         self._chosen: dict[str, Assignment] = {}
         self._batch: dict[str, tuple[ScheduledSequence, Span]] = {}
         self._prompt_tokens = 0

@@ -87,7 +87,7 @@ class _Batch:
 def draw_tokens(
     logits_RV: torch.Tensor, drafts: Sequence[Draft], counts: TokenCounts
 ) -> torch.Tensor:
-    """The target's own tokens of the drafts' R rows, int64 [R], by rule GREEDY or COUPLED.
+    """The target's own tokens of the drafts' R rows, int64 [R], under rule GREEDY or COUPLED.
 
     A row without a finite logit gets a token all the same.
     """

@@ -73,7 +73,7 @@ class AdmittedRequest:
 
 
 class _Route(NamedTuple):
-    """A route as the router would find it, for metrics that count responses by route."""
+    """A route as the router would find it, for metrics that count the responses of each route."""
 
     path: str
 
@@ -90,7 +90,7 @@ class AdmissionMiddleware:
         self._app = app
         self._admission = admission
         self._preparing = preparing
-        # By tenant: requests that were let in without a check whether they are late.
+        # Maps a tenant to its number of requests admitted without a check whether they are late.
         self._unchecked: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

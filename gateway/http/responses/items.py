@@ -19,7 +19,7 @@ Ignored = Annotated[Any, Field(description="Ignored.", exclude=True)]
 
 
 def parsed(value: object, kinds: Mapping[str, type[_Kind]], path: str) -> _Kind:
-    """The object at a path of the body, by its `type`. Raises OutriderError that names the path."""
+    """Parse the object at a path of the body as its `type` says. Errors name the path."""
     if not isinstance(value, dict):
         raise invalid(path, "must be an object")
     kind = value.get("type")

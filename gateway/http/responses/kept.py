@@ -25,7 +25,7 @@ MAX_REPLAYED_BYTES = 1024 * 1024
 """The most bytes of a response whose events can be sent again. Three events each hold all of it."""
 # Encoding this many events takes a few milliseconds.
 _EVENTS_AT_ONCE = 64
-# By the type of an item, the start of its id.
+# Maps the type of an item to the prefix of its id.
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",

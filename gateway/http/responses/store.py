@@ -53,7 +53,7 @@ class _Tenant:
     def __init__(self) -> None:
         self.answers: OrderedDict[str, _Kept] = OrderedDict()
         self.items: dict[str, tuple[str, bytes]] = {}
-        """By the id of an item of an answer: the answer's id, and the item."""
+        """Maps the id of an answer's item to the answer's id and the item."""
         self.byte_count = 0
         self._uses: Counter[bytes] = Counter()
 

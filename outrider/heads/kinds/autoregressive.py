@@ -27,7 +27,10 @@ from outrider.sampling.tensors import fetch, on
 
 
 class AutoregressiveModel(HeadModel):
-    """A head whose rows are these pairs. A kind says how it runs a pair and recycles its state."""
+    """A head whose rows are pairs of feature and next token.
+
+    Subclasses say how to run a pair, and how to recycle its state.
+    """
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

@@ -14,7 +14,7 @@ from outrider.sampling.tensors import on
 
 
 class MarkovHead(Module):
-    """Adds to a row's scores what the previous token makes likely, by matrices of low rank."""
+    """Adds to a row's scores what the previous token makes likely, with matrices of low rank."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()

@@ -120,7 +120,7 @@ class Graphs:
         self._logits_RV = torch.empty(0)
         self._graphs: dict[Bucket, tuple[Inputs, Replay]] = {}
         self.memory_bytes = 0
-        """Device memory that the graphs took, by what was free before and after their capture."""
+        """Device memory that the graphs took: free memory before their capture minus after it."""
 
     @property
     def count(self) -> int:

@@ -55,7 +55,7 @@ def _first_seen(  # type: ignore[no-untyped-def]  # position: a tensor
 def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     at, slot, position, window, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr
 ):
-    """Return which keys in the slots `at` each row sees, as if all its tokens were text.
+    """Return which keys in the slots `at` each row sees, as if no token belonged to a tree.
 
     Among a tree's keys a row sees only its ancestors. An ancestor's slot is never before its
     position, so no ancestor within the window is missing.

@@ -43,7 +43,7 @@ class Addresses:
             entry: [] if is_name(entry) else [entry] for entry in self._entries
         }
         self.problems: dict[str, str] = {}
-        """By name, why it could not be resolved at the last try."""
+        """Maps a name to why it could not be resolved at the last try."""
 
     @property
     def has_names(self) -> bool:

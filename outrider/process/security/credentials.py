@@ -66,7 +66,7 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
 
 
 def peer_of(context: grpc.aio.ServicerContext[Any, Any]) -> Peer | None:
-    """Who makes a call, by certificate; None without TLS.
+    """Read from the certificate who makes a call; None without TLS.
 
     Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for a certificate with an unknown role.
     """

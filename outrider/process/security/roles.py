@@ -19,7 +19,7 @@ URI = "outrider://role/"
 
 
 class Role(Enum):
-    """What a process or a person is, by certificate."""
+    """What a process or a person is, as its certificate says."""
 
     GATEWAY = "gateway"
     VERIFIER = "verifier"
@@ -61,7 +61,7 @@ CALLERS: Mapping[str, frozenset[Role]] = {
         {Role.CLIENT, Role.OPERATOR}
     ),
 }
-"""By full method name, the roles that may call it. Nobody may call a method that is not here."""
+"""Maps a method's full name to the roles that may call it. Nobody may call any other method."""
 
 HTTP_CALLERS = frozenset({Role.CLIENT, Role.OPERATOR})
 """The roles that may use the gateway's HTTP port."""

@@ -61,7 +61,7 @@ ACCEPTANCE = {
 }
 PHASE_TIMES = {f"step_{phase}_ms": phase for phase in PHASES}
 NEXT_DRAFTS = {f"lookup_{result}": result for result in LOOKUPS}
-"""Titles of columns by figure; the tables of `outrider lab simulate` have them as well."""
+"""Maps a figure to its column's title, also in the tables of `outrider lab simulate`."""
 _SPEED = [
     _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN, ranged=True),
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED, ranged=True),
