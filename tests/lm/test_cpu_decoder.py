@@ -355,6 +355,22 @@ def test_a_tiled_layer_multiplies_like_a_linear_layer_and_refuses_other_types(
         tiled(torch.zeros(1, 96, dtype=other))
 
 
+@pytest.mark.parametrize("tiles", [1, 3, 9])
+def test_a_tiled_layer_gives_a_row_the_same_bits_among_any_number_of_rows(
+    tiles: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(32 * tiles, 40).to(dtype)
+    tiled = TiledLinear(linear.weight, linear.bias)
+    x = torch.randn(70, 32 * tiles).to(dtype)
+    exact = linear.double()(x.double())
+    alone = torch.cat([tiled(x[i : i + 1]) for i in range(70)])
+    tolerance = 1e-5 if dtype is torch.float32 else 0.02
+    torch.testing.assert_close(alone.double(), exact, rtol=tolerance, atol=tolerance)
+    for count in [*range(2, 41), 70]:
+        assert torch.equal(tiled(x[:count]), alone[:count]), count
+
+
 def test_onednn_finds_its_tile_configuration_unchanged(a_build: str) -> None:
     if a_build != "_cpu_amx" or a_build not in runnable_builds():
         pytest.skip("this processor has no AMX tiles, or the build does not use them")

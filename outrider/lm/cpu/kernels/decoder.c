@@ -163,7 +163,7 @@ static int64_t room_width(const struct decoder *decoder) {
 }
 
 static int64_t whole_tiles(int64_t count) {
-  return (count + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+  return (count + ROWS - 1) / ROWS * ROWS;
 }
 
 static struct buffers divide_scratch(const struct decoder *decoder, const struct step *step,

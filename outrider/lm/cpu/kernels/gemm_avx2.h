@@ -1,0 +1,146 @@
+// The matrix product of one block of columns by 16 vectors of 8 floats; see gemm_block.h.
+//
+// All rows are multiplied by a few tiles of weights before the next tiles. So the processor computes
+// while the weights of later tiles arrive, whatever the number of rows, and weights are read from
+// memory once, in order. For each of its sums, a row adds the same products in the same order,
+// whatever the other rows are and however many tiles are taken at once.
+#pragma once
+
+// Rows of one pass over some tiles. Five rows by two vectors of columns have ten sums. Two
+// multiplications begin in each cycle and end four cycles later, so eight sums are needed to keep
+// the processor busy; with twelve the compiler ran out of registers.
+#define PASS_ROWS 5
+#define VECTORS (BLOCK / LANES)
+// Columns of a line: the whole block.
+#define LINE BLOCK
+// Bytes of the tiles that a pass takes, if it computes longer than they take to arrive: with one
+// tile at a time, nine rows took a twentieth more time. Fewer rows take one tile at a time: with
+// four tiles, three rows took a quarter more.
+#define PASS_BYTES 8192
+#define FEW_ROWS 3
+// Distance in bytes at which weights are prefetched, in the next block if need be.
+#define PREFETCH_DISTANCE 8192
+#define PREFETCHES_NEXT(rows) ((rows) <= ROWS)
+
+// AMX needs these; vectors do not.
+typedef char saved_state;
+INLINE saved_state save_state(void) { return 0; }
+INLINE void restore_state(const saved_state *saved) { (void)saved; }
+INLINE void configure_rows(int rows) { (void)rows; }
+
+// Returns the tile_rows of an input with so many rows.
+INLINE int64_t choose_tile_rows(int64_t rows) { return rows < 1 || rows > ROWS ? ROWS : rows; }
+
+// Returns as floats one element of each pair of a line: the first, or the second if `second`.
+INLINE vec half_of_pairs(vec pairs, int second) {
+#if BFLOAT16
+  return second ? (vec)((uvec)pairs & 0xffff0000) : (vec)((uvec)pairs << 16);
+#else
+  (void)second;
+  return pairs;
+#endif
+}
+
+// Returns PAIR elements of a row in all lanes.
+INLINE vec load_pair(const element *x) {
+#if BFLOAT16
+  uint32_t pair;
+  memcpy(&pair, x, sizeof pair);
+  uvec pairs = pair - (uvec){0};
+  // Else the compiler would split the pair in ordinary registers; see add_dots.
+  __asm__("" : IN_VECTOR(pairs));
+  return (vec)pairs;
+#else
+  return splat(*x);
+#endif
+}
+
+// Rows of an input and some tiles of weights. Rows are `row_stride` elements apart, and their parts
+// of TILE_DEPTH elements are `step` elements apart. Each line of weights prefetches as many bytes
+// from `ahead` on, unless it is null.
+struct pass {
+  const element *x;
+  int64_t row_stride, step, tiles;
+  const char *weights, *ahead;
+};
+
+// Adds the products of `n` rows with `vectors` vectors of the tiles' columns to `acc`.
+INLINE void multiply(struct pass pass, float (*acc)[BLOCK], int n, int vectors) {
+  const element *x = pass.x;
+  const char *weights = pass.weights, *ahead = pass.ahead;
+  vec sums[PASS_ROWS][VECTORS];
+  for (int i = 0; i < n; i++)
+    for (int v = 0; v < vectors; v++) sums[i][v] = load_float(acc[i] + v * LANES);
+  for (int64_t tile = 0; tile < pass.tiles; tile++, x += pass.step - TILE_DEPTH)
+    for (int line = 0; line < LINES; line++, weights += BLOCK * 4, x += PAIR) {
+      if (ahead) {
+        for (int i = 0; i < BLOCK * 4; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+        ahead += BLOCK * 4;
+      }
+      for (int second = 0; second < PAIR; second++) {
+        // If the registers do not hold both halves of all pairs beside the sums, this makes the
+        // compiler load the pairs again. Else it would store sums on the stack.
+        if ((n + PAIR) * vectors > 12) __asm__("" : "+r"(weights), "+r"(x));
+        vec some[VECTORS];
+        for (int v = 0; v < vectors; v++)
+          some[v] = half_of_pairs(load_float((const float *)weights + v * LANES), second);
+        for (int i = 0; i < n; i++) {
+          vec same = half_of_pairs(load_pair(x + i * pass.row_stride), second);
+          for (int v = 0; v < vectors; v++) sums[i][v] += same * some[v];
+        }
+      }
+    }
+  for (int i = 0; i < n; i++)
+    for (int v = 0; v < vectors; v++) memcpy(acc[i] + v * LANES, &sums[i][v], sizeof(vec));
+}
+
+// Adds the products of `n` rows with the tiles to `acc`: of one or two rows with all columns at
+// once, of more rows with half of them.
+INLINE void multiply_rows(struct pass pass, float (*acc)[BLOCK], int n) {
+  if (n <= 2) {
+    multiply(pass, acc, n, VECTORS);
+    return;
+  }
+  multiply(pass, acc, n, VECTORS / 2);
+  pass.weights += BLOCK * 4 / 2;
+  pass.ahead = NULL;
+  multiply(pass, (float(*)[BLOCK])(acc[0] + BLOCK / 2), n, VECTORS / 2);
+}
+
+// Returns how many of the rows that are left the next pass takes: not so many that one or three
+// rows are left over, for which one or two rows have too few sums.
+INLINE int choose_pass_rows(int left) {
+  if (left == PASS_ROWS + 1 || left == PASS_ROWS + 3) return PASS_ROWS - 1;
+  return left < PASS_ROWS ? left : PASS_ROWS;
+}
+
+// Multiplies up to ROWS rows by one block of columns: acc = x · weights.
+INLINE void gemm_block(struct gemm_input input, int rows, const struct linear *linear,
+                       int64_t block, float acc[ROWS][BLOCK], struct prefetch_plan prefetch) {
+  const int64_t tiles = linear->in / TILE_DEPTH, size = tiles * DEPTH_BYTES;
+  const int64_t most = rows <= FEW_ROWS ? 1 : PASS_BYTES / DEPTH_BYTES;
+  const char *weights = (const char *)linear->tiles + block * size;
+  struct pass pass = {
+      .row_stride = input.tiled ? TILE_DEPTH : linear->in,
+      .step = input.tiled ? input.tile_rows * TILE_DEPTH : TILE_DEPTH,
+  };
+  memset(acc, 0, (size_t)rows * sizeof acc[0]);
+  for (int64_t tile = 0; tile < tiles; tile += most) {
+    pass.tiles = tiles - tile < most ? tiles - tile : most;
+    pass.weights = weights + tile * DEPTH_BYTES;
+    pass.ahead = pass.weights + PREFETCH_DISTANCE;
+    if (pass.ahead >= weights + size)
+      pass.ahead = prefetch.next ? pass.ahead + (prefetch.next - 1) * size : NULL;
+    for (int row = 0, n; row < rows; row += n, pass.ahead = NULL) {
+      pass.x = input.data + row * pass.row_stride + tile * pass.step;
+      n = choose_pass_rows(rows - row);
+      switch (n) {
+        case 1: multiply_rows(pass, acc + row, 1); break;
+        case 2: multiply_rows(pass, acc + row, 2); break;
+        case 3: multiply_rows(pass, acc + row, 3); break;
+        case 4: multiply_rows(pass, acc + row, 4); break;
+        default: multiply_rows(pass, acc + row, PASS_ROWS);
+      }
+    }
+  }
+}
