@@ -3,12 +3,14 @@
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from outrider.errors import OutriderError
 from outrider.lm.cpu import library
-from outrider.lm.cpu.library import HWCAP2_BF16, load_build, runnable_builds
+from outrider.lm.cpu.library import HWCAP2_BF16, SETTING, load_build, runnable_builds
 
 # Maps a library to registers and instructions in its code that earlier processors lack.
 MARKS = {
@@ -55,3 +57,30 @@ def test_an_arm_processor_runs_what_linux_says_it_can(
     monkeypatch.setattr(library.platform, "machine", lambda: machine)
     monkeypatch.setattr(library, "_hwcap2", lambda: bits)
     assert runnable_builds() == builds
+
+
+@pytest.fixture
+def fresh_library() -> Iterator[None]:
+    library.library.cache_clear()
+    yield
+    library.library.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_library")
+def test_a_setting_takes_the_library_of_a_lesser_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "default")
+    lesser, least = library.library(), load_build("_cpu")
+    assert lesser is not None
+    assert least is not None
+    assert lesser._name == least._name
+
+
+@pytest.mark.usefixtures("fresh_library")
+def test_kernels_that_this_processor_cannot_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(library, "runnable_builds", lambda: ["_cpu_avx2", "_cpu"])
+    monkeypatch.setenv(SETTING, "avx512")
+    message = f"^{SETTING} is 'avx512', but this processor can run only: avx2, default$"
+    with pytest.raises(OutriderError, match=message):
+        library.library()

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+
+from outrider.errors import invalid
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +29,20 @@ _ARM_BFLOAT16 = "_cpu_arm_bf16"
 AT_HWCAP2 = 26
 HWCAP2_BF16 = 1 << 14
 
+SETTING = "OUTRIDER_CPU_KERNELS"
+"""The environment variable that names the build to load, for tests and benchmarks: `default`,
+`avx2`, `avx512`, `avx512_bf16`, `amx` or `arm_bf16`."""
+
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load the best build that this processor can run; None if none was built."""
+    """Load the best build that this processor can run; None if none was built.
+
+    Raises OutriderError if OUTRIDER_CPU_KERNELS names a build that is missing here.
+    """
+    wanted = os.environ.get(SETTING)
+    if wanted:
+        return _load_wanted(wanted)
     for name in runnable_builds():
         found = load_build(name)
         if found is not None:
@@ -39,6 +52,20 @@ def library() -> ctypes.CDLL | None:
         "C compiler"
     )
     return None
+
+
+def _load_wanted(wanted: str) -> ctypes.CDLL:
+    runnable = {
+        name.removeprefix("_cpu").lstrip("_") or "default": name for name in runnable_builds()
+    }
+    if wanted not in runnable:
+        here = ", ".join(runnable)
+        raise invalid(SETTING, f"is {wanted!r}, but this processor can run only: {here}")
+    found = load_build(runnable[wanted])
+    if found is None:
+        raise invalid(SETTING, f"is {wanted!r}, but installation did not build these kernels")
+    log.info("the CPU kernels are those of %s, as %s says", wanted, SETTING)
+    return found
 
 
 def runnable_builds() -> list[str]:
