@@ -117,8 +117,10 @@ class ModelSettings(FamilySettings):
     """Type of the weights and of the computation; auto takes the checkpoint's."""
 
     weights: Weights = "auto"
-    """auto keeps the weights in the type of the computation. int8, on a CPU only, keeps those of
-    linear layers in int8, in half the memory of bfloat16, and computes in bfloat16."""
+    """How the weights of linear layers are kept. int8, on a CPU only, takes half the memory of
+    bfloat16, and computes in bfloat16; dtype keeps them in the type of the computation. auto is
+    int8 for bfloat16 models on processors where that is faster: those with AVX512-BF16 and without
+    AMX."""
 
     device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""

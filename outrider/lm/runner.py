@@ -13,7 +13,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.lm import attention, support, trial
 from outrider.lm.checkpoint import read_checkpoint
 from outrider.lm.cpu.decoder import CpuDecoder
-from outrider.lm.cpu.weights import optimize_for_cpu
+from outrider.lm.cpu.weights import int8_is_faster, optimize_for_cpu
 from outrider.lm.devices import find_device
 from outrider.lm.gpu import memory
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
@@ -186,7 +186,7 @@ class ModelRunner:
         model: str,
         *,
         dtype: str = "auto",
-        int8: bool = False,
+        int8: bool | None = False,
         device: str = "auto",
         page_size: int | None = None,
         page_count: int | None = None,
@@ -200,10 +200,11 @@ class ModelRunner:
 
         Reads safetensors only and never opens a pickle. `dtype` is auto (the checkpoint's),
         float32, bfloat16 or float16. `int8` keeps the weights of layers in int8 and computes in
-        bfloat16, on a CPU only. `threads` is torch's number of threads on a CPU. `page_size`
-        is in tokens; by default `page_count` is as large as memory allows. On a GPU, the process
-        takes at most `memory_share` of the card's memory: for the weights, the cache, and the
-        largest step within `bounds`, which is measured; `capture` gets the same bounds.
+        bfloat16, on a CPU only; None does so for a bfloat16 model where `int8_is_faster`. `threads`
+        is torch's number of threads on a CPU. `page_size` is in tokens; by default `page_count` is
+        as large as memory allows. On a GPU, the process takes at most `memory_share` of the card's
+        memory: for the weights, the cache, and the largest step within `bounds`, which is measured;
+        `capture` gets the same bounds.
         `progress` receives a line for each stage. Raises OutriderError: MODEL_NOT_FOUND, or
         INVALID_VALUE for a model or setting that cannot be served.
         """
@@ -217,6 +218,8 @@ class ModelRunner:
         loaded = read_checkpoint(model, dtype, trust_remote_code)
         report(f"moving the weights to {target_device}")
         if target_device.type == "cpu":
+            if int8 is None:
+                int8 = int8_is_faster() and _is_bfloat16(loaded)
             optimize_for_cpu(loaded, int8=int8)
         else:
             # CUDA streams and graphs belong to the current device, which is a thread's own setting.
@@ -501,6 +504,10 @@ class ModelRunner:
         except torch.OutOfMemoryError as cause:
             why = f"the GPU has no memory for a step of {bounds.tokens} tokens"
             raise support.unsupported(self._name, why) from cause
+
+
+def _is_bfloat16(model: torch.nn.Module) -> bool:
+    return all(parameter.dtype is torch.bfloat16 for parameter in model.parameters())
 
 
 def _dtype_for_int8(dtype: str, device: torch.device) -> str:

@@ -71,7 +71,7 @@ class Recorder:
         for prompt, output in zip(prompts, greedy(target, prompts, count), strict=True):
             self._known[tuple(prompt)] = RecordedText(output)
         for name, path in self._draft_models.items():
-            draft = ModelRunner.load(str(path), dtype=self._dtype, page_count=pages)
+            draft = ModelRunner.load(str(path), dtype=self._dtype, int8=None, page_count=pages)
             for prompt in prompts:
                 text = self._known[tuple(prompt)]
                 text.guesses[name] = model_guesses(draft, prompt, text.output)

@@ -89,10 +89,20 @@ def measure(
     )
 
 
-def _served(path: Path, dtype: str, device: str, threads: int, sequences: list[int]) -> ModelRunner:
+def _served(
+    path: Path,
+    dtype: str,
+    device: str,
+    threads: int,
+    sequences: list[int],
+    *,
+    int8: bool | None = False,
+) -> ModelRunner:
     """A model as a service loads it: on a GPU with the graphs of all forwards to measure."""
     bounds = Bounds(max(sequences), max(_TOKENS), _MAX_TOKENS)
-    runner = ModelRunner.load(str(path), dtype=dtype, device=device, threads=threads, bounds=bounds)
+    runner = ModelRunner.load(
+        str(path), dtype=dtype, int8=int8, device=device, threads=threads, bounds=bounds
+    )
     runner.capture(bounds)
     return runner
 
@@ -125,7 +135,7 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
 def _draft_cost(
     path: Path, dtype: str, device: str, threads: int, sequences: list[int]
 ) -> DraftingCost:
-    draft = _served(path, dtype, device, threads, sequences)
+    draft = _served(path, dtype, device, threads, sequences, int8=None)
     token_s = _in_rounds(sequences, lambda count: _draft_s(draft, count))
     run_s: dict[int, float] = {}
     if draft.continues:

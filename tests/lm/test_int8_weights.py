@@ -39,8 +39,10 @@ GROUP = 32
 
 
 @pytest.fixture(params=BUILDS, autouse=True)
-def a_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     use_build(request.param, monkeypatch)
+    name: str = request.param
+    return name
 
 
 def int8_runner(config: PreTrainedConfig) -> ModelRunner:
@@ -152,17 +154,34 @@ def test_a_model_that_the_decoder_refuses_multiplies_by_int8_in_its_own_forward(
     assert (found - expected).square().mean().sqrt() < 0.1 * expected.std()
 
 
-def test_a_draft_model_is_kept_in_int8_and_mostly_guesses_the_same() -> None:
-    settings = ModelSettings(model=DRAFT, weights="int8", page_count=64)
+def drafting_runner(**settings: Any) -> ModelRunner:
+    """The draft model of a drafter with these settings."""
 
     async def load() -> ModelRunner:
-        loaded = await ModelFamily.load(settings, PLACE, DrafterMetrics("d", "model"))
+        wanted = ModelSettings(model=DRAFT, page_count=64, **settings)
+        loaded = await ModelFamily.load(wanted, PLACE, DrafterMetrics("d", "model"))
         family: Any = loaded.make(_Info())
         return family._model.runner  # type: ignore[no-any-return]
 
-    runner = asyncio.run(load())
+    return asyncio.run(load())
+
+
+def numbers(runner: ModelRunner) -> str:
     assert runner.decoder is not None
-    assert runner.decoder.numbers == "int8"
+    return runner.decoder.numbers
+
+
+def test_weights_are_int8_by_default_where_that_is_faster(a_build: str) -> None:
+    faster = "int8" if a_build == "_cpu_avx512_bf16" else "bfloat16"
+    assert numbers(drafting_runner()) == faster
+    assert numbers(drafting_runner(dtype="float32")) == "float32"
+    assert numbers(drafting_runner(weights="dtype")) == "bfloat16"
+    assert numbers(ModelRunner.load(DRAFT, device="cpu", page_count=64)) == "bfloat16"
+
+
+def test_a_draft_model_is_kept_in_int8_and_mostly_guesses_the_same() -> None:
+    runner = drafting_runner(weights="int8")
+    assert numbers(runner) == "int8"
     assert runner.dtype is torch.bfloat16
     plain = ModelRunner.load(DRAFT, device="cpu", page_count=64)
     text = [SequenceSlice(ids(200), 0, list(range(13)), 200)]

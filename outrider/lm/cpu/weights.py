@@ -219,6 +219,18 @@ def fastest_dtype() -> torch.dtype:
     return torch.float32 if _gemm_function("bfloat16") is None else torch.bfloat16
 
 
+def int8_is_faster() -> bool:
+    """Whether int8 weights are faster than bfloat16 for few rows and for many.
+
+    They are where the library has dot products of int8, of which a line of weights interleaves
+    four, and no AMX. AMX multiplies a prompt's rows by bfloat16 faster than vectors by int8.
+    """
+    if _gemm_function("int8") is None:
+        return False
+    has_amx = _constant("bfloat16", "line") < TiledLinear.BLOCK
+    return _constant("int8", "pair") == 4 and not has_amx
+
+
 def optimize_for_cpu(
     model: torch.nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *, int8: bool = False
 ) -> None:

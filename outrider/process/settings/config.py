@@ -41,7 +41,7 @@ from outrider.process.settings.usage import GroupedCommand, invoke, refuse, sugg
 _Settings = TypeVar("_Settings", bound="Settings")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Weights = Literal["auto", "int8"]
+Weights = Literal["auto", "int8", "dtype"]
 
 
 DEVICE = r"auto|cpu|cuda(:\d+)?"
