@@ -73,9 +73,10 @@ class Forwards:
     def grow(self, drafts: list[CachedDraft]) -> None:
         """Guess the next token of each draft; `wanting` has returned all of them.
 
-        A draft within its prompt reads the next chunk instead; prompts are read in the order of the
-        drafts. If one forward of a PARD model, or one call of the compiled decoder, can guess
-        several tokens of every draft, it does. A forward that raises has changed no draft.
+        A draft that has not read its whole prompt reads the prompt's next chunk instead. Prompts
+        are read in the order of the drafts. If one forward of a PARD model, or one call of the
+        compiled decoder, can guess several tokens of every draft, it does. A forward that raises
+        has changed no draft.
         """
         if self._guess_parallel(drafts):
             return

@@ -254,11 +254,11 @@ class OwnText:
     def follow(
         self, tokens: Sequence[int], held: Sequence[int] = (), guesses: Sequence[int] = ()
     ) -> int:
-        """Take over the target's `tokens`, which begin with the tokens taken over before.
+        """Encode the target's `tokens`, which begin with the tokens of the previous call.
 
-        `held` are the guesses after the earlier text that are still right. `guesses` are the
-        guesses after the present text. Returns how many of the draft model's tokens stay right: the
-        first tokens that are the same for both texts with their guesses.
+        `held` are the guesses after the previous call's text that are still right. `guesses` are
+        the guesses after the present text. Returns how many of the draft model's tokens stay right:
+        the first tokens that are the same for both texts with their guesses.
         """
         before = [*self.ids[self._sure :], *self.of_guesses(held)]
         begin, begin_tokens = self._sure, self._sure_tokens

@@ -58,7 +58,7 @@ class Prompts:
         self.answers: AnswerFormat = answer_format(
             f"{sources.get(TOOL_USE, '')}\n{default}", tool_format
         )
-        # The name of a byte token is longer than its text, so names bound texts from above.
+        # No token's text is longer than its name (a byte token's name is longer).
         names = self.tokenizer.get_vocab(with_added_tokens=True)
         self._longest_token = max(map(len, names), default=1)
         self._turns = asyncio.Semaphore(_CONCURRENT_TEXTS)

@@ -95,7 +95,7 @@ class Detokenizer:
         return new
 
     def _release_most(self, text: str) -> str:
-        """Return a long run of invalid bytes except its end, and forget most of its tokens."""
+        """Return a long run of invalid bytes without its end, and forget most of its tokens."""
         certain = max(self._sent, len(text.rstrip(REPLACEMENT)), len(text) - _UNSURE_CHARACTERS)
         new = text[self._sent : certain]
         self._sent = certain

@@ -104,7 +104,7 @@ class AnswerReader:
         self._arguments: ArgumentReader | None = None
         self._marks: CallMarks | None = None
         self._section_end = ""
-        # Whether a call that has not yet begun would end a thought.
+        # Whether text within a thought may be the begin of a call, which would end the thought.
         self._ends_thought = False
         self._thought_may_begin = reading.thought is not None and not reading.begins_in_thought
         # Whether a message of content may begin.

@@ -94,7 +94,7 @@ def _cased() -> str:
 
 @lru_cache(1024)
 def any_case(ranges: Ranges, *, ascii_only: bool) -> Ranges:
-    """The characters that Python's flag "i" lets a class of these characters match."""
+    """Return all characters that a class of these ranges matches under Python's flag "i"."""
     if not ranges:
         return ranges
     source = "".join(rf"\U{low:08x}-\U{high:08x}" for low, high in ranges)

@@ -70,7 +70,7 @@ def target_probs(text: Text) -> Probs:
 
 
 class HeadDrafter(Guesser):
-    """The real family, in place of a guesser's table.
+    """Drafts with the real family `head`, where other guessers have a table.
 
     Each `dropped`-th message with features loses its features, as when a drafter reads slowly.
     While it `hangs`, it reads and sends nothing. With `is_local` it is in the verifier's process:

@@ -306,7 +306,7 @@ def test_a_failing_matcher_ends_its_sequence_alone(
 
 
 class CostlyAfter(Alternating):
-    """Gives up on masks after one token, which belongs to no text of the tests."""
+    """Refuses to compute masks after the token `costly`, which no text of the tests has."""
 
     def __init__(self, costly: int) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ class CommitWalk:
 
 @dataclass(slots=True)
 class AddResult:
-    """A proposal's tokens, counted by what became of them."""
+    """How many of a proposal's tokens were added, merged, dropped and so on."""
 
     fresh: int = 0
     """New in the trie."""
@@ -178,7 +178,7 @@ class Trie:
     def _add_child(
         self, parent: Node, proposal: Proposal, i: int, depth: int, added: AddResult
     ) -> Node:
-        """The node of a proposal's token `i`: a present node, a new node, or _CUT without room."""
+        """Return the node of token `i`: a node that was there, a new node, or _CUT without room."""
         token = proposal.token_ids[i]
         node = parent.children.get(token)
         if node is not None:

@@ -14,8 +14,8 @@ from verifier_svc.state.sequence import Sequence as SequenceState
 # Processor time that each mask may take free of the budget, in seconds. Usual masks take 0.05 to
 # 0.5 ms.
 _FREE_S = 0.02
-# How many requests of a tenant can use up their budgets at once, and how much of the tenant's
-# budget comes back in a second, as a part of a processor.
+# So many requests of a tenant can use up their budgets at once. In each second the tenant's budget
+# gets this many seconds back.
 _TENANTS_REQUESTS = 5
 _REFILL = 0.1
 # Tenants whose slow masks are computed at the same time. They run below the engine's priority, so

@@ -36,7 +36,7 @@ def tree_result(
 
 
 class Rows:
-    """The batch laid out: R logits rows of B sequences, one after the other.
+    """The layout of a batch: the R rows of logits of B sequences, one sequence after the other.
 
     Iterates over (first row, draft).
     """

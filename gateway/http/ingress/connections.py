@@ -235,7 +235,8 @@ class BoundedProtocol(HttpToolsProtocol):
         scope = cast(dict[str, Any] | None, self.scope) or {}
         access: Access | None = scope.get(access_log.SCOPE_KEY)
         if access is None or not running:
-            # If the parser refused the first line, the headers are an earlier request's.
+            # If the parser refused the first line, `self.headers` are still the headers of an
+            # earlier request.
             fresh = {} if access is not None or not scope else dict(self.headers)
             headers = {
                 name.decode("latin-1"): each.decode("latin-1") for name, each in fresh.items()

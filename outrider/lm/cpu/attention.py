@@ -58,8 +58,8 @@ class PagedBatch:
     """One batch as the C library takes it, built once a forward.
 
     `slot_mapping` has one slot in the flattened cache per token. The other fields have one entry
-    per slice: `first_rows` the number in the batch of the slice's first token, `lengths` its number
-    of tokens, `starts` the slot of its first token, `page_tables` its page numbers.
+    per slice. For the slice's first token, `first_rows` has its number in the batch, and `starts`
+    its slot. `lengths` has the slice's number of tokens, and `page_tables` its page numbers.
 
     In a batch with trees, `tree_starts` has the slot of each slice's first tree token or the
     slot after its last token, and `ancestors` a word for each token of the batch; see

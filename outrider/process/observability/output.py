@@ -37,7 +37,7 @@ class Output(io.TextIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, text: str, /) -> int:
-        """Queue the text for the thread; never waits, never raises."""
+        """Queue the text for the thread, without ever waiting or raising."""
         notice = ""
         if self._dropped_count:
             notice = f"{self._dropped_count} lines were dropped: the log could not be written\n"

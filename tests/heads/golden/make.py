@@ -108,7 +108,8 @@ def eagle3(
     tokens, features = text(), noise(LENGTH, 3 * HIDDEN)
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out[0]))
-    # A window does not move with the guesses in training; in use it does.
+    # In training a window stays in place while the head guesses, but in use it moves with the
+    # guesses.
     steps = 1 if window else 3
     with torch.no_grad():
         model(
