@@ -77,7 +77,7 @@ def run(settings: DrafterSettings) -> None:
         uvloop.run(serve(settings, place, metrics))
     except OutriderError as error:
         raise SystemExit(f"drafter: {error}") from error
-    telemetry.leave()
+    telemetry.send_spans_and_exit()
 
 
 def main(arguments: list[str], program: str = "drafter") -> None:

@@ -62,7 +62,7 @@ async def load_drafters(
         counts.append(DrafterMetrics(name, find_family(spec.family).name))
         with _kept_thread_count():
             found[name] = await _load(spec, settings, counts[-1])
-    metrics.registry.register(_Together(counts))
+    metrics.registry.register(_JoinedMetrics(counts))
     return [*found.values()]
 
 
@@ -72,7 +72,7 @@ def _name(family: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
 
 
-class _Together(Collector):
+class _JoinedMetrics(Collector):
     """The metrics of several drafters: each name once, with the samples of all drafters."""
 
     def __init__(self, drafters: Sequence[DrafterMetrics]) -> None:
@@ -110,7 +110,7 @@ async def _load(
     shared = {name: getattr(settings, name) for name in _SHARED}
     own = spec.settings_in_process(shared)
     if share := getattr(own, "gpu_memory_share", None):
-        share = _beside_others(share, find_device(settings.device))
+        share = _own_memory_share(share, find_device(settings.device))
         own = own.model_copy(update={"gpu_memory_share": share})
     loaded = await find_family(spec.family).load(own, _PLACE, counts)
 
@@ -129,10 +129,10 @@ async def _load(
     async def draft(verifier: OwnVerifier) -> None:
         await DraftStream(verifier, loaded.make, hello, CountingObserver(counts)).run()
 
-    return OwnDrafter(counts.drafter_id, draft, partial(_meet, loaded, settings))
+    return OwnDrafter(counts.drafter_id, draft, partial(_choose_states, loaded, settings))
 
 
-def _beside_others(share: float, device: torch.device) -> float:
+def _own_memory_share(share: float, device: torch.device) -> float:
     """A drafter's share of a GPU's memory, in addition to what this process already holds."""
     import torch
 
@@ -141,7 +141,9 @@ def _beside_others(share: float, device: torch.device) -> float:
     return min(1.0, share + torch.cuda.memory_reserved(device) / torch.cuda.mem_get_info(device)[1])
 
 
-def _meet(loaded: Loaded, settings: VerifierSettings, runner: ModelRunner) -> Sequence[int]:
+def _choose_states(
+    loaded: Loaded, settings: VerifierSettings, runner: ModelRunner
+) -> Sequence[int]:
     """Return the states that a drafter reads; choose a head's reading by the loaded target."""
     family = loaded.make(ModelInfo(settings.served_names[0], Stage.LOADING, ""))
     if family.feature_request is None:

@@ -56,7 +56,7 @@ def run(
         uvloop.run(serve(settings, metrics))
     except OutriderError as error:
         raise SystemExit(f"verifier: {error}") from error
-    telemetry.leave()
+    telemetry.send_spans_and_exit()
 
 
 if __name__ == "__main__":

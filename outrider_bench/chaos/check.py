@@ -45,7 +45,7 @@ def check(events: Sequence[Event]) -> list[Violation]:
     for event in events:
         if event["event"] == "request":
             # A round's requests end before the next round begins.
-            here = [fault for fault in faults.get(event["round"], []) if _meet(fault, event)]
+            here = [fault for fault in faults.get(event["round"], []) if _overlap(fault, event)]
             found += _check_request(event, wanted[event["number"]], here)
         elif event["event"] == "undisturbed" and event["outcome"] != "finished":
             found.append(Violation(event["round"], "lost", f"{_name(event)} without any fault"))
@@ -55,7 +55,7 @@ def check(events: Sequence[Event]) -> list[Violation]:
     return sorted(found, key=lambda violation: violation.round)
 
 
-def _meet(*events: Event) -> bool:
+def _overlap(*events: Event) -> bool:
     """Whether all of these events overlap at one moment."""
     latest_began: float = max(event["began"] for event in events)
     earliest_ended: float = min(event["ended"] for event in events)
@@ -104,7 +104,7 @@ def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
     least_s = _RESUME_S if event["answer"]["choices"] else 0.0
     for moment in [event["began"], *(fault["began"] for fault in faults)]:
         now = {"began": moment, "ended": moment}
-        here = [fault for fault in faults if fault["unreachable"] and _meet(fault, event, now)]
+        here = [fault for fault in faults if fault["unreachable"] and _overlap(fault, event, now)]
         if len({name for fault in here for name in fault["unreachable"]}) < len(VERIFIERS):
             continue
         if min(fault["ended"] for fault in here) - moment >= least_s:

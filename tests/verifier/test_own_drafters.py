@@ -22,7 +22,7 @@ from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
 from outrider_cli.drafter_spec import DrafterSpec
-from outrider_cli.own_drafters import _beside_others, load_drafters
+from outrider_cli.own_drafters import _own_memory_share, load_drafters
 from tests.stack import Client
 from tests.waiting import until
 from verifier_svc.config import VerifierSettings
@@ -171,6 +171,6 @@ def test_a_drafters_share_of_a_gpu_is_beside_what_the_process_has_taken(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
-    assert _beside_others(0.1, torch.device("cuda", 0)) == pytest.approx(0.3)
-    assert _beside_others(0.9, torch.device("cuda", 0)) == 1.0
-    assert _beside_others(0.1, torch.device("cpu")) == 0.1
+    assert _own_memory_share(0.1, torch.device("cuda", 0)) == pytest.approx(0.3)
+    assert _own_memory_share(0.9, torch.device("cuda", 0)) == 1.0
+    assert _own_memory_share(0.1, torch.device("cpu")) == 0.1

@@ -15,8 +15,8 @@ from verifier_svc.drafts.draft_message import DraftMessage
 from verifier_svc.drafts.features import (
     FeatureSender,
     FeatureSource,
-    flush_features,
-    keep_features,
+    copy_held_features,
+    send_held_features,
 )
 from verifier_svc.drafts.new_assignment import new_assignment, run_ahead_window
 from verifier_svc.drafts.roster import PLACES, Roster
@@ -266,7 +266,7 @@ class DraftExchange:
                 self._ask(sequence, assignment, wanted, walk.matched, span.traceparent, now)
             else:
                 assignment.asked = False
-                keep_features(assignment)
+                copy_held_features(assignment)
         if lookups:
             span.set(outrider__lookups="; ".join(lookups))
         if passes_on:
@@ -361,7 +361,7 @@ class DraftExchange:
         )
         assignment.drafter.outbox.verdicts.append(verdict)
         if assignment.held_features:
-            flush_features(assignment)
+            send_held_features(assignment)
         # A drafter that was not asked for a while has to read new tokens first, so its answer says
         # little about its speed. The answer to a probe is timed all the same, because probes are
         # sent to measure.

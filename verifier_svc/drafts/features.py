@@ -147,17 +147,17 @@ class FeatureSender:
         size = len(data) // len(rows)
         for part in parts:
             end = len(part.rows) * size
-            _give(part, data[:end], size)
+            _send_or_hold(part, data[:end], size)
             data = data[end:]
 
 
-def flush_features(assignment: Assignment) -> None:
+def send_held_features(assignment: Assignment) -> None:
     """Send the drafter the features that waited, with the verdict of their tokens."""
     assignment.drafter.outbox.features += assignment.held_features
     assignment.held_features = []
 
 
-def keep_features(assignment: Assignment) -> None:
+def copy_held_features(assignment: Assignment) -> None:
     """Give features that wait beyond their step memory of their own.
 
     The features of a drafter in the verifier's process are parts of a whole step's tensor, and
@@ -202,7 +202,7 @@ def _part(
     return _Part(sequence_id, assignment, rows[known:], scheduled.start + known, draws)
 
 
-def _give(part: _Part, data: FeatureRows, size: int) -> None:
+def _send_or_hold(part: _Part, data: FeatureRows, size: int) -> None:
     """Send or hold the features in `data`, which has `size` bytes or entries for each token."""
     assignment = part.assignment
     assignment.feature_position = part.first_position + len(part.rows)

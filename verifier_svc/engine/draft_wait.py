@@ -97,7 +97,7 @@ class DraftWait:
         awaited = self._awaited(plan)
         if awaited and rest_s > 0.0:
             return min(rest_s, self._hold_chunks(now))
-        if not plan.insisted:
+        if not plan.always_draft_requested:
             self._penalise(awaited, now)
         self._step_clock.waited(max(now - self._began, 0.0))
         return 0.0

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from verifier_svc.engine.outbox import Delivery
-from verifier_svc.engine.served import DraftPort
+from verifier_svc.engine.served import DraftingEngine
 
 log = logging.getLogger(__name__)
 
 _STOP_S = 10.0
 _Result = TypeVar("_Result")
-_Port = TypeVar("_Port", bound=DraftPort, covariant=True)
+_Engine = TypeVar("_Engine", bound=DraftingEngine, covariant=True)
 
 
-class EngineThread(Generic[_Port]):
+class EngineThread(Generic[_Engine]):
     """Builds and runs an engine on a daemon thread. Create and use it on a running event loop.
 
     The thread that runs the model also loads it and warms it up. OpenMP keeps a team of workers for
@@ -26,10 +26,10 @@ class EngineThread(Generic[_Port]):
     the step of a small model took more than twice as long.
     """
 
-    def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], _Port]) -> None:
+    def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], _Engine]) -> None:
         self._loop = asyncio.get_running_loop()
         self._build = build
-        self.built: asyncio.Future[_Port] = self._loop.create_future()
+        self.built: asyncio.Future[_Engine] = self._loop.create_future()
         """Done when the engine takes work; raises what `build` raised."""
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when the engine's loop has ended; raises the exception that ended it."""
@@ -37,7 +37,7 @@ class EngineThread(Generic[_Port]):
         self._thread.start()
 
     @property
-    def engine(self) -> _Port:
+    def engine(self) -> _Engine:
         """The engine, once `built` is done."""
         return self.built.result()
 

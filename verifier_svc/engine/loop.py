@@ -259,7 +259,7 @@ class Engine:
 
     def _wake(self) -> None:
         """Let `advance` be called soon; from any thread."""
-        self._inbox.post(_nothing)
+        self._inbox.post(_only_wake)
 
     def _end_overdue(self) -> None:
         """End the sequences whose masks have used up their budget, or failed."""
@@ -351,12 +351,14 @@ class Engine:
                 error = OutriderError(Reason.INTERNAL, "the target's forward failed")
             return [error] * len(batch)
         for scheduled, each in zip(batch, found, strict=True):
-            if isinstance(each, OutriderError) and _may_be_the_drafts(each, scheduled.draft):
-                self._go_on_plainly(scheduled)
+            if isinstance(each, OutriderError) and _may_succeed_without_draft(
+                each, scheduled.draft
+            ):
+                self._repeat_without_draft(scheduled)
         pairs = zip(batch, found, strict=True)
         return [None if scheduled.is_late else each for scheduled, each in pairs]
 
-    def _go_on_plainly(self, scheduled: ScheduledSequence) -> None:
+    def _repeat_without_draft(self, scheduled: ScheduledSequence) -> None:
         """Repeat a step without its draft, and draft no more for its sequence.
 
         Perhaps only a draft token makes the model overflow. The attention mask does not protect the
@@ -443,7 +445,7 @@ class Engine:
             prompt_tokens = sum([len(scheduled.token_ids) for scheduled in batch]) - len(decoding)
             self.cost.observe(len(decoding), token_count, times.step_s, prompt_tokens)
             if prompt_tokens <= 0:
-                if since_last_s < math.inf and not plan.insisted:
+                if since_last_s < math.inf and not plan.always_draft_requested:
                     self.planner.budget.observe(
                         len(batch),
                         plan.paying,
@@ -456,7 +458,7 @@ class Engine:
         self._metrics.step(times, isolated_forward_s, len(batch))
 
 
-def _may_be_the_drafts(error: OutriderError, draft: DraftTree) -> bool:
+def _may_succeed_without_draft(error: OutriderError, draft: DraftTree) -> bool:
     """Whether a step may go well without its draft, and may be repeated without it.
 
     Dropping a sampled token because of its value would bias the token that is drawn instead.
@@ -466,7 +468,7 @@ def _may_be_the_drafts(error: OutriderError, draft: DraftTree) -> bool:
     return bool(draft.token_ids) and not draft.distributions
 
 
-def _nothing() -> None:
+def _only_wake() -> None:
     """Work that only wakes the engine."""
 
 

@@ -15,7 +15,7 @@ from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.state.sequence import Sequence
 
 
-class DraftPort(Protocol):
+class DraftingEngine(Protocol):
     """An engine on its thread, as drafters see it. Other threads may call only `post` and `stop`.
 
     `verifier_svc.engine.loop.Engine` documents the methods.
@@ -42,7 +42,7 @@ class DraftPort(Protocol):
         """How busy the engine is."""
 
 
-class ServedEngine(DraftPort, Protocol):
+class ServedEngine(DraftingEngine, Protocol):
     """An engine that takes requests: Outrider's own, or vLLM's."""
 
     def submit(

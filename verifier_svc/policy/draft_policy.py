@@ -1,6 +1,6 @@
 """When an engine drafts: where drafts pay, or always. One policy is chosen when the engine starts.
 
-A request may insist on drafts as well (`always_draft` in protos/outrider/v1/common.proto). Its
+A request may ask for every draft too (`always_draft` in protos/outrider/v1/common.proto). Its
 steps are planned by `EveryDraft`.
 """
 

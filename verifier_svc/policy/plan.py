@@ -45,8 +45,8 @@ class Plan:
     """The longest wait for the drafts of `wait_for`, in seconds."""
     policy: DraftPolicy = PAYING_DRAFTS
     """The policy that made the plan. It also says for which late drafts the engine waits."""
-    insisted: bool = False
-    """Whether the requests insist on drafts, so the step says nothing about what pays."""
+    always_draft_requested: bool = False
+    """Whether the requests have `always_draft`, so the step says nothing about what pays."""
     measuring: bool = False
     """Whether no drafter is asked, so that baseline steps can be measured."""
     paying: frozenset[Drafter] = _NOBODY

@@ -31,8 +31,8 @@ from verifier_svc.state.sequence import Assignment, Sequence
 
 # Drafters are ordered by how soon they deliver a draft of `_COMPARED_TOKENS` tokens.
 _COMPARED_TOKENS = 4
-# The longest wait of a step for drafts on which requests insist.
-_INSISTED_WAIT_S = 0.05
+# The longest wait of a step for drafts if its requests have `always_draft`.
+_ALWAYS_DRAFT_WAIT_S = 0.05
 # Drafts must make the batch faster than plain steps by this factor; otherwise drafters rest.
 _MARGIN = 1.01
 # Drafts that no step waits for speed up few sequences and slow down all, and the first rows of a
@@ -103,20 +103,22 @@ class Planner:
         self._trees = trees
         # Whether to draft the policy's maximum even where it costs throughput.
         self._by_limit = policy.kind != "goodput" or draft_policy.most_tokens
-        # Plans the steps of requests that insist on drafts.
-        self._insistent: Planner | None = None
+        # Plans the steps of requests with `always_draft`.
+        self._always_draft_planner: Planner | None = None
         if draft_policy is not EVERY_DRAFT:
-            self._insistent = Planner(policy, cost, budget, EVERY_DRAFT, trees=trees)
+            self._always_draft_planner = Planner(policy, cost, budget, EVERY_DRAFT, trees=trees)
 
-    def insisted_outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
-        """Like `outline`, for a plan whose waits take at most `_INSISTED_WAIT_S`.
+    def outline_for_always_draft(
+        self, running: Collection[Sequence], last: Plan, step: int
+    ) -> Outline:
+        """Like `outline`, for a plan whose waits take at most `_ALWAYS_DRAFT_WAIT_S`.
 
         The paying drafters stay as in the last plan, since they matter to other requests.
         """
         outline = self.outline(running, last, step)
         plan = replace(
             outline.plan,
-            insisted=True,
+            always_draft_requested=True,
             speedup=last.speedup,
             threshold=last.threshold,
             paying=last.paying,
@@ -140,21 +142,21 @@ class Planner:
         )
         if outline.listened:
             draft_tokens |= self._ready_tokens(outline.drafts, outline.listened, costs)
-        if plan.insisted:
-            wait_s = min(wait_s, _INSISTED_WAIT_S)
+        if plan.always_draft_requested:
+            wait_s = min(wait_s, _ALWAYS_DRAFT_WAIT_S)
         return replace(plan, draft_tokens=draft_tokens, wait_for=wait_for, wait_s=wait_s)
 
     def holds(self, outline: Outline) -> bool:
         """Whether the policy's answer to `measures` is the same as when the outline was made."""
         plan = outline.plan
-        if plan.insisted:
+        if plan.always_draft_requested:
             return True
         return outline.measures == self._draft_policy.measures(self.budget, plan.batch)
 
     def outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
         """The outline of the plan of step number `step`; `last` is the plan before it."""
-        if self._insistent is not None and _insist(running):
-            return self._insistent.insisted_outline(running, last, step)
+        if self._always_draft_planner is not None and _all_have_always_draft(running):
+            return self._always_draft_planner.outline_for_always_draft(running, last, step)
         decoding: list[Sequence] = []
         reading: list[Sequence] = []
         for sequence in running:
@@ -442,8 +444,8 @@ class Planner:
         return goodput(batch + gained, forward_s, wait_s, busy_s, plain, prob_all_accepted)
 
 
-def _insist(running: Collection[Sequence]) -> bool:
-    """Whether all sequences insist on drafts and are one tenant's, so no other tenant waits."""
+def _all_have_always_draft(running: Collection[Sequence]) -> bool:
+    """Whether all sequences have `always_draft` and are one tenant's, so no other tenant waits."""
     tenant: str | None = None
     for sequence in running:
         request = sequence.request

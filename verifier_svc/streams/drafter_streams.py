@@ -22,7 +22,7 @@ from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welco
 from outrider.protocol.wire import drafts as wire_drafts
 from outrider.v1 import drafts_pb2, verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
-from verifier_svc.engine.served import DraftPort
+from verifier_svc.engine.served import DraftingEngine
 from verifier_svc.state.drafter import Drafter, held_bytes
 from verifier_svc.streams.unread_steps import UnreadSteps
 
@@ -47,7 +47,7 @@ class DrafterStream:
 
     def __init__(
         self,
-        engine: EngineThread[DraftPort],
+        engine: EngineThread[DraftingEngine],
         requests: Requests,
         context: Context,
         model: verifier_pb2.GetModelResponse,

@@ -16,7 +16,7 @@ from outrider.errors import OutriderError
 from outrider.protocol.draft_messages import DraftBatch, Hello, StepBatch, Welcome
 from outrider.protocol.model_info import ModelInfo
 from verifier_svc.engine.engine_thread import EngineThread
-from verifier_svc.engine.served import DraftPort
+from verifier_svc.engine.served import DraftingEngine
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.streams.drafter_streams import check_tokenizer
 from verifier_svc.streams.unread_steps import UnreadSteps
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class OwnVerifier:
     """This process' verifier, see `outrider.drafter.transport`. Use it on its event loop."""
 
-    def __init__(self, engine: EngineThread[DraftPort], info: ModelInfo) -> None:
+    def __init__(self, engine: EngineThread[DraftingEngine], info: ModelInfo) -> None:
         """`engine` runs, and serves the model `info`."""
         self._engine = engine
         self._info = info
@@ -71,7 +71,7 @@ class _Own:
 
     address = "its own process"
 
-    def __init__(self, engine: EngineThread[DraftPort], info: ModelInfo) -> None:
+    def __init__(self, engine: EngineThread[DraftingEngine], info: ModelInfo) -> None:
         self._engine = engine
         self._info = info
         self._unread = UnreadSteps()

@@ -30,7 +30,7 @@ from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.engine.engine_thread import EngineThread
-from verifier_svc.engine.served import DraftPort, ServedEngine
+from verifier_svc.engine.served import DraftingEngine, ServedEngine
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.drafter_streams import DrafterStream
 from verifier_svc.streams.gateway_streams import GatewayStream
@@ -66,7 +66,7 @@ class VerifierServicer(
     def __init__(self, model_id: str, *aliases: str, clock: Clock = monotonic) -> None:
         self._clock = clock
         self.info = ModelInfo(model_id, Stage.LOADING, "starting", aliases=aliases)
-        self._engine: EngineThread[DraftPort] | None = None
+        self._engine: EngineThread[DraftingEngine] | None = None
         # The same engine, if it takes requests.
         self._serving: EngineThread[ServedEngine] | None = None
         self._grammars: GrammarCompiler | None = None
@@ -100,7 +100,7 @@ class VerifierServicer(
         self._join_until = self._clock() + JOIN_S
         self.serve_drafters(engine, info)
 
-    def serve_drafters(self, engine: EngineThread[DraftPort], info: ModelInfo) -> None:
+    def serve_drafters(self, engine: EngineThread[DraftingEngine], info: ModelInfo) -> None:
         """Begin to take drafters. Without `serve`, requests are refused."""
         self._engine = engine
         self.info = info
@@ -136,7 +136,7 @@ class VerifierServicer(
             raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message)
         return self._serving
 
-    def _ready(self) -> EngineThread[DraftPort]:
+    def _ready(self) -> EngineThread[DraftingEngine]:
         if self.info.stage is Stage.DRAINING:
             raise OutriderError(Reason.DRAINING, "the verifier is about to stop")
         if self._engine is None or self.info.stage is not Stage.READY:
@@ -155,7 +155,7 @@ class VerifierServicer(
             info = replace(info, drafters=drafters, load=load)
         return wire_model.model_to_proto(info)
 
-    async def _ask(self, engine: EngineThread[DraftPort]) -> _Answer:
+    async def _ask(self, engine: EngineThread[DraftingEngine]) -> _Answer:
         """The engine's drafters and load; during a long step, what the engine reported last.
 
         Raises OutriderError(NOT_READY) if the step takes more than `_MAX_STEP_S`: the engine hangs.
@@ -331,7 +331,7 @@ class VerifierServicer(
             self._streams.discard(stream)
 
 
-async def report_health(engine: EngineThread[DraftPort], server: Server) -> None:
+async def report_health(engine: EngineThread[DraftingEngine], server: Server) -> None:
     """Report SERVING for ever, but NOT_SERVING while the engine hangs."""
     while True:
         await server.set_serving(True)

@@ -129,7 +129,7 @@ class DraftHub:
         self._spans = StepSpans(metrics, clock)
         self._step_clock = StepClock(clock)
         self._wait = DraftWait(
-            self, self.drafting, self.outbox, _nothing, self.planner, self._step_clock, clock
+            self, self.drafting, self.outbox, _admit_nobody, self.planner, self._step_clock, clock
         )
         self._by_request: dict[str, Sequence] = {}
         # Maps a request to the assignment whose draft the coming step verifies.
@@ -399,7 +399,7 @@ class DraftHub:
         self.cost.observe(decoding, token_count, step_s, self._prompt_tokens)
         if self._prompt_tokens:
             return 0.0
-        if seconds < math.inf and not self.drafting.plan.insisted:
+        if seconds < math.inf and not self.drafting.plan.always_draft_requested:
             baseline = self._baseline and token_count == len(batch)
             paying = self.drafting.plan.paying
             self.planner.budget.observe(len(batch), paying, committed, seconds, baseline=baseline)
@@ -431,5 +431,5 @@ def _rule(sequence: Sequence) -> AcceptanceRule:
     return AcceptanceRule.GREEDY if greedy else AcceptanceRule.COUPLED
 
 
-def _nothing() -> None:
+def _admit_nobody() -> None:
     """Admit nobody: vLLM does."""

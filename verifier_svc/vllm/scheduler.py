@@ -209,11 +209,11 @@ def _open(hub: DraftHub, request: Request) -> None:
     """Tell the hub of a request; a request that is not our gateway's gets a new sequence."""
     sequence = hub.sequences.get(sequence_id_of(request.sampling_params) or 0)
     if sequence is None:
-        sequence = hub.new_sequence(_foreign(request), _drop, NO_SPAN, ())
+        sequence = hub.new_sequence(_request_to_vllms_server(request), _drop, NO_SPAN, ())
     hub.open(request.request_id, sequence)
 
 
-def _foreign(request: Request) -> TokenRequest:
+def _request_to_vllms_server(request: Request) -> TokenRequest:
     """Convert a request to vLLM's own server into a request for drafters.
 
     vLLM draws its tokens with its own noise, so drafters are to guess the likeliest tokens.

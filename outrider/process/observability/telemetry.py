@@ -164,7 +164,7 @@ def shutdown() -> None:
     _tracer = _provider = None
 
 
-def leave() -> NoReturn:
+def send_spans_and_exit() -> NoReturn:
     """Send the remaining spans and end the process with status 0, without teardown."""
     shutdown()
     exit_now()
