@@ -1,4 +1,6 @@
-// The matrix product of one block of columns by 16 vectors of 8 floats; see gemm_block.h.
+// The matrix product of one block of columns of bfloat16 by 16 vectors of 8 floats; see
+// gemm_block.h. Products of float32, whose weights take longer to arrive, are faster by
+// gemm_vector.h.
 //
 // All rows are multiplied by a few tiles of weights before the next tiles. So the processor computes
 // while the weights of later tiles arrive, whatever the number of rows, and weights are read from
@@ -33,26 +35,17 @@ INLINE int64_t choose_tile_rows(int64_t rows) { return rows < 1 || rows > ROWS ?
 
 // Returns as floats one element of each pair of a line: the first, or the second if `second`.
 INLINE vec half_of_pairs(vec pairs, int second) {
-#if BFLOAT16
   return second ? (vec)((uvec)pairs & 0xffff0000) : (vec)((uvec)pairs << 16);
-#else
-  (void)second;
-  return pairs;
-#endif
 }
 
 // Returns PAIR elements of a row in all lanes.
 INLINE vec load_pair(const element *x) {
-#if BFLOAT16
   uint32_t pair;
   memcpy(&pair, x, sizeof pair);
   uvec pairs = pair - (uvec){0};
   // Else the compiler would split the pair in ordinary registers; see add_dots.
   __asm__("" : IN_VECTOR(pairs));
   return (vec)pairs;
-#else
-  return splat(*x);
-#endif
 }
 
 // Rows of an input and some tiles of weights. Rows are `row_stride` elements apart, and their parts

@@ -70,7 +70,7 @@ INLINE element *tiled_row(element *data, int64_t row, int64_t in, int64_t tile_r
 #include "gemm_amx.h"
 #elif BFLOAT16 && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "gemm_bfmmla.h"
-#elif LANES == 8
+#elif BFLOAT16 && LANES == 8
 #include "gemm_avx2.h"
 #else
 #include "gemm_vector.h"

@@ -6,7 +6,7 @@
 #if LANES == 16
 #define ACC_ROWS 8
 #define COLUMN_PARTS 1
-#elif defined(__aarch64__)
+#elif LANES == 8 || defined(__aarch64__)
 #define ACC_ROWS 4
 #define COLUMN_PARTS 2
 #else
