@@ -36,7 +36,7 @@ COMPILER = "aarch64-linux-gnu-gcc"
 QEMU = "qemu-aarch64"
 # What QEMU computes: the oldest kind of ARM processor, and one with products of bfloat16.
 PROCESSORS = {"_cpu": "cortex-a72", "_cpu_arm_bf16": "max"}
-_SYSROOT = "/usr/aarch64-linux-gnu"
+SYSROOT = Path("/usr/aarch64-linux-gnu")
 _ROOT = Path(__file__).parents[2]
 _KERNELS = _ROOT / "outrider/lm/cpu/kernels"
 # `struct request` in arm_server.c.
@@ -108,7 +108,7 @@ class ArmLibrary:
     """Stands for the `ctypes.CDLL` of an ARM build."""
 
     def __init__(self, name: str) -> None:
-        command = [QEMU, "-L", _SYSROOT, "-cpu", PROCESSORS[name], str(built() / "server")]
+        command = [QEMU, "-L", str(SYSROOT), "-cpu", PROCESSORS[name], str(built() / "server")]
         self._process = subprocess.Popen(
             [*command, str(library_files()[name])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

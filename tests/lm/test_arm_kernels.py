@@ -22,6 +22,7 @@ from tests.lm import test_cpu_attention, test_cpu_decoder
 from tests.lm.arm_processor import (
     COMPILER,
     PROCESSORS,
+    SYSROOT,
     Memory,
     arm_library,
     library_files,
@@ -81,22 +82,34 @@ def test_a_build_has_the_instructions_of_its_kind_of_processor(build: str) -> No
 
 @pytest.mark.parametrize("build", PROCESSORS)
 def test_linux_names_the_processors_with_products_of_bfloat16(build: str) -> None:
+    defined = (SYSROOT / "include/asm/hwcap.h").read_text()
+    assert f"#define HWCAP2_BF16\t\t(1 << {HWCAP2_BF16.bit_length() - 1})" in defined
     capabilities = arm_library(build).ask("getauxval", Memory(), [AT_HWCAP2])
     assert bool(capabilities & HWCAP2_BF16) == (build == WITH_BFLOAT16)
 
 
-def layers(dtype: torch.dtype) -> list[torch.nn.Linear]:
-    """Whole and partial blocks of columns, with and without a bias."""
+def layers(dtype: torch.dtype, rows: int) -> list[tuple[torch.nn.Linear, torch.Tensor]]:
+    """Whole and partial blocks of columns, with and without a bias, and inputs of so many rows.
+
+    The terms of the first layer's sums cancel each other. So its outputs are the rounding of its
+    sums, and any other order of the terms shows.
+    """
     torch.manual_seed(0)
-    shapes = [(96, 64, False), (160, 97, True), (32, 40, True)]
-    return [torch.nn.Linear(ins, outs, bias=bias).to(dtype) for ins, outs, bias in shapes]
+    found = []
+    for ins, outs, bias in ((96, 64, False), (160, 95, True), (32, 40, True)):
+        layer = torch.nn.Linear(ins, outs, bias=bias).requires_grad_(False)
+        x = torch.randn(rows, ins)
+        if not bias:
+            layer.weight[:, ins // 2 :] = -layer.weight[:, : ins // 2]
+            x[:, ins // 2 :] = x[:, : ins // 2]
+        found.append((layer.to(dtype), x.to(dtype)))
+    return found
 
 
 def test_a_product_is_as_exact_as_its_sums(name: str, dtype: torch.dtype) -> None:
-    """Each of a sum's steps rounds to odd at worst, by one unit in the last place."""
-    for layer in layers(dtype):
+    """Each of a sum's steps rounds to odd at worst, by less than one unit in the last place."""
+    for layer, x in layers(dtype, 33):
         tiled = TiledLinear(layer.weight, layer.bias)
-        x = torch.randn(33, layer.in_features).to(dtype)
         exact = layer.double()(x.double())
         terms = x.double().abs() @ layer.weight.abs().T
         bound = layer.in_features * 2.0**-23 * terms + exact.abs() * torch.finfo(dtype).eps
@@ -107,9 +120,8 @@ def test_a_product_is_as_exact_as_its_sums(name: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("numbers", ["bfloat16", "float32", "int8"])
 def test_a_rows_product_has_the_same_bits_beside_any_others(name: str, numbers: str) -> None:
     dtype = torch.float32 if numbers == "float32" else torch.bfloat16
-    for layer in layers(dtype):
+    for layer, x in layers(dtype, 34):
         tiled = TiledLinear(layer.weight, layer.bias, int8=numbers == "int8")
-        x = torch.randn(34, layer.in_features).to(dtype)
         single = torch.cat([tiled(row[None]) for row in x])
         for rows in range(2, 34):
             # Each row has another place in its pair and its tile.
@@ -119,9 +131,8 @@ def test_a_rows_product_has_the_same_bits_beside_any_others(name: str, numbers: 
 
 def test_int8_weights_multiply_like_their_values_but_for_the_rows_rounding(name: str) -> None:
     """A row's element is off by half a step of its group: 1/254 of the group's largest element."""
-    for layer in layers(torch.bfloat16):
+    for layer, x in layers(torch.bfloat16, 9):
         tiled = TiledLinear(layer.weight, layer.bias, int8=True)
-        x = torch.randn(9, layer.in_features).bfloat16()
         weight = tiled.weight.double()
         bias = 0 if layer.bias is None else layer.bias.double()
         exact = x.double() @ weight.T + bias
@@ -138,10 +149,9 @@ def test_plain_neon_multiplies_bfloat16_to_the_bits_of_the_portable_build(
     outputs = []
     for use, build in ((use_build, "_cpu"), (use_arm_build, "_cpu")):
         use(build, monkeypatch)
-        of_layers = layers(torch.bfloat16)
-        inputs = [torch.randn(33, layer.in_features).bfloat16() for layer in of_layers]
-        tiled = [TiledLinear(layer.weight, layer.bias) for layer in of_layers]
-        outputs.append([layer(x) for layer, x in zip(tiled, inputs, strict=True)])
+        given = layers(torch.bfloat16, 33)
+        outputs.append([TiledLinear(layer.weight, layer.bias)(x) for layer, x in given])
+    assert outputs[0][0].count_nonzero() > 300
     assert all(map(torch.equal, *outputs))
 
 
