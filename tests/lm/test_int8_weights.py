@@ -161,7 +161,7 @@ def drafting_runner(**settings: Any) -> ModelRunner:
         wanted = ModelSettings(model=DRAFT, page_count=64, **settings)
         loaded = await ModelFamily.load(wanted, PLACE, DrafterMetrics("d", "model"))
         family: Any = loaded.make(_Info())
-        return family._model.runner  # type: ignore[no-any-return]
+        return family._model.runner
 
     return asyncio.run(load())
 
