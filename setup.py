@@ -50,7 +50,7 @@ def _kernels() -> list[Extension]:
             f"outrider.lm.cpu.{name}",
             [str(_KERNELS / source) for source in sources],
             depends=headers_and_sources,
-            extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi", *flags],
+            extra_compile_args=["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-Wno-psabi", *flags],
             extra_link_args=["-fopenmp", "-lm"],
             optional=True,
         )
@@ -161,7 +161,8 @@ class _BuildExtensions(build_ext):
         try:
             command = [*self.compiler.compiler_so, "-dumpmachine"]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        except (OSError, subprocess.CalledProcessError):
+        except (AttributeError, OSError, subprocess.CalledProcessError):
+            # A compiler that cannot say compiles for this machine.
             return get_platform().partition("-")[2]
 
     def build_extensions(self) -> None:

@@ -64,7 +64,12 @@ compiled() {
 # Builds the kernels for the drafter on the host's CPU, unless `wheels` has compiled them and the
 # engine's step. The libraries are built in turn, because they share object files.
 build_kernels() {
-  if [ -f "$(compiled)" ]; then
+  # Python prefers a library to the sources beside it, also to newer sources.
+  local list=bench/out/compiled.list
+  [ ! -f "$list" ] || xargs rm -f < "$list"
+  rm -f "$list"
+  if [ -f "$(compiled)" ] && python3 -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; then
+    tar -tzf "$(compiled)" | grep '\.so$' > "$list"
     tar -xzf "$(compiled)"
     return
   fi
@@ -82,6 +87,10 @@ compile() {
   python3.12 -m venv "$work/env"
   "$work/env/bin/pip" install --quiet "setuptools>=77" "mypy>=2.4"
   "$work/env/bin/python" setup.py --quiet build_ext --build-temp "$work/tmp" --build-lib "$work/lib"
+  if ! compgen -G "$work/lib/verifier_svc/engine/loop.*.so" > /dev/null; then
+    echo "the engine's step was not compiled: see above"
+    return 1
+  fi
   find "$work/lib" -name '*.so' -exec strip {} +
   tar -czf "$(compiled)" -C "$work/lib" .
 }
@@ -219,7 +228,7 @@ PY
   for name in $there cryptography pyqwest; do
     rm -f bench/wheels/"${name//-/_}"-*.whl
   done
-  if command -v python3.12 > /dev/null; then
+  if python3.12 -c '' 2> /dev/null; then
     compile
   else
     echo "the engine's step stays uncompiled: there is no python3.12 to compile it for"

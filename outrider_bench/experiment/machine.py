@@ -48,11 +48,14 @@ def this_machine() -> Machine:
 
 
 def processor_name() -> str:
-    """The model name that Linux gives; without one, the architecture, such as `aarch64`."""
+    """The model name that Linux gives; without one, the architecture, such as `aarch64`.
+
+    Kernels of a lesser processor, if OUTRIDER_CPU_KERNELS names them, are part of the name.
+    """
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    if found is None:
-        return platform.machine()
-    return found.group(1).strip()
+    name = platform.machine() if found is None else found.group(1).strip()
+    kernels = os.environ.get("OUTRIDER_CPU_KERNELS")
+    return f"{name} with the kernels {kernels}" if kernels else name
 
 
 def commit(root: Path) -> str:

@@ -92,14 +92,21 @@ def test_a_weight_is_off_by_half_a_step_of_its_outputs_largest_number() -> None:
     assert 2 * tiled._tiles.nbytes == TiledLinear(layer.weight, None)._tiles.nbytes
 
 
-def test_not_a_number_and_infinity_stay_in_their_rows() -> None:
+def test_not_a_number_and_infinity_fill_their_rows_and_no_other() -> None:
     tiled, _ = layer_and_scales(40, has_bias=False)
     x = torch.randn(9, 96).to(torch.bfloat16)
     expected = tiled(x)
-    x[3, 50], x[5, 2] = torch.nan, torch.inf
+    x[3, 50], x[5, 2], x[7] = torch.nan, -torch.inf, torch.nan
     found = tiled(x)
-    others = [0, 1, 2, 4, 6, 7, 8]
+    broken, others = [3, 5, 7], [0, 1, 2, 4, 6, 8]
+    assert not found[broken].isfinite().any()
     assert torch.equal(found[others], expected[others])
+
+
+def test_layers_in_float32_stay_so_in_a_bfloat16_model() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(64, 32).bfloat16())
+    optimize_for_cpu(model, int8=True)
+    assert [layer.numbers for layer in model] == ["float32", "int8"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,7 @@ def test_the_decoder_is_as_near_to_the_same_weights_in_float32_as_the_layers_are
     assert (logits - expected).square().mean().sqrt() < 0.1 * expected.std()
 
 
-def test_any_number_of_other_sequences_gives_the_same_bits() -> None:
+def test_any_number_of_other_sequences_and_threads_gives_the_same_bits() -> None:
     runner = int8_runner(LlamaConfig(**SIZES))
     mine = SequenceSlice(ids(2), 0, [0], 2)
     others = [SequenceSlice(ids(1 + i), 0, [1 + i], 1) for i in range(12)]
@@ -139,6 +146,14 @@ def test_any_number_of_other_sequences_gives_the_same_bits() -> None:
     for count in range(1, len(others) + 1):
         logits = runner.forward([*others[:count], mine])[count:]
         assert torch.equal(logits, alone), f"beside {count}"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        # Threads divide the rows to quantise, and each reads all of them.
+        for _ in range(20):
+            assert torch.equal(runner.forward([*others, mine])[len(others) :], alone)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_model_that_the_decoder_refuses_multiplies_by_int8_in_its_own_forward() -> None:

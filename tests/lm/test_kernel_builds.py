@@ -34,6 +34,14 @@ def test_a_library_has_the_instructions_of_its_kind_of_processor(name: str) -> N
     assert {mark for mark in ALL_MARKS if mark in code} == MARKS[name]
 
 
+def test_no_library_of_other_sources_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "LAYOUT", library.LAYOUT + 1)
+    assert load_build(runnable_builds()[0]) is None
+    assert "is of another version: install Outrider again" in caplog.text
+
+
 def test_the_best_library_for_this_processor_was_built() -> None:
     assert load_build(runnable_builds()[0]) is not None
 

@@ -28,6 +28,8 @@ _ARM_BFLOAT16 = "_cpu_arm_bf16"
 # bfloat16, which Linux sets only if bfdot, bfmmla and bfcvt are all there.
 AT_HWCAP2 = 26
 HWCAP2_BF16 = 1 << 14
+# The constant `outrider_layout` of the C sources.
+LAYOUT = 1
 
 SETTING = "OUTRIDER_CPU_KERNELS"
 """The environment variable that names the build to load, for tests and benchmarks: `default`,
@@ -48,8 +50,8 @@ def library() -> ctypes.CDLL | None:
         if found is not None:
             return found
     log.warning(
-        "decoding is slow: the C kernels for CPUs were not built, because installation found no "
-        "C compiler"
+        "decoding is slow: there are no C kernels for this CPU; install Outrider again, with a C "
+        "compiler"
     )
     return None
 
@@ -109,9 +111,21 @@ def prefix(numbers: str) -> str:
 
 
 def load_build(name: str) -> ctypes.CDLL | None:
-    """Load one build; None if it was not built."""
+    """Load one build; None if it was not built, or from sources with other structures."""
     found = find_spec(f"outrider.lm.cpu.{name}")
     if found is None or found.origin is None:
         return None
     # Torch is loaded already, so the library shares torch's OpenMP runtime and its threads.
-    return ctypes.CDLL(found.origin)
+    build = ctypes.CDLL(found.origin)
+    if not _has_our_layout(build):
+        log.warning("%s is of another version: install Outrider again", found.origin)
+        return None
+    return build
+
+
+def _has_our_layout(build: ctypes.CDLL) -> bool:
+    """Whether a build's structures and order of weights are those of these Python sources."""
+    try:
+        return ctypes.c_int64.in_dll(build, "outrider_layout").value == LAYOUT
+    except ValueError:
+        return False

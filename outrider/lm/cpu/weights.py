@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -120,7 +120,7 @@ class TiledLinear(torch.nn.Module):
         """A copy of the weight [out, in], for models that look at it."""
         outs = self._tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, self.in_features)
         if self._scales is not None:
-            outs = ((outs.float() - _ZERO) * self._scales.unsqueeze(1)).to(self.dtype)
+            outs = _widened(outs, self._scales, self.dtype)
         return outs[: self.out_features]
 
     @property
@@ -145,15 +145,29 @@ class TiledLinear(torch.nn.Module):
 
 def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight [out, in] as bytes, of which 128 stands for zero, and the scales [out]."""
-    scales = weight.abs().amax(1).float() / 127
-    # A row of zeros has scale zero, and any divisor will do.
-    divisors = scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    scales = torch.empty(len(weight))
     found = torch.empty(weight.shape, dtype=torch.uint8)
-    for start in range(0, len(weight), _ROWS):
-        rows = slice(start, start + _ROWS)
-        steps = weight[rows].float() / divisors[rows]
-        found[rows] = steps.round_().clamp_(-127, 127).add_(_ZERO)
+    for rows in _blocks(len(weight)):
+        some = weight[rows].float()
+        scales[rows] = some.abs().amax(1) / 127
+        # A row of zeros has scale zero, and any divisor will do.
+        some /= scales[rows].clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+        found[rows] = some.round_().clamp_(-127, 127).add_(_ZERO)
     return found, scales
+
+
+def _widened(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight [out, in] that `_quantized` made into these bytes and scales."""
+    found = torch.empty(numbers.shape, dtype=dtype)
+    for rows in _blocks(len(numbers)):
+        found[rows] = ((numbers[rows].float() - _ZERO) * scales[rows].unsqueeze(1)).to(dtype)
+    return found
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    """Yield slices of at most `_ROWS` of `count` rows."""
+    for start in range(0, count, _ROWS):
+        yield slice(start, start + _ROWS)
 
 
 def _tiles(weight: torch.Tensor, block: int, numbers: str) -> torch.Tensor:
@@ -301,5 +315,6 @@ def _replacement(
     """Create a layer of the class that replaces `like`, with this weight and bias."""
     kind = _cpu_class(like) or LeanLinear
     if kind is TiledLinear:
-        return TiledLinear(weight, bias, int8=int8)
+        # Some layers of a bfloat16 model stay in float32.
+        return TiledLinear(weight, bias, int8=int8 and weight.dtype is torch.bfloat16)
     return kind(weight, bias)

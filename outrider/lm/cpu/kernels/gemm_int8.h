@@ -53,29 +53,36 @@ INLINE int64_t choose_tile_rows(int64_t rows) {
   return pass_rows == ACC_ROWS ? TILE_ROWS : pass_rows;
 }
 
-// Quantises TILE_DEPTH elements. Infinite elements and NaN make all products of the group NaN.
+// Quantises TILE_DEPTH elements. Infinite elements and NaN make the group's scale NaN, and so all
+// products of the row.
 INLINE void quantize_group(const element *from, struct group *to) {
-  vec parts[TILE_DEPTH / LANES], most = splat(0);
+  vec parts[TILE_DEPTH / LANES], most = splat(0), nothing = splat(0);
   for (int i = 0; i < TILE_DEPTH / LANES; i++) {
     parts[i] = load(from, i * LANES, BFLOAT16);
     most = largest(largest(parts[i], -parts[i]), most);
+    nothing += parts[i] * 0;  // NaN for NaN and infinity
   }
-  float top = 0;
-  for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+  float top = 0, zero = 0;
+  for (int i = 0; i < LANES; i++) {
+    top = most[i] > top ? most[i] : top;
+    zero += nothing[i];
+  }
   // Smaller groups are zero: 127 divided by them would be infinite.
   const int is_zero = top < 1e-30f;
   const float factor = is_zero ? 0 : 127 / top;
   const vec magic = splat(12582912.0f);  // adding this rounds to an integer
   ivec sums = {0};
   for (int i = 0; i < TILE_DEPTH / LANES; i++) {
-    ivec whole = __builtin_convertvector((parts[i] * factor + magic) - magic, ivec);
+    vec steps = parts[i] * factor;
+    steps = (vec)((ivec)steps & (steps == steps));  // NaN is no integer
+    ivec whole = __builtin_convertvector((steps + magic) - magic, ivec);
     sums += whole;
     number_vec numbers = __builtin_convertvector(whole, number_vec);
     memcpy(to->numbers + i * LANES, &numbers, sizeof numbers);
   }
   int32_t sum = 0;
   for (int i = 0; i < LANES; i++) sum += sums[i];
-  to->scale = is_zero ? 0 : top / 127;
+  to->scale = (is_zero ? 0 : top / 127) + zero;
   to->offset = -128 * sum;
 }
 

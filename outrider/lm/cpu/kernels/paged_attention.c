@@ -12,6 +12,10 @@
 
 #include <omp.h>
 
+// Grows with each change of a structure that Python fills, of the weights' order or of an exported
+// name; `LAYOUT` in ../library.py is the same number. Python loads no library with another number.
+const int64_t outrider_layout = 1;
+
 #define MOST_HEAD_SIZE 256
 
 INLINE float largest_lane(vec x) {
