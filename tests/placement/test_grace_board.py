@@ -57,7 +57,7 @@ def _drafted(
     monkeypatch.setattr(placement, "plan", partial(placement.plan, sys_root=gb200(root)))
     monkeypatch.setattr("drafter_svc.server.serve", serve)
     # A drafter changes logging, and ends its process.
-    for name in ("setup_logging", "setup", "leave"):
+    for name in ("setup_logging", "setup", "send_spans_and_exit"):
         monkeypatch.setattr(
             f"outrider.process.observability.telemetry.{name}", lambda *_, **__: None
         )
