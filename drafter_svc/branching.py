@@ -77,7 +77,8 @@ def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None
 
 
 def _cumulative(sequence: DraftSequence, branches: Sequence[Branch]) -> list[list[float]]:
-    """The cumulative acceptance of the tokens of each branch, without its `shared` tokens."""
+    """Return the cumulative acceptance of the tokens of each branch, without its `shared` tokens.
+    """
     reached = [1.0]
     for confidence in sequence.confidences:
         reached.append(reached[-1] * (confidence or sequence.acceptance))

@@ -119,7 +119,7 @@ def settings_schema(family: str) -> type[DrafterSettings]:
 
 
 def required_setting(schema: type[DrafterSettings]) -> str | None:
-    """The first setting besides `family` that has no default; None if all have a default."""
+    """Return the first setting besides `family` that has no default; None if all have a default."""
     required = [
         name
         for name, info in schema.model_fields.items()

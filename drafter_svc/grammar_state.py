@@ -57,7 +57,7 @@ class GrammarState:
         return cls(matcher, grammars.mask_width)
 
     def mask(self, output: list[int]) -> Mask | None:
-        """The bit mask, [1, mask_width], of the tokens that may follow `output`.
+        """Return the bit mask, [1, mask_width], of the tokens that may follow `output`.
 
         None, so that nothing is masked, if the grammar forbids `output`, has ended, or allows no
         token. Once it has forbidden an output, the state masks no later output either.

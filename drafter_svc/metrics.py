@@ -81,7 +81,7 @@ class _RedisCollector(Collector):
         self._labels = labels
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """The counters now. Exporters call it, on threads of their own."""
+        """Yield the counters now. Exporters call it, on threads of their own."""
         counters = self._counters
         yield self._family(
             "redis_queries",

@@ -58,7 +58,7 @@ class Topology:
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty if it cannot be read."""
+    """Return the file's text; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -66,7 +66,7 @@ def _read(path: Path) -> str:
 
 
 def _not_grace(sys_root: Path) -> str | None:
-    """None on a Grace CPU, else the reason.
+    """Return None on a Grace CPU, else the reason.
 
     Other makers build on the same core, so the maker's name is checked as well.
     """
@@ -113,7 +113,10 @@ class PlacementPlan:
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
 
     def describe(self, device: str, gpu_uuid: str = "") -> Placement:
-        """The placement as the drafter's Hello carries it; `device` is the device that computes."""
+        """Return the placement as the drafter's Hello carries it.
+
+        `device` is the device that computes.
+        """
         return Placement(
             self.kind,
             platform.node(),
@@ -177,7 +180,10 @@ def plan(
 
 
 def _available(topology: Topology, numa_node: int | None) -> list[int]:
-    """The online cores of the node, or of the machine. Raises OutriderError if there are none."""
+    """Return the online cores of the node, or of the machine.
+
+    Raises OutriderError if there are none.
+    """
     if numa_node is None:
         return topology.online
     if numa_node not in topology.nodes:
@@ -192,7 +198,7 @@ def _available(topology: Topology, numa_node: int | None) -> list[int]:
 
 
 def choose_address(verifier: str, uds: Path | None) -> str:
-    """The address to dial: the Unix socket `uds` if it accepts connections, else `verifier`.
+    """Return the address to dial: the Unix socket `uds` if it accepts connections, else `verifier`.
 
     A Unix socket costs less than TCP. Raises OutriderError(INVALID_VALUE) if the path exists and is
     not a socket.

@@ -70,12 +70,12 @@ _current: ContextVar[Access] = ContextVar("access")
 
 
 def arrived(headers: Mapping[str, str], method: str, path: str, client: str) -> Access:
-    """The access of a request with these headers, whose names are in lower case."""
+    """Return the access of a request with these headers, whose names are in lower case."""
     return Access(request_id(headers, _PREFIXES.get(path, "req")), method, path, client)
 
 
 def client_of(scope: Mapping[str, Any]) -> str:
-    """The client's address in an ASGI scope."""
+    """Return the client's address in an ASGI scope."""
     client: tuple[str, int] | None = scope.get("client")
     return client[0] if client else ""
 
@@ -87,7 +87,7 @@ def begin(access: Access) -> None:
 
 
 def current() -> Access:
-    """The request that the current task serves. Raises LookupError if it serves none."""
+    """Return the request that the current task serves. Raises LookupError if it serves none."""
     return _current.get()
 
 

@@ -63,7 +63,7 @@ _BY_STATUS = {
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:
-    """OpenAI's error object: `{"error": {message, type, param, code}}`."""
+    """Return OpenAI's error object: `{"error": {message, type, param, code}}`."""
     shown = {
         "message": error.message,
         "type": error.reason.kind.openai_type,
@@ -74,7 +74,7 @@ def error_body(error: OutriderError) -> dict[str, Any]:
 
 
 def messages_error(error: OutriderError, request_id: str) -> dict[str, object]:
-    """Anthropic's error: `{"type": "error", "error": {type, message}, "request_id"}`."""
+    """Return Anthropic's error: `{"type": "error", "error": {type, message}, "request_id"}`."""
     kind = _MESSAGES_TYPES.get(error.reason.kind.http, "invalid_request_error")
     shown: dict[str, object] = {"type": kind, "message": error.message}
     if error.reason is Reason.UNSUPPORTED_PARAMETER and error.field == "thread":
@@ -84,7 +84,7 @@ def messages_error(error: OutriderError, request_id: str) -> dict[str, object]:
 
 
 def body_for(path: str, error: OutriderError, request_id: str) -> dict[str, object]:
-    """The error in the shape of the path's API. Anthropic's has the request's id."""
+    """Return the error in the shape of the path's API. Anthropic's has the request's id."""
     if path != _MESSAGES and not path.startswith(f"{_MESSAGES}/"):
         return error_body(error)
     return messages_error(error, request_id)
@@ -98,7 +98,7 @@ class AsciiResponse(JSONResponse):
 
 
 def error_response(error: OutriderError, scope: Scope) -> Response:
-    """The error with its HTTP status, and Retry-After in whole seconds.
+    """Return the error with its HTTP status, and Retry-After in whole seconds.
 
     `scope` is the request's.
     """
@@ -114,7 +114,7 @@ def error_response(error: OutriderError, scope: Scope) -> Response:
 
 
 def unexpected() -> OutriderError:
-    """The error that a caller gets for a bug of ours.
+    """Return the error that a caller gets for a bug of ours.
 
     The exception's text may hold a user's data, so it goes only to the log.
     """
@@ -146,7 +146,7 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 
 
 def _names_beside(model: Any, location: Sequence[str | int]) -> Iterable[str]:
-    """The fields of the object that holds a parameter; none in lists and unions."""
+    """Return the fields of the object that holds a parameter; none in lists and unions."""
     for part in location[1:-1]:
         field = getattr(model, "model_fields", {}).get(part)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))
@@ -192,7 +192,7 @@ def _instead(path: str) -> str:
 def validation_error(
     details: Sequence[ErrorDetails | dict[str, Any]], known: Iterable[str] = ()
 ) -> OutriderError:
-    """The first of pydantic's complaints, with the field's path and the value sent there.
+    """Return the first of pydantic's complaints, with the field's path and the value sent there.
 
     An unknown parameter is compared with the known parameters.
     """
@@ -229,7 +229,7 @@ def validation_error(
 
 
 def _wrong_tag(path: str, context: Mapping[str, Any]) -> str:
-    """The problem of an object with an unknown type or other tag."""
+    """Return the problem of an object with an unknown type or other tag."""
     name = context["discriminator"].strip("'")
     tag = context["tag"]
     why = text_only(tag) if name == "type" else ""
@@ -237,12 +237,13 @@ def _wrong_tag(path: str, context: Mapping[str, Any]) -> str:
 
 
 def text_only(kind: object) -> str:
-    """Why an image or the like is refused, to add to a sentence; "" for all other types."""
+    """Return why an image or the like is refused, to add to a sentence; "" for all other types."""
     return ": the model takes text only" if isinstance(kind, str) and kind in _MEDIA else ""
 
 
 def _shown(value: object) -> str:
-    """The first characters of a value as JSON; the rest of a large value is never encoded."""
+    """Return the first characters of a value as JSON; the rest of a large value is never encoded.
+    """
     if isinstance(value, str):
         value = _cut(value)
     shown = ""

@@ -29,7 +29,7 @@ from outrider.process.observability.request_id import HEADER
 def create_app(
     settings: GatewaySettings, generation: Generation, metrics: GatewayMetrics, gate: Gate
 ) -> FastAPI:
-    """The application around one Generation, for the callers that the gate lets in."""
+    """Return the application around one Generation, for the callers that the gate lets in."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.state.ping_seconds = settings.ping_seconds
     app.state.ignores_unknown = settings.unknown_parameters == "ignore"

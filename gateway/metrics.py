@@ -97,7 +97,7 @@ class Activity:
         self.later_token_seconds += seconds
 
     def snapshot(self) -> dict[str, Any]:
-        """The sums, keyed by name, as JSON has them."""
+        """Return the sums, keyed by name, as JSON has them."""
         return asdict(self)
 
 
@@ -134,7 +134,7 @@ class GatewayMetrics:
         )
 
     def activity_of(self, tenant: str) -> Activity:
-        """The sums over a tenant's sequences."""
+        """Return the sums over a tenant's sequences."""
         by_tenant = {} if self.by_tenant is None else self.by_tenant
         return by_tenant.setdefault(tenant, Activity())
 
@@ -234,7 +234,7 @@ class GatewayMetrics:
         return Counter(f"outrider:{name}", text, [*_LABELS, *labels], registry=self.registry)
 
     def _vllm(self, name: str, text: str, *labels: str) -> Counter:
-        """One of vLLM's counters of speculative decoding, under vLLM's name."""
+        """Return one of vLLM's counters of speculative decoding, under vLLM's name."""
         return Counter(
             f"vllm:spec_decode_{name}", text, [*_LABELS, *labels], registry=self.registry
         )
@@ -263,7 +263,7 @@ class GatewayMetrics:
             )
 
     def _semantic(self, name: str, text: str, buckets: list[float], *labels: str) -> Histogram:
-        """A metric of OpenTelemetry's semantic conventions for generative AI."""
+        """Return a metric of OpenTelemetry's semantic conventions for generative AI."""
         return Histogram(
             f"gen_ai_server_{name}_seconds",
             text,

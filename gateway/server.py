@@ -170,12 +170,16 @@ class Gateway:
 
 
 def _context(tls: Tls, *_: object) -> ssl.SSLContext:
-    """The TLS context for uvicorn, which passes its configuration and its default context."""
+    """Return the TLS context for uvicorn, which passes its configuration and its default context.
+    """
     return http_context(tls)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OutriderError(INVALID_VALUE) if the address cannot be bound."""
+    """Return a listening socket.
+
+    Raises OutriderError(INVALID_VALUE) if the address cannot be bound.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns off Nagle's algorithm only for sockets with an explicit protocol.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

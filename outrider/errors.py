@@ -114,5 +114,5 @@ class OutriderError(Exception):
 
 
 def invalid(field_name: str, message: str) -> OutriderError:
-    """An INVALID_VALUE error for this field; `message` says which values are valid."""
+    """Return an INVALID_VALUE error for this field; `message` says which values are valid."""
     return OutriderError(Reason.INVALID_VALUE, f"{field_name} {message}", field_name)

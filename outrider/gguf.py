@@ -27,7 +27,7 @@ _SHARD = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
 def is_gguf(model: str) -> bool:
-    """Whether a model's name names a GGUF file."""
+    """Return whether a model's name names a GGUF file."""
     return model.endswith(".gguf")
 
 

@@ -121,7 +121,7 @@ class ScriptedVerifier:
         return DraftStream(hello)
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """How many numbers each feature for this drafter has; 0 if it gets no features."""
+        """Return how many numbers each feature for this drafter has; 0 if it gets no features."""
         return 0
 
     def check_first(

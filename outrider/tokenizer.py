@@ -32,7 +32,7 @@ _HUB_TIMEOUT_S = 5.0
 
 
 def model_file(model: str, name: str) -> Path | None:
-    """The path of a model's file; None when the model has no file of this name.
+    """Return the path of a model's file; None when the model has no file of this name.
 
     `model` is a directory, a GGUF file or a Hugging Face hub id. Without the hub, a model whose
     config.json is cached has the files that are cached too. Raises OutriderError(MODEL_NOT_FOUND)
@@ -98,7 +98,7 @@ def _look_for_hub() -> None:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a model directory or hub id.
+    """Return the tokenizer of a model directory or hub id.
 
     Raises OutriderError(MODEL_NOT_FOUND) when the model has no tokenizer.json.
     """
@@ -109,7 +109,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a text, read from a model directory or hub id. The log names them.
+    """Return the tokens that end a text, read from a model directory or hub id. The log names them.
 
     The generation config comes first, then the configuration, then the tokenizer's eos_token. The
     default of the model's type never counts: it may be any token of the model. Ids of `vocab_size`
@@ -126,7 +126,7 @@ def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def _stated_ends(model: str) -> tuple[tuple[int, ...], str]:
-    """The ids of the first file that states any, and the file's name."""
+    """Return the ids of the first file that states any, and the file's name."""
     for name in ("generation_config.json", "config.json"):
         config = _object_of(model, name)
         text = _object(config.get("text_config"), f"{model}: {name}: text_config")
@@ -143,7 +143,7 @@ def _stated_ends(model: str) -> tuple[tuple[int, ...], str]:
 
 
 def _object_of(model: str, name: str) -> dict[str, object]:
-    """The JSON object in a model's file; an empty object if there is no such file."""
+    """Return the JSON object in a model's file; an empty object if there is no such file."""
     path = model_file(model, name)
     if path is None:
         return {}
@@ -177,7 +177,7 @@ def _json_of(path: Path, place: str) -> object:
 
 
 def _object(found: object, place: str) -> dict[str, object]:
-    """A JSON object; null counts as an empty object. Raises OutriderError(INVALID_VALUE)."""
+    """Return a JSON object; null counts as an empty object. Raises OutriderError(INVALID_VALUE)."""
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -186,7 +186,7 @@ def _object(found: object, place: str) -> dict[str, object]:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """SHA-256 (hex) over the id-to-token table, added tokens included.
+    """Return the SHA-256 (hex) over the id-to-token table, added tokens included.
 
     Two fingerprints are equal exactly when all ids stand for the same tokens.
     """

@@ -23,12 +23,12 @@ _LINE_S = 10.0
 
 
 def console_for_output(width: int = 200) -> Console:
-    """A console on standard output; `width` is used if standard output is no terminal."""
+    """Return a console on standard output; `width` is used if standard output is no terminal."""
     return Console(width=None if sys.stdout.isatty() else width)
 
 
 def progress(console: Console | None = None) -> Progress:
-    """A bar with the time left, on standard error unless a console is given.
+    """Return a bar with the time left, on standard error unless a console is given.
 
     If there is no terminal, a line on standard error every 10 s says how far the work is.
     """
@@ -71,7 +71,10 @@ class _Lines(Progress):
 
 
 def table_of(title: str, columns: Iterable[str], text: Iterable[str] = ()) -> Table:
-    """A table. Columns are aligned to the right, but not the first and the columns in `text`."""
+    """Return a table.
+
+    Columns are aligned to the right, but not the first and the columns in `text`.
+    """
     table = Table(title=title)
     left = set(text)
     for number, name in enumerate(columns):

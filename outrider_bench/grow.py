@@ -52,7 +52,7 @@ MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
 
 
 def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
-    """The grown model's configuration, from the small model's configuration.
+    """Return the grown model's configuration, from the small model's configuration.
 
     Raises ValueError for a shape that cannot hold the small model or that transformers refuses.
     """
@@ -81,7 +81,7 @@ def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
 
 
 def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
-    """The grown model. Raises ValueError for shapes that `grown_config` refuses."""
+    """Return the grown model. Raises ValueError for shapes that `grown_config` refuses."""
     old = small.config
     config = grown_config(old, shape, dtype)
     # The meta device allocates nothing, so each tensor exists only once, in its final form.
@@ -104,7 +104,7 @@ def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
 
 
 def _group(config: Any) -> int:
-    """Number of query heads per key/value head."""
+    """Return the number of query heads per key/value head."""
     return int(config.num_attention_heads // config.num_key_value_heads)
 
 
@@ -122,7 +122,7 @@ class _Rows:
 def _grown(
     name: str, shape: torch.Size, source: dict[str, torch.Tensor], rows: _Rows, noise: torch.Tensor
 ) -> torch.Tensor:
-    """One tensor of the large model, in the dtype of `noise`."""
+    """Return one tensor of the large model, in the dtype of `noise`."""
     part = source.get(name)
     if name.endswith("norm.weight"):
         out = torch.ones(shape, dtype=noise.dtype)
@@ -146,7 +146,7 @@ def _grown(
 
 
 def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A tensor of this shape filled with `noise`, over and over."""
+    """Return a tensor of this shape filled with `noise`, over and over."""
     out = torch.empty(shape, dtype=noise.dtype)
     flat = out.view(-1)
     count = noise.numel()

@@ -12,7 +12,10 @@ LARGE = Shape(hidden=1280, layers=24, heads=20, kv_heads=4, intermediate=3456)
 
 
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
-    """Path of the grown checkpoint with its tokenizer, in `directory`; it is made on first use."""
+    """Return the path of the grown checkpoint with its tokenizer, in `directory`.
+
+    It is made on first use.
+    """
     sizes = "x".join(str(size) for size in astuple(shape) if size)
     out = directory / f"{small.name}-{sizes}-{dtype}"
     if not out.is_dir():
@@ -21,12 +24,18 @@ def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> 
 
 
 def modest_target(small: Path, dtype: str) -> Path:
-    """Path of the target of experiments, grown to 154 M parameters; it is made on first use."""
+    """Return the path of the target of experiments, grown to 154 M parameters.
+
+    It is made on first use.
+    """
     return grown_checkpoint(small, Path("bench/out"), MODEST, dtype)
 
 
 def grown_head(head: Path, small: Path, large: Path) -> Path:
-    """Path of a head of the target `small`, grown for `large`; it is made beside `large`."""
+    """Return the path of a head of the target `small`, grown for `large`.
+
+    It is made beside `large`.
+    """
     out = large.with_name(f"{large.name}-{head.name}")
     grow_head(head, small, large, out)
     return out

@@ -88,7 +88,7 @@ def _delays() -> Table:
 
 
 def _each(seconds: dict[int, float], batch: int) -> str:
-    """The time that a further sequence adds, in µs."""
+    """Return the time that a further sequence adds, in µs."""
     if batch == 1:
         return "–"
     return f"{1e6 * (seconds[batch] - seconds[1]) / (batch - 1):.1f}"

@@ -16,17 +16,17 @@ _QUANTILES = (0.025, 0.975)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by bootstrap over rounds; it depends only on the values.
+    """Return the 95 % interval of the median, by bootstrap over rounds.
 
-    It never leaves the range of the values. Fewer than six values seldom narrow it, and the range
-    of three misses the true median in one of four cases.
+    It depends only on the values. It never leaves the range of the values. Fewer than six values
+    seldom narrow it, and the range of three misses the true median in one of four cases.
     """
     low, high = np.quantile(_medians(values, np.random.default_rng(0)), _QUANTILES)
     return float(low), float(high)
 
 
 def paired_interval(pairs: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
-    """The 95 % interval of the ratio of two rates, by bootstrap over pairs of measurements.
+    """Return the 95 % interval of the ratio of two rates, by bootstrap over pairs of measurements.
 
     A pair has the amount and the time of the first, then of the second. A rate is the sum of the
     amounts over the sum of the times.
@@ -39,20 +39,20 @@ def paired_interval(pairs: Sequence[tuple[float, float, float, float]]) -> tuple
 
 
 def _medians(values: Sequence[float], draws: np.random.Generator) -> npt.NDArray[np.float64]:
-    """The medians of resampled rounds."""
+    """Return the medians of resampled rounds."""
     drawn = draws.choice(np.asarray(values, float), (_RESAMPLES, len(values)))
     return np.asarray(np.median(drawn, axis=1), np.float64)
 
 
 def shown_by(low: float, high: float) -> Shown:
-    """Whether the interval of a ratio lies above or below 1; "" if it includes 1."""
+    """Return whether the interval of a ratio lies above or below 1; "" if it includes 1."""
     if low > 1.0:
         return "faster"
     return "slower" if high < 1.0 else ""
 
 
 def of_allowed(ratio: float, tokens: float, plain_tokens: float = 1.0) -> float:
-    """A speed-up over plain decoding, divided by the speed-up that tokens per forward allow.
+    """Return a speed-up over plain decoding, divided by the speed-up that tokens per forward allow.
 
     A forward with draft tokens takes at least as long as a plain forward, so `ratio` is at most
     `tokens` over `plain_tokens`, both per sequence and forward. A larger ratio means that plain

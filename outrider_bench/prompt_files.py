@@ -71,7 +71,7 @@ class _Row(BaseModel):
     """The grammar of the answer, as a request to Outrider states it."""
 
     def asked(self) -> str | list[Message] | None:
-        """The text or chat; None if nobody asks anything in this row."""
+        """Return the text or chat; None if nobody asks anything in this row."""
         said = [each.value for each in self.conversations if each.speaker in ("human", "user")]
         questions = [*self.turns[:1], *([self.question] if self.question else []), *said[:1]]
         if questions:
@@ -86,7 +86,7 @@ _FORMATS = ("turns", "question", "conversations", "messages", "prompt")
 
 
 def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
-    """The prompts of these kinds or, without kinds, of all kinds in the file.
+    """Return the prompts of these kinds or, without kinds, of all kinds in the file.
 
     Without a file, they are the bundled prompts. Raises ValueError that names the file's line, or
     the kind.
@@ -111,7 +111,7 @@ def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
 
 @cache
 def read(path: Path) -> dict[str, list[Prompt]]:
-    """The prompts of a file, keyed by kind, each list in the order of the file.
+    """Return the prompts of a file, keyed by kind, each list in the order of the file.
 
     The kind is a row's `category`, else the file's name without its ending. Raises ValueError that
     names file, line and field.
@@ -153,7 +153,7 @@ def _prompts(path: Path, content: str) -> Iterator[Prompt]:
 
 
 def _rows(path: Path, content: str) -> Iterator[tuple[str, Any]]:
-    """The rows of an array, or of lines, with their places."""
+    """Yield the rows of an array, or of lines, with their places."""
     if content.lstrip()[:1] == "[":
         for number, row in enumerate(_json(path, "the array", content), 1):
             yield f"row {number}", row

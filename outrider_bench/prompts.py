@@ -49,7 +49,7 @@ _FUNCTIONS = {
 
 
 def _calls(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The structural tag of a call of one of these functions, in the format of Qwen 3."""
+    """Return the structural tag of a call of one of these functions, in the format of Qwen 3."""
     tags = [
         {
             "type": "tag",

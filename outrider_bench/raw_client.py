@@ -24,7 +24,7 @@ class FailedAnswer(RuntimeError):
 
 
 def asks(body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
-    """The bytes of `POST /v1/completions`."""
+    """Return the bytes of `POST /v1/completions`."""
     content = json.dumps(body).encode()
     # The connection is closed after an error as well, so that it does not look like a slow answer.
     fields = {

@@ -84,7 +84,7 @@ async def counters(port: int) -> dict[str, float]:
 
 
 def counter_keys(name: str, labels: Mapping[str, str]) -> list[str]:
-    """A counter's keys: its name with the label of its phase, result or position from 0.
+    """Return a counter's keys: its name with the label of its phase, result or position from 0.
 
     Counters of drafts have a second key, with the drafter's family before it, as in
     `ngram:spec_decode_num_drafts`. Empty if the metric is not a counter.

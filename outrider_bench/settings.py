@@ -84,7 +84,7 @@ class TableSettings(Settings):
         return self
 
     def asks(self, name: str) -> bool:
-        """Whether a decoding mode is measured."""
+        """Return whether a decoding mode is measured."""
         return any(fnmatch.fnmatch(name, pattern) for pattern in self.ways)
 
 

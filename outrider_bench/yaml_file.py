@@ -33,7 +33,7 @@ def read(path: Path, schema: type[_Model], **given: Any) -> _Model:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first problem that pydantic found, with the path of its field."""
+    """Return the first problem that pydantic found, with the path of its field."""
     details = error.errors()[0]
     place = ".".join(map(str, details["loc"]))
     message = str(details["msg"]).removeprefix("Value error, ")

@@ -59,7 +59,7 @@ class Part:
     is_exactness: bool
 
     def rows(self) -> list[Row]:
-        """A row for each kind of question and each decoding mode."""
+        """Return a row for each kind of question and each decoding mode."""
         kinds = dict(self.questions)
         return [
             Row(kind, name, speculation)
@@ -106,7 +106,8 @@ def run() -> int:
 
 
 def parts(console: Console) -> Iterator[Part]:
-    """The demo's parts; if SmolLM2's package is missing, prints why there is no second part."""
+    """Yield the demo's parts; if SmolLM2's package is missing, prints why there is no second part.
+    """
     yield Part(
         "1. Exactness: the bundled pair, 12 M parameters, float32, every draft is verified",
         str(_TARGET),

@@ -55,7 +55,7 @@ class Row:
         return self.token_count - self.total("num_accepted_draft_tokens")
 
     def identical_to(self, plain: Row) -> int:
-        """Number of answers whose text equals the text of plain decoding."""
+        """Return the number of answers whose text equals the text of plain decoding."""
         pairs = zip(self.answers, plain.answers, strict=True)
         return sum(ours.text == its.text for ours, its in pairs)
 

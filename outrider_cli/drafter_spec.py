@@ -96,7 +96,7 @@ class DrafterSpec:
         return _in_process_schema(self.family)
 
     def in_verifier(self, name: str) -> DrafterSpec:
-        """The same drafter in the verifier's process, with this id."""
+        """Return the same drafter in the verifier's process, with this id."""
         options = self.options | {"id": name}
         options.pop("device", None)
         return replace(self, options=options, place="in-process")
@@ -115,7 +115,7 @@ class DrafterSpec:
             raise invalid(field, f"{self.family}: {problems}") from error
 
     def settings_in_process(self, given: Mapping[str, Any]) -> InProcessSettings:
-        """The family's settings in the verifier's process.
+        """Return the family's settings in the verifier's process.
 
         `given` are the verifier's settings. The family takes over each setting that it also has,
         unless the text sets it. Raises ValueError with one line per problem.
@@ -151,7 +151,7 @@ def _in_process_schema(family: str) -> type[InProcessSettings]:
 
 
 def settings_of(family: str) -> type[FamilySettings]:
-    """A family's own settings. Raises OutriderError(INVALID_VALUE) for an unknown family."""
+    """Return a family's own settings. Raises OutriderError(INVALID_VALUE) for an unknown family."""
     return OF_FAMILIES.get(family) or find_family(family).settings
 
 

@@ -84,7 +84,7 @@ def _after(days: float | None) -> datetime | None:
 
 
 def _free_id(tenant: str, taken: set[str]) -> str:
-    """A new id: the tenant's name with the first number that is free."""
+    """Return a new id: the tenant's name with the first number that is free."""
     number = 1
     while f"{tenant}-{number}" in taken:
         number += 1

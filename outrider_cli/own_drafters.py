@@ -67,7 +67,7 @@ async def load_drafters(
 
 
 def _name(family: str, number: int) -> str:
-    """The id of this process's drafter `number`, from its family, host and process id."""
+    """Return the id of this process's drafter `number`, from its family, host and process id."""
     name = f"{find_family(family).name}-{platform.node()}-{os.getpid()}"
     return name if number == 1 else f"{name}-{number}"
 
@@ -79,7 +79,7 @@ class _JoinedMetrics(Collector):
         self._drafters = drafters
 
     def collect(self) -> Iterable[Metric]:
-        """The current metrics. Exporters call this method on their own threads."""
+        """Return the current metrics. Exporters call this method on their own threads."""
         found: dict[str, Metric] = {}
         for drafter in self._drafters:
             for metric in drafter.registry.collect():
@@ -133,7 +133,8 @@ async def _load(
 
 
 def _own_memory_share(share: float, device: torch.device) -> float:
-    """A drafter's share of a GPU's memory, in addition to what this process already holds."""
+    """Return a drafter's share of a GPU's memory, in addition to what this process already holds.
+    """
     import torch
 
     if device.type != "cuda":

@@ -62,7 +62,7 @@ DEMO_PROMPTS = (*CODE, *REWRITING, *EXTRACTION)
 
 
 def object_schema(**properties: Any) -> dict[str, Any]:
-    """The JSON schema of an object with these properties and no other."""
+    """Return the JSON schema of an object with these properties and no other."""
     return {
         "type": "object",
         "properties": properties,

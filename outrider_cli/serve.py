@@ -61,7 +61,7 @@ def _check_models(settings: ServeSettings) -> None:
 
 
 def _models(settings: ServeSettings) -> list[str]:
-    """Names of the target and the draft models, each once."""
+    """Return the names of the target and the draft models, each once."""
     specs = map(DrafterSpec.parse, settings.drafter)
     models = [spec.options["model"] for spec in specs if "model" in spec.options]
     return list(dict.fromkeys([settings.target, *models]))
@@ -103,7 +103,8 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
 
 
 def _shown(name: str, line: str) -> Text:
-    """A line of a process after its name, not read as markup: that would change some lines."""
+    """Return a line of a process after its name, not read as markup: that would change some lines.
+    """
     return Text.assemble((f"{name:>10}", "bold"), f" │ {line}")
 
 
@@ -120,7 +121,7 @@ def _stop_soon(stop: asyncio.Future[int]) -> None:
 
 
 def _stdout() -> int:
-    """The descriptor of standard output, or of the null device if the process has none."""
+    """Return the descriptor of standard output, or of the null device if the process has none."""
     if sys.stdout is None:
         return os.open(os.devnull, os.O_WRONLY)
     return sys.stdout.fileno()
@@ -163,7 +164,7 @@ Ready.
 
 
 def _example(stack: Stack, settings: ServeSettings) -> str:
-    """A request for curl: a chat if the target has a template for chats."""
+    """Return a request for curl: a chat if the target has a template for chats."""
     from outrider.tokenizer import model_file
 
     endpoint, asked = "completions", '"prompt": "def main("'

@@ -116,7 +116,7 @@ class ServeSettings(TargetSettings, ServiceSettings):
         return self
 
     def files(self, role: str) -> dict[str, Path]:
-        """A role's certificate, key and authorities, keyed by setting; empty without TLS."""
+        """Return a role's certificate, key and authorities, keyed by setting; empty without TLS."""
         if self.certs is None:
             return {}
         pair = {"tls_cert": self.certs / f"{role}.pem", "tls_key": self.certs / f"{role}.key"}

@@ -68,7 +68,7 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
 
 
 def _dialled(host: str) -> str:
-    """The address at which this host's processes dial a server that listens on `host`.
+    """Return the address at which this host's processes dial a server that listens on `host`.
 
     A server that listens on all addresses also listens on the loopback interface, which a
     certificate can name.
@@ -77,12 +77,15 @@ def _dialled(host: str) -> str:
 
 
 def _service_arguments(settings: ServeSettings) -> list[str]:
-    """Flags that every process takes."""
+    """Return the flags that every process takes."""
     return flags({"log_level": settings.log_level, "log_format": settings.log_format})
 
 
 def _named(settings: ServeSettings) -> dict[str, DrafterSpec]:
-    """The drafters, keyed by id. Raises OutriderError(INVALID_VALUE) if two have the same id."""
+    """Return the drafters, keyed by id.
+
+    Raises OutriderError(INVALID_VALUE) if two have the same id.
+    """
     found: dict[str, DrafterSpec] = {}
     counts: Counter[str] = Counter()
     for spec in map(DrafterSpec.parse, settings.drafter):
@@ -96,10 +99,10 @@ def _named(settings: ServeSettings) -> dict[str, DrafterSpec]:
 
 
 def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
-    """Whether a drafter runs in the verifier's process.
+    """Return whether a drafter runs in the verifier's process.
 
-    Two processes would use one GPU in turns, and the states that a head reads would be copied. On
-    a CPU, a draft model in a separate process has its own core and interpreter.
+    Two processes would use one GPU in turns, and the states that a head reads would be copied. On a
+    CPU, a draft model in a separate process has its own core and interpreter.
     """
     if spec.place is not None:
         return spec.place == "in-process"
@@ -115,7 +118,7 @@ def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
 
 
 def gpu_of(device: str) -> int | None:
-    """The number of the GPU that the value of a `device` stands for; None for a CPU."""
+    """Return the number of the GPU that the value of a `device` stands for; None for a CPU."""
     kind, _, number = device.partition(":")
     if kind == "cpu" or (kind == "auto" and not _has_gpu()):
         return None
@@ -124,7 +127,10 @@ def gpu_of(device: str) -> int | None:
 
 @cache
 def _has_gpu() -> bool:
-    """Whether torch finds a GPU. Torch takes seconds to load, so it is asked only with a driver."""
+    """Return whether torch finds a GPU.
+
+    Torch takes seconds to load, so it is asked only with a driver.
+    """
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -160,7 +166,7 @@ def _verifier(
 
 
 def _free_cores(specs: list[DrafterSpec]) -> int:
-    """Number of cores that draft models leave to the target.
+    """Return the number of cores that draft models leave to the target.
 
     Processes whose threads meet at barriers on the same cores hold each other up.
     """
@@ -258,7 +264,10 @@ def _gateway_arguments(
 
 
 def _port(flag: str, host: str, wanted: int) -> int:
-    """The port, or a free port for 0. Raises OutriderError(INVALID_VALUE) if it is in use."""
+    """Return the port, or a free port for 0.
+
+    Raises OutriderError(INVALID_VALUE) if it is in use.
+    """
     try:
         if wanted == 0:
             return free_port(host)

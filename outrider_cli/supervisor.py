@@ -199,7 +199,7 @@ async def _drain(child: Child) -> None:
 
 
 async def _line(output: asyncio.StreamReader) -> bytes:
-    """The next line, or a piece of a line that is longer than the reader's buffer."""
+    """Return the next line, or a piece of a line that is longer than the reader's buffer."""
     try:
         return await output.readuntil()
     except asyncio.IncompleteReadError as end:

@@ -25,7 +25,7 @@ _POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
 
 
 def _doubling(first: float, count: int) -> list[float]:
-    """Bucket bounds of a histogram, each twice the bound before it."""
+    """Return the bucket bounds of a histogram, each twice the bound before it."""
     return [first * 2**i for i in range(count)]
 
 

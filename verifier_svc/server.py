@@ -140,7 +140,7 @@ def _loader(
     metrics: VerifierMetrics,
     own_drafters: Sequence[OwnDrafter],
 ) -> EngineLoader:
-    """The loader of the engine that the settings name."""
+    """Return the loader of the engine that the settings name."""
     if settings.engine == "native":
         return Loader(settings, servicer, metrics, own_drafters)
     need_vllm()
@@ -310,7 +310,10 @@ def _draft_verifier(
 
 
 def _thinking_ids(tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Ids of the tokens that begin and end thinking; None if the tokenizer lacks one of them."""
+    """Return the ids of the tokens that begin and end thinking.
+
+    Return None if the tokenizer lacks one of them.
+    """
     begin_id, end_id = map(tokenizer.token_to_id, _THINKING)
     if begin_id is None or end_id is None:
         return None

@@ -168,7 +168,8 @@ class CachedDraft:
             self.goal = self.at + 1 + self.sequence.draft_tokens
 
     def unread(self, limit: int) -> list[int]:
-        """The draft model's first tokens, at most `limit`, that are not in the KV cache yet."""
+        """Return the draft model's first tokens, at most `limit`, that are not in the KV cache yet.
+        """
         start = self.kv.num_computed_tokens
         committed = self.committed
         guessed = self.guessed

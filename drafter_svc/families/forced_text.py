@@ -47,11 +47,12 @@ class Path:
     is_cut: bool = False
 
     def chance_within(self, begin: int, end: int) -> float:
-        """The probability of the bytes from `begin` to `end`, given the bytes before them."""
+        """Return the probability of the bytes from `begin` to `end`, given the bytes before them.
+        """
         return math.prod([chance for at, chance in self.chances if begin <= at < end])
 
     def forked(self, more: bytes, chance: float) -> Path | None:
-        """The path, continued with `more`; None if the grammar forbids it."""
+        """Return the path, continued with `more`; None if the grammar forbids it."""
         matcher = self.matcher.fork()
         if not matcher.accept_bytes(more):
             return None
@@ -59,7 +60,7 @@ class Path:
         return Path(matcher, self.text + more, chances, self.chance * chance)
 
     def ended(self, chance: float) -> Path:
-        """The path with the end of the text after it."""
+        """Return the path with the end of the text after it."""
         chances = (*self.chances, (len(self.text), chance))
         total = self.chance * chance
         return Path(self.matcher, self.text, chances, total, ends=True)
@@ -81,7 +82,7 @@ class ForcedText:
         self._mask = np.zeros((1, mask_width), np.int32)
 
     def paths(self, matcher: TextMatcher, layout: Layout, most_bytes: int) -> list[Path]:
-        """The texts that may follow, of up to about `most_bytes`, the likeliest first."""
+        """Return the texts that may follow, of up to about `most_bytes`, the likeliest first."""
         waiting = [Path(matcher)]
         found: list[Path] = []
         for _ in range(_MOST_STEPS):
@@ -125,7 +126,8 @@ class ForcedText:
         return found
 
     def _is_free(self, matcher: TextMatcher) -> bool:
-        """Whether there are too many ways to go on, as far as `_PROBES` tell without a mask."""
+        """Return whether there are too many ways to go on, as far as `_PROBES` tell without a mask.
+        """
         for token in self._probes:
             if not matcher.accept(token):
                 return False
@@ -133,7 +135,7 @@ class ForcedText:
         return len(self._probes) > _MOST_CHOICES
 
     def _allowed(self, matcher: TextMatcher) -> tuple[bytes, bool]:
-        """The bytes that may follow, and whether the text may end.
+        """Return the bytes that may follow, and whether the text may end.
 
         The mask bits of one-byte tokens tell this. A byte without such a token counts as forbidden.
         """
@@ -153,7 +155,7 @@ class Speller:
         self.token_bytes = token_bytes
 
     def spelled(self, context: bytes, text: bytes) -> list[int]:
-        """The tokens of `text` after `context`; none if no tokens stand for these bytes.
+        """Return the tokens of `text` after `context`; none if no tokens stand for these bytes.
 
         A tokenizer may join the end of the context with the text. The context's own tokens are
         there already, so then the text is spelled without its context.

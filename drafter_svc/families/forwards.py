@@ -172,10 +172,11 @@ class Forwards:
         return True
 
     def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[Guess]] | None:
-        """The next guesses of each draft, at most `count`; None if one call cannot find them.
+        """Return the next guesses of each draft, at most `count`.
 
-        All drafts have the same `vocab_size` and lack one token in their KV cache. A draft has
-        fewer guesses where the model goes on with a token that the target lacks.
+        Return None if one call cannot find them. All drafts have the same `vocab_size` and lack one
+        token in their KV cache. A draft has fewer guesses where the model goes on with a token that
+        the target lacks.
         """
         slices = [
             SequenceSlice(
@@ -375,14 +376,15 @@ class Columns:
 
 
 def _want_trees(drafts: list[CachedDraft]) -> bool:
-    """Whether one of the drafts should have branches for its verifier's next step."""
+    """Return whether one of the drafts should have branches for its verifier's next step."""
     return any(draft.sequence.wants_tree for draft in drafts)
 
 
 def _best(logits_RV: torch.Tensor, *, trees: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens of each row, the best first; with `trees`, their probabilities too.
+    """Return the likeliest tokens of each row, the best first.
 
-    Without `trees` there are no probabilities, [R, 0].
+    With `trees`, also return their probabilities. Without `trees` there are no probabilities, [R,
+    0].
     """
     count = 1 + (_TREE_ALTERNATIVES if trees else _ALTERNATIVES)
     top = logits_RV.topk(min(count, logits_RV.shape[-1]))
@@ -408,7 +410,7 @@ def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.T
 
 
 def _is_independent(draft: CachedDraft) -> bool:
-    """Whether each guess can be chosen without knowing the guesses before it.
+    """Return whether each guess can be chosen without knowing the guesses before it.
 
     Penalties and a grammar depend on the guesses before. A SPARSE draft counts its draws one by
     one.
@@ -420,7 +422,7 @@ def _is_independent(draft: CachedDraft) -> bool:
 
 
 def _is_plain(draft: CachedDraft) -> bool:
-    """Whether only the draft's likeliest tokens are needed.
+    """Return whether only the draft's likeliest tokens are needed.
 
     A grammar, bias or penalties change which token is likeliest. Branches, which are prepared where
     the verifier lets a drafter run ahead, need the alternatives.
@@ -434,7 +436,7 @@ def _is_plain(draft: CachedDraft) -> bool:
 
 
 def _context(draft: CachedDraft) -> Context:
-    """The text and masks that bias, penalties and grammar apply to a draft's logits."""
+    """Return the text and masks that bias, penalties and grammar apply to a draft's logits."""
     opened = draft.sequence.opened
     if not opened.sampling.penalised and draft.grammar is None:
         return Context(opened.sampling)

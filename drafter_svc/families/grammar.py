@@ -82,7 +82,7 @@ class Grammars:
         self.speller = Speller(tokenizer, self.token_bytes)
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
         return b"".join([self.token_bytes[token] for token in tokens])
 
     def end_of(self, tokens: Sequence[int]) -> int:
@@ -128,7 +128,7 @@ class _Text:
         self.guesses = None
 
     def branch(self, guesses: Sequence[_Guess], at: int) -> Branch:
-        """The guesses from `at` on as a branch there, up to a class that is mostly wrong."""
+        """Return the guesses from `at` on as a branch there, up to a class that is mostly wrong."""
         end = next((i for i, each in enumerate(guesses) if self.rates[each.of] < _LEAST), None)
         run = guesses[at:end]
         confidences = [self.rates[each.of] * each.chance for each in run]
@@ -174,7 +174,10 @@ class GrammarFamily(Family):
             self._texts[sequence.id] = _Text(compiling, len(sequence.tokens), answer)
 
     async def _compile(self, sequence: DraftSequence, grammar: Grammar) -> TextMatcher | None:
-        """A matcher that has read the sequence's text; None if the grammar cannot be compiled."""
+        """Return a matcher that has read the sequence's text.
+
+        Return None if the grammar cannot be compiled.
+        """
         output = sequence.tokens[sequence.opened.prompt_length :]
         try:
             compiler = self._grammars.compiler
@@ -268,7 +271,7 @@ class GrammarFamily(Family):
             sequence.branch(branch.at, branch.run, branch.confidences)
 
     def _spelled(self, sequence: DraftSequence, path: Path, matcher: TextMatcher) -> list[_Guess]:
-        """The tokens of a path, as far as the grammar allows them."""
+        """Return the tokens of a path, as far as the grammar allows them."""
         grammars = self._grammars
         context = grammars.bytes_of(sequence.tokens[-_CONTEXT_TOKENS:])
         tokens = grammars.speller.spelled(context, path.text)
@@ -302,7 +305,7 @@ def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
 
 
 def _likely(branch: Branch, first: int, *, more: bool = False) -> Branch:
-    """The branch up to a token that is unlikely to be committed after the `first` tokens.
+    """Return the branch up to a token that is unlikely to be committed after the `first` tokens.
 
     With `more`, one unlikely token stays, so that there are branches beside it.
     """

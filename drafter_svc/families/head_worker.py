@@ -240,7 +240,7 @@ class HeadWorker:
         )
 
     def width(self, *, projected: bool) -> int:
-        """Numbers in a feature, before or after the head's projection."""
+        """Return the numbers in a feature, before or after the head's projection."""
         return self._model.projected_width if projected else self.spec.feature_width
 
     def begin(self, sequence: DraftSequence, seed: int, *, projected: bool) -> HeadDraft:
@@ -353,14 +353,14 @@ class HeadWorker:
 
 
 def _joined(parts: Sequence[SharedRows], draft: HeadDraft) -> torch.Tensor:
-    """The features as one tensor, for the head's CUDA stream."""
+    """Return the features as one tensor, for the head's CUDA stream."""
     if not parts:
         return torch.empty(0, draft.width, dtype=draft.dtype)
     return torch.cat([part.read() for part in parts])
 
 
 def _ranker(drafts: list[HeadDraft]) -> Rank | None:
-    """How to rank the next tokens of each draft; None to take the likeliest.
+    """Return how to rank the next tokens of each draft; None to take the likeliest.
 
     With coupled noise, tokens rank in the order in which the noise would draw them.
     """
@@ -407,7 +407,7 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
 
 
 def _offer(found: HeadProposal, row: int, wanted: int) -> Offer:
-    """A sequence's guesses, up to the first that the request forbids."""
+    """Return a sequence's guesses, up to the first that the request forbids."""
     pairs = zip(found.tokens[row].tolist(), found.confidences[row].tolist(), strict=True)
     kept = [*takewhile(lambda pair: pair[1] >= _LEAST_SHARE, pairs)][:wanted]
     tokens = [token for token, _ in kept]
@@ -426,7 +426,7 @@ def _offer(found: HeadProposal, row: int, wanted: int) -> Offer:
 
 
 def _page_count(spec: HeadSpec, dtype: torch.dtype) -> int:
-    """Pages for `_FULL_CONTEXTS` texts of full length, in at most `_CACHE_BYTES`."""
+    """Return pages for `_FULL_CONTEXTS` texts of full length, in at most `_CACHE_BYTES`."""
     decoder: Decoder | None = spec.decoder
     if decoder is None:
         return 1

@@ -62,7 +62,7 @@ class Place:
 
     @classmethod
     def after(cls, text: bytes) -> Place:
-        """The place after a text."""
+        """Return the place after a text."""
         solid = text.rstrip(BLANKS)
         line = solid.rpartition(b"\n")[2]
         indent = len(line) - len(line.lstrip(b" \t"))
@@ -80,7 +80,7 @@ class AfterThought:
         self._held = b""
 
     def read(self, new: bytes) -> bytes:
-        """The part of the text `new` that belongs to the answer."""
+        """Return the part of the text `new` that belongs to the answer."""
         text = self._held + new
         self._held = b""
         if len(self._marks) == 2:
@@ -151,7 +151,7 @@ class Layout:
         self._styles = [style for style in self._styles if style[0](*joint) == shape]
 
     def guesses(self, place: Place, byte: int) -> list[tuple[bytes, float]]:
-        """The blanks that may still come between `place` and `byte`, the likeliest first.
+        """Return the blanks that may still come between `place` and `byte`, the likeliest first.
 
         Each has its probability. Empty if nothing is known about joints of this kind.
         """

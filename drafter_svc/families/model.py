@@ -255,7 +255,7 @@ class ModelFamily(Family):
         return True
 
     def _fork(self, draft: CachedDraft, at: int, token: int, share: float) -> CachedDraft:
-        """A branch after the first `at` guesses that begins with `token`."""
+        """Return a branch after the first `at` guesses that begins with `token`."""
         sequence = draft.sequence
         branch = CachedDraft(sequence, draft.seed, self._vocab_size, at=at)
         branch.run, branch.run_shares = [token], [share]

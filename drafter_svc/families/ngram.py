@@ -209,7 +209,7 @@ class NgramFamily(Family):
         sequence.give_up_branches()
 
     def _local(self, sequence: DraftSequence) -> list[int]:
-        """A continuation from the prediction, the request's own pool or the public pool."""
+        """Return a continuation from the prediction, the request's own pool or the public pool."""
         text = self._texts[sequence.id]
         room = sequence.remaining_window
         if text.prediction is not None:
@@ -240,14 +240,14 @@ class NgramFamily(Family):
 
 
 def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
-    """The n-grams at the end of `tokens`, the longest first."""
+    """Return the n-grams at the end of `tokens`, the longest first."""
     return [tokens[-size:] for size in range(min(longest, len(tokens)), 0, -1)]
 
 
 def _redis_pool(
     settings: NgramSettings, metrics: DrafterMetrics
 ) -> Callable[[ModelInfo], RedisPool | None]:
-    """A function that makes a connection's pool in Redis, or None without the setting redis.
+    """Return a function that makes a connection's pool in Redis, or None without the setting redis.
 
     Raises OutriderError(INVALID_VALUE) that names the setting at fault.
     """

@@ -56,7 +56,7 @@ class RedisSettings(FamilySettings):
     """Share one pool among all requests of all tenants."""
 
     def redis_server(self) -> RedisServer | None:
-        """The Redis to use; None without one.
+        """Return the Redis to use; None without one.
 
         Raises OutriderError(INVALID_VALUE) that names the setting at fault.
         """

@@ -173,7 +173,7 @@ class SuffixFamily(Family):
         paths: float = 1.0,
         use_tree_spec: bool = False,
     ) -> Any:
-        """At most `count` tokens that may follow `context`, the likeliest first."""
+        """Return at most `count` tokens that may follow `context`, the likeliest first."""
         text = self._texts[sequence.id]
         return text.trees.speculate(
             text.number,
@@ -186,7 +186,7 @@ class SuffixFamily(Family):
 
 
 def _leaves(draft: Any, acceptance: float) -> list[tuple[list[int], list[float]]]:
-    """The tokens and confidences of each path of a draft that no other path continues.
+    """Return the tokens and confidences of each path of a draft that no other path continues.
 
     The trees' probabilities are products of frequencies. A frequency says how probable a token is
     if one of the tokens that followed before comes again; `acceptance` says how often that is so.

@@ -132,7 +132,7 @@ class TokenTable:
 
 
 def _copy(tokenizer: Tokenizer, **changes: Any) -> Tokenizer:
-    """A copy that neither pads nor truncates, with these parts changed."""
+    """Return a copy that neither pads nor truncates, with these parts changed."""
     parts = json.loads(tokenizer.to_str())
     return Tokenizer.from_str(json.dumps(parts | {"truncation": None, "padding": None} | changes))
 
@@ -179,7 +179,7 @@ class Vocabulary:
         self._own, self._target = own, target
 
     def begin(self, tokens: Sequence[int]) -> OwnText:
-        """A text that begins with these tokens of the target."""
+        """Return a text that begins with these tokens of the target."""
         prefix = self._target.prefix
         if list(tokens[: len(prefix)]) == prefix:
             text = OwnText(self, self._own.prefix, len(prefix))
@@ -209,13 +209,14 @@ class Vocabulary:
         run.clear()
 
     def begins(self, tokens: Sequence[int]) -> dict[int, int]:
-        """The bytes of a text at which the target's tokens begin, and the tokens' indices."""
+        """Return the bytes of a text at which the target's tokens begin, and the tokens' indices.
+        """
         lengths = [len(self._target.token_bytes[token]) for token in tokens]
         return {start: i for i, start in enumerate(accumulate(lengths, initial=0))}
 
 
 def _pairs(first: dict[_Key, int], second: dict[_Key, int]) -> dict[int, int]:
-    """The ids in `second` for the ids in `first` with the same keys."""
+    """Return the ids in `second` for the ids in `first` with the same keys."""
     return {i: second[key] for key, i in first.items() if key in second}
 
 
@@ -270,7 +271,7 @@ class OwnText:
         return begin + count_equal(before, after)
 
     def of_guesses(self, guesses: Sequence[int]) -> list[int]:
-        """The draft model's token for each of these tokens of the target.
+        """Return the draft model's token for each of these tokens of the target.
 
         A token that the draft model lacks can only begin a branch, where no other token may follow.
         Any token then stands for it.
@@ -298,6 +299,6 @@ class OwnText:
 
 
 def count_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of equal tokens at the beginning of both."""
+    """Return the number of equal tokens at the beginning of both."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

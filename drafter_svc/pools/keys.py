@@ -30,8 +30,10 @@ _MIN_SECRET_BYTES = 16
 
 
 def read_secret(path: Path | None) -> bytes:
-    """The pool's secret, without a line end. Raises OutriderError(INVALID_VALUE) if there is
-    none."""
+    """Return the pool's secret, without a line end.
+
+    Raises OutriderError(INVALID_VALUE) if there is none.
+    """
     if path is None:
         message = "must be given with redis: keys in Redis are made with this secret"
         raise invalid("pool-secret-file", message)
@@ -53,11 +55,11 @@ class TenantKeys:
         self._begun = begun
 
     def index(self, ngram: Sequence[int]) -> bytes:
-        """The key of the n-gram's bucket index. The n-gram's own key begins with it."""
+        """Return the key of the n-gram's bucket index. The n-gram's own key begins with it."""
         return self._indexes[ngram[-1] % BUCKETS]
 
     def keys(self, ngrams: Sequence[Sequence[int]]) -> list[bytes]:
-        """The keys of n-grams that all end in the same token. They share a slot."""
+        """Return the keys of n-grams that all end in the same token. They share a slot."""
         index = self.index(ngrams[0])
         keys = []
         for ngram in ngrams:
@@ -76,7 +78,7 @@ class PoolKeys:
         self._public = public
 
     def tenant(self, name: str, fingerprint: str) -> TenantKeys:
-        """The keys of a tenant's n-grams for the tokenizer with this fingerprint."""
+        """Return the keys of a tenant's n-grams for the tokenizer with this fingerprint."""
         owner = self._owner(name)
         # The scope has a fixed length, so no part of an n-gram can be taken for a part of the
         # scope.
@@ -87,11 +89,12 @@ class PoolKeys:
         return TenantKeys(b"outrider:%s" % self._tag(owner), begun)
 
     def pattern(self, name: str) -> bytes:
-        """The glob for SCAN that matches all keys of a tenant, of every tokenizer."""
+        """Return the glob for SCAN that matches all keys of a tenant, of every tokenizer."""
         return b"outrider:%s*" % self._tag(self._owner(name))
 
     def _owner(self, name: str) -> bytes:
-        """A name for the owner of the keys; the public pool's differs from every tenant's."""
+        """Return a name for the owner of the keys; the public pool's differs from every tenant's.
+        """
         return b"public" if self._public else b"tenant:" + name.encode()
 
     def _tag(self, owner: bytes) -> bytes:
@@ -102,5 +105,5 @@ class PoolKeys:
 
 
 def is_index(key: bytes) -> bool:
-    """Whether a key of a pool is a bucket's index."""
+    """Return whether a key of a pool is a bucket's index."""
     return key.index(b"}") == len(key) - 1

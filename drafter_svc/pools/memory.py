@@ -83,9 +83,9 @@ class MemoryPool:
         found.append((text, end))
 
     def continuation(self, context: Sequence[int], length: int) -> list[int]:
-        """The tokens that followed the longest known suffix of `context`; empty if none is known.
+        """Return the tokens that followed the longest known suffix of `context`.
 
-        At most `length` tokens, and at most `max_draft_len`.
+        The result is empty if none is known. At most `length` tokens, and at most `max_draft_len`.
         """
         length = min(length, self._options.max_draft_len)
         for size in range(min(self._options.max_matching_ngram_size, len(context)), 0, -1):
@@ -96,7 +96,7 @@ class MemoryPool:
     def alternatives(
         self, context: Sequence[int], length: int, known: set[int], count: int
     ) -> list[list[int]]:
-        """Up to `count` continuations of `context` that begin with different tokens.
+        """Return up to `count` continuations of `context` that begin with different tokens.
 
         None begins with a token of `known`, and each has at most `length` tokens. Continuations of
         longer suffixes come first, then newer continuations.
@@ -154,7 +154,7 @@ class MemoryPool:
         return share, others
 
     def _find(self, ngram: Sequence[int]) -> Sequence[_Occurrence]:
-        """The kept occurrences of an n-gram, the oldest first."""
+        """Return the kept occurrences of an n-gram, the oldest first."""
         found = self._occurrences.get(tuple(ngram))
         if found is None:
             return ()

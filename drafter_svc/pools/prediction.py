@@ -27,7 +27,7 @@ class Prediction:
                     self._places[tuple(token_ids[end - size : end])].append(end)
 
     def continuation(self, generated: Sequence[int], length: int) -> list[int]:
-        """At most `length` tokens that should follow the output so far.
+        """Return at most `length` tokens that should follow the output so far.
 
         Empty if the output's last tokens are not in the prediction. If they are in several places,
         take the place nearest to where the output should be by now: the output follows its

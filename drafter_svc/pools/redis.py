@@ -179,7 +179,7 @@ class RedisPool:
         return self._lookup_breaker.available
 
     def tenant(self, name: str) -> TenantKeys:
-        """The keys of a tenant's n-grams, for `lookup` and `offer`."""
+        """Return the keys of a tenant's n-grams, for `lookup` and `offer`."""
         return self._keys.tenant(name, self._fingerprint)
 
     async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
@@ -241,7 +241,7 @@ class RedisPool:
         await self._client.aclose()
 
     async def _fetch(self, keys: list[bytes]) -> list[Any] | None:
-        """The value of each key, or None if Redis failed."""
+        """Return the value of each key, or None if Redis failed."""
         started = self._clock()
         try:
             values = await self._client.mget(keys)
@@ -292,7 +292,7 @@ class RedisPool:
             self._record_success(self._write_breaker)
 
     def _decode(self, value: object) -> list[int]:
-        """The token ids of a value; empty, and counted, if the value is malformed."""
+        """Return the token ids of a value; empty, and counted, if the value is malformed."""
         if isinstance(value, bytes) and 0 < len(value) <= 4 * _MAX_TOKENS and len(value) % 4 == 0:
             ids = array("I", value).tolist()
             if max(ids) < self._vocab_size:

@@ -42,7 +42,7 @@ class RedisClient:
             self._lookups = server.client(_SOCKET_TIMEOUT_S, _SOCKET_TIMEOUT_S, socket_timeout=None)
 
     async def mget(self, keys: list[bytes]) -> list[Any]:
-        """The values of the keys, in their order; None for a key that does not exist.
+        """Return the values of the keys, in their order; None for a key that does not exist.
 
         A cluster gets one command for each slot. If only some slots fail, the values of their keys
         are None as well.
@@ -60,7 +60,7 @@ class RedisClient:
         return [values.get(key) for key in keys]
 
     async def _ask(self, connections: ConnectionPool, command: bytes) -> Any:
-        """The reply to a packed command. Raises TimeoutError after `_SOCKET_TIMEOUT_S`.
+        """Return the reply to a packed command. Raises TimeoutError after `_SOCKET_TIMEOUT_S`.
 
         It does what redis-py's execute_command does, which packs commands in Python and takes twice
         the time.
@@ -113,7 +113,7 @@ class RedisClient:
         return list(zip(slots.values(), await self._execute(pipeline), strict=True))
 
     async def _execute(self, pipeline: Any) -> list[Any]:
-        """The results of a pipeline's commands, or their exceptions."""
+        """Return the results of a pipeline's commands, or their exceptions."""
         results = list(await pipeline.execute(raise_on_error=False))
         if not isinstance(self._client, RedisCluster):
             return results

@@ -78,12 +78,12 @@ class Gate:
         return Identity(entry.tenant, entry.role == "operator", entry)
 
     def identify_http(self, scope: Scope) -> Identity:
-        """The caller of an HTTP request. Raises OutriderError(INVALID_API_KEY) as above."""
+        """Return the caller of an HTTP request. Raises OutriderError(INVALID_API_KEY) as above."""
         return self.identify(HTTPConnection(scope).headers, scope.get(PEER_KEY))
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:
-    """The tenant of a request with `authorization: Bearer KEY`, else with `x-api-key: KEY`.
+    """Return the tenant of a request with `authorization: Bearer KEY`, else with `x-api-key: KEY`.
 
     It is empty (the default) without a key. The name is `key-` and the first 32 hex digits of the
     key's SHA-256, so logs, traces and Redis do not reveal keys. `headers` have lower-case names.
@@ -95,18 +95,18 @@ def tenant_of(headers: Mapping[str, str]) -> str:
 
 
 def _plain_key(headers: Mapping[str, str]) -> str:
-    """The key in the header of Anthropic's clients; "" if there is none."""
+    """Return the key in the header of Anthropic's clients; "" if there is none."""
     return headers.get("x-api-key", "").strip()
 
 
 def _bearer(authorization: str) -> str:
-    """The key in `Bearer KEY`; "" for anything else."""
+    """Return the key in `Bearer KEY`; "" for anything else."""
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def key_in(authorization: str) -> str:
-    """The key in the value of an Authorization header; "" if there is none.
+    """Return the key in the value of an Authorization header; "" if there is none.
 
     Browsers cannot send `Bearer KEY` for a page, but ask for a password and send it as Basic. The
     password is the key, with any user name.
@@ -151,12 +151,12 @@ class RequireKey:
 
 
 def identity_of(request: HTTPConnection) -> Identity:
-    """Who sent the request."""
+    """Return who sent the request."""
     return identity_in(request.scope)
 
 
 def identity_in(scope: Scope) -> Identity:
-    """Who sent the request with this scope."""
+    """Return who sent the request with this scope."""
     identity: Identity = scope[_SCOPE_KEY]
     return identity
 

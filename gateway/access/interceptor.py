@@ -24,7 +24,7 @@ class RequireKeyInCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """The method's handler, or a handler that refuses the call."""
+        """Return the method's handler, or a handler that refuses the call."""
         if handler_call_details.method not in _OPEN:
             try:
                 self._gate.identify(text_metadata(handler_call_details.invocation_metadata))
@@ -34,5 +34,5 @@ class RequireKeyInCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
 
 def text_metadata(metadata: Any) -> dict[str, str]:
-    """A call's metadata, keyed by name, without binary values."""
+    """Return a call's metadata, keyed by name, without binary values."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}

@@ -88,7 +88,7 @@ class KeyEntry(BaseModel):
 
 
 def check_distinct(entries: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:
-    """The entries. Raises ValueError if two of them have the same id or hash."""
+    """Return the entries. Raises ValueError if two of them have the same id or hash."""
     for field in ("id", "sha256"):
         counts = Counter(getattr(entry, field) for entry in entries)
         for value, count in counts.items():
@@ -104,7 +104,7 @@ class _Keys(BaseModel):
 
 
 def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
-    """The entries of a YAML or JSON text, `{"keys": [{"id": …}, …]}`.
+    """Return the entries of a YAML or JSON text, `{"keys": [{"id": …}, …]}`.
 
     Raises OutriderError(INVALID_VALUE) that names `source` and the first problem.
     """
@@ -121,7 +121,7 @@ def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
 
 
 def _place_of(error: yaml.YAMLError) -> str:
-    """The problem and its place, without the text there, which may be a secret."""
+    """Return the problem and its place, without the text there, which may be a secret."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return ""
     mark = error.problem_mark
@@ -129,7 +129,10 @@ def _place_of(error: yaml.YAMLError) -> str:
 
 
 def make_entry(fields: Mapping[str, Any]) -> KeyEntry:
-    """An entry with these fields. Raises OutriderError(INVALID_VALUE) for the first wrong field."""
+    """Return an entry with these fields.
+
+    Raises OutriderError(INVALID_VALUE) for the first wrong field.
+    """
     try:
         return KeyEntry.model_validate(fields)
     except ValidationError as error:
@@ -137,14 +140,14 @@ def make_entry(fields: Mapping[str, Any]) -> KeyEntry:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The place and pydantic's complaint, without the value, which may be a secret."""
+    """Return the place and pydantic's complaint, without the value, which may be a secret."""
     first = error.errors(include_input=False, include_url=False)[0]
     place = ".".join(map(str, first["loc"]))
     return f"{place}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """The entries of a file. Raises OutriderError(INVALID_VALUE) that names the file."""
+    """Return the entries of a file. Raises OutriderError(INVALID_VALUE) that names the file."""
     try:
         text = read_file(path).decode()
     except OSError as error:
@@ -202,10 +205,10 @@ def _keep_owner(file: int, old: os.stat_result) -> None:
 
 
 def new_key() -> str:
-    """A random key of 256 bits. Its beginning lets scanners find keys in public text."""
+    """Return a random key of 256 bits. Its beginning lets scanners find keys in public text."""
     return f"{_PREFIX}{secrets.token_urlsafe(_KEY_BYTES)}"
 
 
 def key_digest(key: str) -> str:
-    """The SHA-256 of a key, as the file holds it: hexadecimal digits."""
+    """Return the SHA-256 of a key, as the file holds it: hexadecimal digits."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -33,7 +33,7 @@ class KeyRing:
         self._by_digest = self._indexed(() if file is None else read_keys(file))
 
     def find(self, key: str) -> KeyEntry | None:
-        """The entry of a key; None for an unknown key.
+        """Return the entry of a key; None for an unknown key.
 
         The look-up's time depends on a hash of the key, and so reveals nothing about the key.
         """
@@ -51,7 +51,7 @@ class KeyRing:
                 await self.reload()
 
     def has_changed(self) -> bool:
-        """Whether the file has changed since the keys in force were read."""
+        """Return whether the file has changed since the keys in force were read."""
         return self._current_stamp() != self._stamp
 
     async def reload(self) -> None:

@@ -66,10 +66,10 @@ class CheckOrigin:
 
 
 def allowed_hosts(settings: GatewaySettings) -> list[str]:
-    """The patterns, in lower case, that name this gateway.
+    """Return the patterns, in lower case, that name this gateway.
 
-    The pattern "" allows every name without a dot, such as a container's name in its network.
-    It is added unless the gateway listens only on the loopback interface.
+    The pattern "" allows every name without a dot, such as a container's name in its network. It is
+    added unless the gateway listens only on the loopback interface.
     """
     patterns = [*_LOOPBACK, settings.http_host.lower(), socket.gethostname().lower()]
     patterns += [name.lower() for name in settings.allowed_hosts]
@@ -79,7 +79,7 @@ def allowed_hosts(settings: GatewaySettings) -> list[str]:
 
 
 def host_allowed(host: str, patterns: Sequence[str]) -> bool:
-    """Whether a Host header, in lower case, names this gateway.
+    """Return whether a Host header, in lower case, names this gateway.
 
     An IP address is always allowed, since a website cannot have one as its name.
     """

@@ -40,7 +40,7 @@ class ClientTimeout:
         return not {self.total_s, self.first_s} <= {None, _UNCHOSEN_S}
 
     def ends_at(self, now: float) -> float:
-        """When the caller stops waiting; infinity if it names no timeout."""
+        """Return when the caller stops waiting; infinity if it names no timeout."""
         return math.inf if self.total_s is None else now + self.total_s
 
     def suffices(self, wait_s: float, answer_s: float) -> bool:
@@ -85,7 +85,7 @@ class Admission:
         return AdmissionSlots(counts, tenant, count, timeout.ends_at(time.monotonic()))
 
     def only_model(self) -> str | None:
-        """The model that every request means; None if there is not exactly one."""
+        """Return the model that every request means; None if there is not exactly one."""
         models = list(self._router.models)
         return models[0] if len(models) == 1 else None
 
@@ -139,12 +139,13 @@ class TotalLoad(NamedTuple):
     """How long recent sequences were in a batch, on average (seconds); None before the first."""
 
     def wait_s(self, count: int, places: float) -> float:
-        """Seconds until the last of `count` sequences gets one of `places` places."""
+        """Return the seconds until the last of `count` sequences gets one of `places` places."""
         return wait_s(count, places, self.sequence_s)
 
 
 def total_load(reported: Sequence[Load | None]) -> TotalLoad | None:
-    """The load of a model's verifiers together; None if a verifier does not report its load."""
+    """Return the load of a model's verifiers together; None if a verifier does not report its load.
+    """
     loads = [load for load in reported if load is not None]
     if not loads or len(loads) < len(reported):
         return None

@@ -75,7 +75,7 @@ class Generation:
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
-        """The prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE).
+        """Return the prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE).
 
         If the ids end within a character, that character comes with the answer.
         """
@@ -127,7 +127,7 @@ class Generation:
 
 
 async def _only(stream: AsyncGenerator[TextDelta, None]) -> AsyncGenerator[Event, None]:
-    """The events of a single stream."""
+    """Yield the events of a single stream."""
     async with aclosing(stream):
         async for delta in stream:
             yield 0, delta
@@ -315,7 +315,7 @@ class _Sequence:
         return replace(chunk, prompt_logprobs=new)
 
     def _moves(self, reason: Reason) -> bool:
-        """Whether the sequence goes to another replica after an error.
+        """Return whether the sequence goes to another replica after an error.
 
         If a full queue refused the sequence, it goes to another replica in two cases: it has begun,
         so it was accepted once, or another replica has room for it.

@@ -72,7 +72,10 @@ class TextCall(ABC):
 
     @abstractmethod
     def demand(self) -> Demand:
-        """The room and the time that the request needs. Raises OutriderError(INVALID_VALUE)."""
+        """Return the room and the time that the request needs.
+
+        Raises OutriderError(INVALID_VALUE).
+        """
 
     @abstractmethod
     def release_slots(self) -> None:
@@ -84,7 +87,10 @@ class TextCall(ABC):
 
     @abstractmethod
     def prompts(self) -> list[PromptInput]:
-        """The prompts to encode. Raises OutriderError(INVALID_VALUE) that names the field."""
+        """Return the prompts to encode.
+
+        Raises OutriderError(INVALID_VALUE) that names the field.
+        """
 
     @abstractmethod
     def build(self, inputs: TextInputs, info: ModelInfo) -> Sequence[TextRequest]:
@@ -138,7 +144,7 @@ async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[Te
         inputs = TextInputs(prompts, n, call.limit, caller, generation.prompts.answers)
 
         def build(info: ModelInfo) -> Sequence[TextRequest]:
-            """The sequences for a replica's model. Raises OutriderError."""
+            """Return the sequences for a replica's model. Raises OutriderError."""
             requests = call.build(inputs, info)
             for request in requests:
                 check_supported(request.tokens, info.unsupported, request.grammar_field)
@@ -174,7 +180,7 @@ async def _described(
 
 
 async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> list[Prompt]:
-    """The request's prompts as ids. Raises OutriderError that names the field."""
+    """Return the request's prompts as ids. Raises OutriderError that names the field."""
     prompts = generation.prompts
     most = info.context_length
     prediction = await prompts.encode_start(call.prediction, most) if call.prediction else []

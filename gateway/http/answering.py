@@ -46,7 +46,10 @@ async def answer_text(generation: Generation, call: HttpCall[Any]) -> Response:
 
 
 async def count_prompt(generation: Generation, chat: ChatBody, tenant: str) -> int:
-    """The number of tokens in a chat's prompt. Raises OutriderError that names a chat's field."""
+    """Return the number of tokens in a chat's prompt.
+
+    Raises OutriderError that names a chat's field.
+    """
     _, info = generation.router.lookup(chat.model)
     most = most_tokens(info)
     messages = [message.for_template() for message in chat.messages]

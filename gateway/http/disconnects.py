@@ -18,7 +18,10 @@ _Result = TypeVar("_Result")
 
 
 async def until_done_or_disconnected(request: Request, work: Awaitable[_Result]) -> _Result:
-    """The result of `work`. If the client disconnects first, cancel it and raise CLIENT_GONE."""
+    """Return the result of `work`.
+
+    If the client disconnects first, cancel it and raise CLIENT_GONE.
+    """
     task = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_disconnected(request))
     try:
@@ -59,7 +62,7 @@ async def cancel_and_wait(work: asyncio.Future[Any]) -> None:
 
 
 def client_gone_error() -> OutriderError:
-    """The error of an answer whose client disconnected before its end."""
+    """Return the error of an answer whose client disconnected before its end."""
     return OutriderError(Reason.CLIENT_GONE, "the client hung up before its answer was complete")
 
 

@@ -36,7 +36,7 @@ class _Metrics(Response):
 
 
 def routes(generation: Generation, metrics: GatewayMetrics) -> APIRouter:
-    """The router of these endpoints."""
+    """Return the router of these endpoints."""
     router = APIRouter(route_class=JsonRoute)
     _add_model_routes(router, generation.router)
     _add_health_routes(router, generation.router)
@@ -165,7 +165,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
 
 
 async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int, tenant: str) -> list[int]:
-    """The ids of the body's prompt or messages, at most `most`. Raises OutriderError."""
+    """Return the ids of the body's prompt or messages, at most `most`. Raises OutriderError."""
     if (body.prompt is None) is (body.messages is None):
         raise invalid("prompt", "or messages must be given, and not both")
     if body.messages is None:
@@ -184,7 +184,7 @@ async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int, tenant: str
 
 
 def most_tokens(info: ModelInfo) -> int:
-    """The most tokens of a text that is only tokenised, or of ids that are only decoded."""
+    """Return the most tokens of a text that is only tokenised, or of ids that are only decoded."""
     return max(info.context_length, _MAX_TOKENIZED)
 
 
@@ -214,7 +214,7 @@ def _model(name: str, info: ModelInfo, created: int) -> dict[str, Any]:
 
 
 def readiness(router: Router, identity: Identity) -> dict[str, Any]:
-    """The body of `/readyz`: the status, its reason, and each verifier's state.
+    """Return the body of `/readyz`: the status, its reason, and each verifier's state.
 
     The status is ready, degraded, loading, failed, unavailable or draining. The states hold sums
     over all tenants, so only operators get more than the status.
@@ -227,7 +227,7 @@ def readiness(router: Router, identity: Identity) -> dict[str, Any]:
 
 
 def service_status(router: Router) -> tuple[str, str]:
-    """The status of `/readyz`, and its reason."""
+    """Return the status of `/readyz`, and its reason."""
     if router.draining:
         return "draining", "the gateway is shutting down"
     staying = [replica for replica in router.replicas if not replica.leaving]
@@ -242,7 +242,7 @@ def service_status(router: Router) -> tuple[str, str]:
 
 
 def lost_drafters(router: Router) -> list[str]:
-    """The ids of the drafters that the verifiers have lost in the last ten minutes."""
+    """Return the ids of the drafters that the verifiers have lost in the last ten minutes."""
     infos = [replica.info for replica in router.replicas if replica.info is not None]
     drafters = [drafter for info in infos for drafter in info.drafters]
     return [drafter.drafter_id for drafter in drafters if not drafter.connected]

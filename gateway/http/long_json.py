@@ -19,7 +19,7 @@ class LongList(NamedTuple):
 
 
 async def written(value: Any) -> bytes:
-    """The value as compact JSON in ASCII. Other tasks run between the pieces of a LongList.
+    """Return the value as compact JSON in ASCII. Other tasks run between the pieces of a LongList.
 
     A LongList may be a member of an object, or of an object in a list.
     """

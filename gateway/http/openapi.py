@@ -86,7 +86,7 @@ def install(app: FastAPI) -> None:
     """Serve the document without FastAPI's 422. `api_errors` answers such requests with 400."""
 
     def document() -> Json:
-        """The OpenAPI document, built at the first call."""
+        """Return the OpenAPI document, built at the first call."""
         if app.openapi_schema is None:
             found = get_openapi(title=app.title, version=app.version, routes=app.routes)
             for operations in found["paths"].values():

@@ -129,7 +129,8 @@ class _Feeds:
             await asyncio.sleep(_EVERY_S)
 
     def _event(self, identity: Identity, most_age_s: float) -> bytes:
-        """The state for the caller, encoded less than `most_age_s` ago for the same rights."""
+        """Return the state for the caller, encoded less than `most_age_s` ago for the same rights.
+        """
         rights = None if identity.is_operator else identity.tenant
         made_at, made = self._made.get(rights, (-math.inf, b""))
         now = time.monotonic()

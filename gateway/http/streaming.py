@@ -30,7 +30,10 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def event(data: dict[str, Any], name: str = "") -> bytes:
-    """One server-sent event in ASCII. Some clients end a line at U+2028 and similar characters."""
+    """Return one server-sent event in ASCII.
+
+    Some clients end a line at U+2028 and similar characters.
+    """
     named = f"event: {name}\n" if name else ""
     return f"{named}data: {_ENCODER.encode(data)}\n\n".encode()
 
@@ -43,16 +46,16 @@ class AnswerWriter(Protocol):
         """Whether the stream has all its events."""
 
     def whole(self, choices: list[WholeChoice]) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """Return the answer to a request that does not stream."""
 
     def events(self, index: int, delta: TextDelta) -> bytes:
-        """The events of a choice's next delta; none if it has nothing to show.
+        """Return the events of a choice's next delta; none if it has nothing to show.
 
         The first delta's events begin the stream, and the last delta's events end it.
         """
 
     def failure(self, error: OutriderError) -> bytes:
-        """The events that end a stream which fails after its first event."""
+        """Return the events that end a stream which fails after its first event."""
 
 
 class EventStream(StreamingResponse):
@@ -79,7 +82,8 @@ class EventStream(StreamingResponse):
 
 
 def ping_seconds(scope: Scope) -> float:
-    """After how long a pause a stream of this application gets a ping; infinity for never."""
+    """Return after how long a pause a stream of this application gets a ping; infinity for never.
+    """
     return scope["app"].state.ping_seconds or math.inf
 
 

@@ -30,7 +30,8 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """The method's handler, or the handler that refuses the call, with an access line."""
+        """Return the method's handler, or the handler that refuses the call, with an access line.
+        """
         handler = await continuation(handler_call_details)
         return handler_within(partial(self._line, handler_call_details), handler)
 
@@ -63,6 +64,6 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
 
 
 def _address(peer: str) -> str:
-    """The address in gRPC's `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`."""
+    """Return the address in gRPC's `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`."""
     kind, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if kind.startswith("ip") else peer

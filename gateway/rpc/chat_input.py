@@ -38,7 +38,10 @@ class ChatInput:
 
 
 def chat_input(chat: generation_pb2.Chat) -> ChatInput:
-    """The conversation of a request. Raises OutriderError(INVALID_VALUE) that names the field."""
+    """Return the conversation of a request.
+
+    Raises OutriderError(INVALID_VALUE) that names the field.
+    """
     if not chat.messages:
         raise invalid("chat.messages", "must hold at least 1 message")
     if len(chat.tools) > MAX_TOOLS:
@@ -119,7 +122,7 @@ def _variables(text: str) -> Mapping[str, Any]:
 
 
 def _object(text: str, field: str) -> dict[str, Any]:
-    """The JSON object of a text. Raises OutriderError(INVALID_VALUE)."""
+    """Return the JSON object of a text. Raises OutriderError(INVALID_VALUE)."""
     check_size(text.encode())
     try:
         parsed = json.loads(text)

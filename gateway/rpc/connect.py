@@ -60,7 +60,7 @@ _UNKNOWN_NAME = re.compile(r'has no field named "([^"]*)" at "GenerateTextReques
 
 
 def route(servicer: GenerationServicer) -> Route:
-    """The route under which browsers call GenerateText."""
+    """Return the route under which browsers call GenerateText."""
     application = _Application(servicer)
     return _Route(PATH, application, methods=["POST"], include_in_schema=False)
 

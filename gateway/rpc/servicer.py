@@ -113,7 +113,7 @@ class _Call(TextCall):
         return chat_input(self._request.chat)
 
     def demand(self) -> Demand:
-        """One sequence, until the call's deadline."""
+        """Return one sequence, until the call's deadline."""
         return Demand(1, 1, self._timeout)
 
     def release_slots(self) -> None:
@@ -139,7 +139,10 @@ class _Call(TextCall):
             span.set(rpc__response__status_code=status)
 
     def prompts(self) -> list[PromptInput]:
-        """The input of the request. Raises OutriderError(INVALID_VALUE) that names the field."""
+        """Return the input of the request.
+
+        Raises OutriderError(INVALID_VALUE) that names the field.
+        """
         request = self._request
         kind = request.WhichOneof("input")
         if kind is None:
@@ -154,7 +157,10 @@ class _Call(TextCall):
         return [PromptInput(list(request.tokens.token_ids), "tokens.token_ids")]
 
     def build(self, inputs: TextInputs, info: ModelInfo) -> list[TextRequest]:
-        """The request, checked against a model. Raises OutriderError that names field and limit."""
+        """Return the request, checked against a model.
+
+        Raises OutriderError that names field and limit.
+        """
         request = self._request
         [prompt] = inputs.prompts
         caller, limit = inputs.caller, inputs.limit
@@ -189,7 +195,7 @@ _Counts = Literal["max_tokens", "top_logprob_count", "prompt_logprob_count"]
 
 
 def _given(request: generation_pb2.GenerateTextRequest, name: _Counts) -> int | None:
-    """The value of an optional field; None if the request does not set it."""
+    """Return the value of an optional field; None if the request does not set it."""
     if not request.HasField(name):
         return None
     value: int = getattr(request, name)

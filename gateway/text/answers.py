@@ -40,7 +40,7 @@ class AnswerOptions:
 
 
 def asks_for_thought(variables: Mapping[str, Any]) -> bool:
-    """Whether the variables of a chat template allow a thought."""
+    """Return whether the variables of a chat template allow a thought."""
     # Some templates have one of these two names for the switch, other templates the other.
     return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
@@ -48,7 +48,7 @@ def asks_for_thought(variables: Mapping[str, Any]) -> bool:
 def with_calls_and_thought(
     request: TextRequest, options: AnswerOptions, prompt: Prompt, answers: AnswerFormat
 ) -> TextRequest:
-    """The request with a grammar of calls and thought, and with `reading` for its answer.
+    """Return the request with a grammar of calls and thought, and with `reading` for its answer.
 
     Raises OutriderError that names the tools or the choice: INVALID_VALUE if they contradict each
     other, UNSUPPORTED_PARAMETER if nobody knows how the model writes calls.
@@ -82,7 +82,10 @@ def with_calls_and_thought(
 
 
 def _use(options: AnswerOptions) -> ToolUse | None:
-    """The tools that the answer may call; None for none. Raises OutriderError(INVALID_VALUE)."""
+    """Return the tools that the answer may call; None for none.
+
+    Raises OutriderError(INVALID_VALUE).
+    """
     if options.choice.mode == "required" and not options.tools:
         problem = f"demands a call, so {options.tools_field} must hold at least 1 tool"
         raise invalid(options.choice_field, problem)
@@ -129,7 +132,7 @@ def _behind_thought(
 def _state(
     thought: Thought | None, prompt: Prompt, options: AnswerOptions, *, is_bound: bool
 ) -> ThoughtState:
-    """Where the answer begins. If `is_bound`, a grammar binds all text except a thought."""
+    """Return where the answer begins. If `is_bound`, a grammar binds all text except a thought."""
     if thought is None or (is_bound and options.binds_thought):
         return "over"
     state = thought.state(prompt.end, options.continued)

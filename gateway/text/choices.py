@@ -81,7 +81,7 @@ class UsageTotals:
         return None not in self.finishes
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object.
+        """Return OpenAI's usage object.
 
         A prompt counts once, whatever n is. `accepted_prediction_tokens` and
         `rejected_prediction_tokens` count draft tokens.
@@ -105,7 +105,7 @@ class UsageTotals:
         }
 
     def speculation(self) -> dict[str, Any]:
-        """The `speculation` field of an answer. Empty without speculation.
+        """Return the `speculation` field of an answer. Empty without speculation.
 
         It names the acceptance rules used, and says whether all are lossless. If most steps of a
         choice verified no draft, it says why. If several choices had such steps, it gives the

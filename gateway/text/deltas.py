@@ -165,7 +165,7 @@ class DeltaBuilder:
         self._stats = SpeculationStats(max_draft_tokens=self._stats.max_draft_tokens)
 
     def add(self, chunk: TokenChunk) -> TextDelta:
-        """The delta for the next chunk."""
+        """Return the delta for the next chunk."""
         ids = chunk.token_ids
         stops = chunk.finish_reason is FinishReason.STOP and bool(ids)
         by_token = stops and ids[-1] in self._end_ids
@@ -203,7 +203,7 @@ class DeltaBuilder:
         )
 
     def _add_text(self, chunk: TokenChunk, *, ended_by_token: bool) -> tuple[list[Part], int]:
-        """The parts that the chunk adds, and how many of its tokens belong to the answer.
+        """Return the parts that the chunk adds, and how many of its tokens belong to the answer.
 
         Tokens after the token that completes a stop string do not belong to it.
         """
@@ -218,7 +218,7 @@ class DeltaBuilder:
         return parts, used
 
     def _show_prompt(self, chunk: TokenChunk) -> list[LogprobToken]:
-        """The prompt's next tokens if the request asks for them.
+        """Return the prompt's next tokens if the request asks for them.
 
         The first token has no log probability, and is added to the first chunk with None.
         """
@@ -234,7 +234,10 @@ class DeltaBuilder:
     def _attribute(
         self, chunk: TokenChunk, ids: Sequence[int], *, last: bool
     ) -> list[AttributedToken]:
-        """The text and source of each token. A character belongs to the token that completes it."""
+        """Return the text and source of each token.
+
+        A character belongs to the token that completes it.
+        """
         if self._attribution is None:
             return []
         texts = [self._attribution.push([token_id]) for token_id in ids]
@@ -248,7 +251,7 @@ class DeltaBuilder:
         ]
 
     def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> LogprobToken:
-        """The token with its log probability, which is None if `known` is None."""
+        """Return the token with its log probability, which is None if `known` is None."""
         text, raw = offsets.text_and_bytes(token)
         if known is None:
             return LogprobToken(token, text, raw, None, offset=offsets.push(token))
@@ -261,7 +264,7 @@ class DeltaBuilder:
         return LogprobToken(token, text, raw, _finite(known.logprob), known.rank, offset, top)
 
     def _finish(self, chunk: TokenChunk, ended_by_token: bool) -> FinishInfo | None:
-        """How the sequence ended, if this chunk or a stop string ends it."""
+        """Return how the sequence ended, if this chunk or a stop string ends it."""
         stopped = self._text.stopped
         reason = FinishReason.STOP if stopped else chunk.finish_reason
         if reason is None:
@@ -283,7 +286,7 @@ class DeltaBuilder:
 
 
 def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> SpeculationStats:
-    """The statistics of two parts of a sequence together."""
+    """Return the statistics of two parts of a sequence together."""
     if earlier.forward_count == 0:
         return later
     return SpeculationStats(

@@ -69,7 +69,7 @@ class Prompts:
     async def encode(
         self, text: str, field: str, max_tokens: int, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """The text's ids, without blocking the event loop for long.
+        """Return the text's ids, without blocking the event loop for long.
 
         Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the text has more than
         `max_tokens` tokens. A text that is far too long is refused without tokenising all of it.
@@ -90,7 +90,7 @@ class Prompts:
         return ids
 
     async def encode_start(self, text: str, max_tokens: int) -> list[int]:
-        """The ids of the text's beginning, at most `max_tokens`, without special tokens.
+        """Return the ids of the text's beginning, at most `max_tokens`, without special tokens.
 
         A very long text is tokenised in slices, so its ids may differ near a slice's border.
         """
@@ -101,7 +101,7 @@ class Prompts:
         return ids[:max_tokens]
 
     async def _first_tokens(self, text: str, wanted: int) -> list[int]:
-        """The ids of the text's first slices, until there are more than `wanted`."""
+        """Return the ids of the text's first slices, until there are more than `wanted`."""
         ids: list[int] = []
         for begin in range(0, len(text), _SLICE_CHARACTERS):
             part = text[begin : begin + _SLICE_CHARACTERS]
@@ -126,13 +126,14 @@ class Prompts:
         return encodings[0]
 
     async def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The tokenizer's names of the tokens, such as `Ġif`; None for ids without a token."""
+        """Return the tokenizer's names of the tokens, such as `Ġif`; None for ids without a token.
+        """
         return await asyncio.to_thread(
             lambda: [self.tokenizer.id_to_token(token_id) for token_id in token_ids]
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included."""
+        """Return the text of the ids, special tokens included."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
@@ -157,7 +158,7 @@ class Prompts:
         return _before_end_mark(text) if options.get("continue_final_message") else text
 
     def render_blocking(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The conversation as one text.
+        """Return the conversation as one text.
 
         The options are those of `_variables`. Raises OutriderError if there is no template, if the
         template refuses the conversation (with its message), and if it exceeds a limit.
@@ -181,7 +182,7 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The template's variables.
+        """Return the template's variables.
 
         `continue_final_message` ends the text with the last message's content. `tools` are OpenAI's
         objects. `variables` are variables of the template itself, such as enable_thinking.
@@ -200,7 +201,7 @@ class Prompts:
 
 
 def _before_end_mark(text: str) -> str:
-    """The text up to the end mark, stripped if the template stripped the mark's space."""
+    """Return the text up to the end mark, stripped if the template stripped the mark's space."""
     before, found, after = text.rpartition(_END_MARK.strip())
     if not found:
         message = "cannot be: the model's chat template does not show the last message as it is"
@@ -214,7 +215,7 @@ def _too_long(field: str, characters: int, context_length: int) -> OutriderError
 
 
 def context_overflow(context_length: int, message: str, field: str) -> OutriderError:
-    """CONTEXT_LENGTH_EXCEEDED with the texts that clients search for.
+    """Return CONTEXT_LENGTH_EXCEEDED with the texts that clients search for.
 
     litellm searches for the first sentence, and LangChain for the code in parentheses.
     """

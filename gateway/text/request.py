@@ -98,10 +98,10 @@ class AnswerLimit:
     scores_prompt: bool = False
 
     def resolve(self, prompt: Prompt, min_tokens: int, info: ModelInfo) -> int:
-        """The most tokens to generate after this prompt.
+        """Return the most tokens to generate after this prompt.
 
-        Raises OutriderError, which names the caller's fields: INVALID_VALUE for ids that the
-        model does not have, for too few tokens and for `min_tokens` above the result,
+        Raises OutriderError, which names the caller's fields: INVALID_VALUE for ids that the model
+        does not have, for too few tokens and for `min_tokens` above the result,
         CONTEXT_LENGTH_EXCEEDED for a prompt and answer that do not fit the context.
         """
         name = prompt.field_name
@@ -152,7 +152,10 @@ def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:
 
 
 def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings. Raises OutriderError(INVALID_VALUE) if they are too many or too long."""
+    """Return the stop strings.
+
+    Raises OutriderError(INVALID_VALUE) if they are too many or too long.
+    """
     if len(stop) > MAX_STOP_STRINGS:
         raise invalid("stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(stop)}")
     for index, text in enumerate(stop):

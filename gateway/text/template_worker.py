@@ -75,7 +75,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The value as plain JSON. jinja2's own filter escapes JSON for HTML."""
+    """Return the value as plain JSON. jinja2's own filter escapes JSON for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

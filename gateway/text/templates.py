@@ -42,7 +42,7 @@ class CallForm:
     has_null_content: bool = False
 
     def shaped(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with their calls in this form."""
+        """Return the messages with their calls in this form."""
         return [self._shaped(message) for message in messages]
 
     def _shaped(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,11 +125,11 @@ class ChatTemplate:
         self._forms = {name: self._find_form(name, special_tokens) for name in sources}
 
     def render_blocking(self, variables: Mapping[str, Any], field: str) -> str:
-        """The text for these variables, which JSON can hold.
+        """Return the text for these variables, which JSON can hold.
 
-        Raises OutriderError(INVALID_VALUE) that names `field`: with the template's message if
-        it refuses the variables, and with the limit if it takes too long or too much memory.
-        NOT_READY if two workers were killed.
+        Raises OutriderError(INVALID_VALUE) that names `field`: with the template's message if it
+        refuses the variables, and with the limit if it takes too long or too much memory. NOT_READY
+        if two workers were killed.
         """
         name = TOOL_USE if variables["tools"] and TOOL_USE in self._sources else DEFAULT
         if name not in self._sources:

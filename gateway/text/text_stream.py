@@ -56,7 +56,7 @@ class Detokenizer:
         self._sent = len(self._decode(self._tail[: self._context]))
 
     def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
-        """The text and bytes of a token that comes next; U+FFFD for part of a character."""
+        """Return the text and bytes of a token that comes next; U+FFFD for part of a character."""
         if self._within or self._sent or self._decode(self._tail):
             return self._table.text_and_bytes(token_id)
         return self._table.first_text_and_bytes(self._tail, token_id)
@@ -75,7 +75,7 @@ class Detokenizer:
         return self._release_most(text)
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         return self._decode(self._tail)[self._sent :]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -136,11 +136,11 @@ class TokenOffsets:
         self._detokenizer = Detokenizer(table, prompt=prompt, within=within)
 
     def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
-        """The text and bytes of a token that comes next; U+FFFD for part of a character."""
+        """Return the text and bytes of a token that comes next; U+FFFD for part of a character."""
         return self._detokenizer.text_and_bytes(token_id)
 
     def push(self, token_id: int) -> int:
-        """Where the next token begins."""
+        """Return where the next token begins."""
         begin = self._at
         if not self._table.is_special(token_id):
             self._at += len(self._detokenizer.push([token_id]))
@@ -198,7 +198,7 @@ class StopScanner:
         return found
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         held = self._held
         self._held = ""
         return held
@@ -266,7 +266,10 @@ class TextStream:
         return parts
 
     def finish(self) -> list[Part]:
-        """The parts that were held back. Call it once, after the last token, unless `stopped`."""
+        """Return the parts that were held back.
+
+        Call it once, after the last token, unless `stopped`.
+        """
         parts = self._split(self._detokenizer.finish())
         if self._reader is not None:
             parts += self._reader.finish()
@@ -280,7 +283,8 @@ class TextStream:
         return [Content(text)] if text else []
 
     def _scan(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts before the first stop string, which ends in content and before any call."""
+        """Return the parts before the first stop string, which ends in content and before any call.
+        """
         early = self.token_count <= self._min_tokens
         scanned: list[Part] = []
         for part in parts:

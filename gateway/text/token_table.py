@@ -49,7 +49,7 @@ class TokenTable:
         self._before_length = len(self.decode(self._before))
 
     def _plain_word(self) -> list[int]:
-        """A list with one token of only letters or digits; empty if the tokenizer has none.
+        """Return a list with one token of only letters or digits; empty if the tokenizer has none.
 
         The text of such a token does not depend on the token after it.
         """
@@ -64,7 +64,8 @@ class TokenTable:
         return []
 
     def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
-        """The special tokens without text: all whose names are in none of the texts `shown`."""
+        """Return the special tokens without text: all whose names are in none of the texts `shown`.
+        """
         known = self._hidden.get(tuple(shown))
         if known is None:
             names = {index: self.token_text(index) for index in self._special}
@@ -75,7 +76,7 @@ class TokenTable:
         return known
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is special, such as an end-of-sequence token, and has no text."""
+        """True if the token is special, such as an end-of-sequence token, and has no text."""
         return token_id in self._special
 
     def token_text(self, token_id: int) -> str:
@@ -115,7 +116,7 @@ class TokenTable:
         return text.encode()
 
     def whole_characters(self, token_ids: Sequence[int]) -> int:
-        """The number of tokens before the tokens of an unfinished last character."""
+        """Return the number of tokens before the tokens of an unfinished last character."""
         last = [self.text_and_bytes(token_id)[1] for token_id in token_ids[-_CHARACTER_TOKENS:]]
         count = len(token_ids)
         # A token may end one character and begin the next.
@@ -125,23 +126,24 @@ class TokenTable:
         return count
 
     def begins_character(self, token_id: int) -> bool:
-        """Whether the token's first byte is not a later byte of a character."""
+        """True if the token's first byte is not a later byte of a character."""
         first = self.text_and_bytes(token_id)[1][:1]
         return not b"\x80" <= first < b"\xc0"
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids, without special tokens unless `skip_special_tokens` is false."""
+        """Return the text of the ids, without special tokens unless `skip_special_tokens` is false.
+        """
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def decode_within(self, token_ids: Sequence[int]) -> str:
-        """The text that the ids add after other text, with the names of special tokens."""
+        """Return the text that the ids add after other text, with the names of special tokens."""
         text: str = self._tokenizer.decode([*self._before, *token_ids], skip_special_tokens=False)
         return text[self._before_length :]
 
 
 def _ends_within(text: bytes) -> bool:
-    """Whether the last character lacks bytes."""
+    """Return whether the last character lacks bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(text)
     return bool(decoder.getstate()[0])

@@ -118,7 +118,7 @@ class _TagReader(ArgumentReader):
 
 
 def _begin_of(tags: Tags) -> re.Pattern[str]:
-    """A pattern of the text that begins a parameter."""
+    """Return a pattern of the text that begins a parameter."""
     found = re.escape(tags.begin)
     parts = {"key": f"(?P<key>[^{tags.key_end}]*)", "text": r"(?P<is_text>\w+)", "blanks": r"\s*"}
     for name, part in parts.items():
@@ -172,7 +172,8 @@ class _Value:
         return None
 
     def _next(self, text: str, at: int) -> tuple[int, int] | None:
-        """Where the next mark begins and ends: a mark of JSON's strings, or the closing tag."""
+        """Return where the next mark begins and ends: a mark of JSON's strings, or the closing tag.
+        """
         if self._is_json:
             found = self._mark.search(text, at)
             return None if found is None else found.span()
@@ -180,7 +181,7 @@ class _Value:
         return None if begin < 0 else (begin, begin + len(self._tags.end))
 
     def shown(self) -> str:
-        """The value as JSON."""
+        """Return the value as JSON."""
         text = "".join(self._parts)
         if self._tags.trims:
             text = text.removeprefix("\n").removesuffix("\n")
@@ -201,7 +202,7 @@ class _Value:
         return kind in self._types or (kind == "integer" and "number" in self._types)
 
     def _repaired(self, text: str) -> str:
-        """JSON for a value in Python's notation; "" for other texts."""
+        """Return JSON for a value in Python's notation; "" for other texts."""
         shown, kind = _PYTHON.get(text, ("", ""))
         if shown and kind in self._types:
             return shown
@@ -210,7 +211,7 @@ class _Value:
 
 
 def _json_kind(text: str, *, finite: bool) -> str | None:
-    """The type of the JSON value that the text writes; None if it writes none.
+    """Return the type of the JSON value that the text writes; None if it writes none.
 
     With `finite`, 1e999 is no value, since most languages read it as infinite.
     """
@@ -283,7 +284,7 @@ class _GemmaReader(ArgumentReader):
 def argument_reader(
     style: Style, end: str, schema: Mapping[str, Any], *, held: bool
 ) -> ArgumentReader:
-    """A reader of one call's arguments. `end` follows them; `schema` is the tool's.
+    """Return a reader of one call's arguments. `end` follows them; `schema` is the tool's.
 
     `held` says that the grammar held the arguments to the schema.
     """

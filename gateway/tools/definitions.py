@@ -53,7 +53,7 @@ class ToolUse:
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool) -> ToolUse | None:
-    """The tools that the choice leaves; None if the model may call none."""
+    """Return the tools that the choice leaves; None if the model may call none."""
     left = [tool for tool in tools if choice.names is None or tool.name in choice.names]
     if choice.mode == "none" or not left:
         return None

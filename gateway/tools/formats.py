@@ -62,7 +62,7 @@ class ToolFormat:
         return _common_start([marks.begin.partition("{name}")[0] for marks in self.calls])
 
     def begin(self, marks: CallMarks, name: str) -> str:
-        """The fixed text with which a call of this tool begins."""
+        """Return the fixed text with which a call of this tool begins."""
         return marks.begin.replace("{name}", name).partition("{number}")[0]
 
     @property
@@ -262,7 +262,7 @@ class AnswerFormat:
 
 
 def answer_format(template: str, name: str = "") -> AnswerFormat:
-    """How a model writes calls and thoughts, according to its chat template.
+    """Return how a model writes calls and thoughts, according to its chat template.
 
     If `name` is given, it names the format of calls, or is "none" for no calls. Raises
     OutriderError(INVALID_VALUE) for an unknown name.

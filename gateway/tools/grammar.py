@@ -33,7 +33,7 @@ def calls_grammar(
     answer: Grammar | None = None,
     field: str = "tools",
 ) -> Grammar:
-    """The grammar of an answer by this format.
+    """Return the grammar of an answer by this format.
 
     An answer without calls is free text, or a text of the grammar `answer`. Raises
     OutriderError(INVALID_VALUE) that names `field` if `answer` is no JSON.
@@ -91,7 +91,7 @@ class _Calls:
         }
 
     def tags(self) -> list[Json]:
-        """A tag for each way in which a call, or a section of calls, may begin."""
+        """Return a tag for each way in which a call, or a section of calls, may begin."""
         if self._form.sections:
             return [self._section(*section) for section in self._form.sections]
         return self._tags()
@@ -108,7 +108,7 @@ class _Calls:
         return [{"type": "star", "content": more}]
 
     def as_json(self) -> list[Json]:
-        """A schema for one call of each tool; a call is a JSON object."""
+        """Return a schema for one call of each tool; a call is a JSON object."""
         return [
             _call_schema(self._form.begin(marks, tool.name), _held(tool, self._use))
             for tool in self._use.tools
@@ -146,7 +146,7 @@ class _Calls:
 def _after_thought(
     thought: Thought, state: ThoughtState, body: Json, calls: _Calls, *, is_text: bool
 ) -> Json:
-    """A thought before the body. A call that begins within the thought ends the thought."""
+    """Return a thought before the body. A call that begins within the thought ends the thought."""
     # Messages of content and messages with a call begin differently, so `after` is no layout there.
     is_layout = thought.after and not thought.is_message
     after = [_const(thought.after)] if is_layout and not is_text else []
@@ -170,7 +170,7 @@ def _arguments(form: ToolFormat, tool: Tool, use: ToolUse) -> Json:
 
 
 def _held(tool: Tool, use: ToolUse) -> Json:
-    """The schema to which the grammar holds a tool's arguments."""
+    """Return the schema to which the grammar holds a tool's arguments."""
     if not tool.parameters or not (tool.strict or use.is_forced):
         return _ANY_OBJECT
     # The reader of calls expects an object, whatever the schema says.
@@ -212,7 +212,7 @@ def _call_schema(begin: str, parameters: Json) -> Json:
 
 
 def _schema(answer: Grammar) -> Json:
-    """The schema of an answer in JSON."""
+    """Return the schema of an answer in JSON."""
     found: Json = _ANY_OBJECT
     if answer.kind is GrammarKind.JSON_SCHEMA:
         found = json.loads(answer.text)

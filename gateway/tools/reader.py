@@ -166,7 +166,7 @@ class AnswerReader:
         return self._may_be_other and not (self._section_end or self._reading.is_forced)
 
     def finish(self) -> list[Part]:
-        """The text that was held back. Call it once, after the last text."""
+        """Return the text that was held back. Call it once, after the last text."""
         parts: list[Part] = []
         if self._step == self._thought:
             self._add_reasoning(self._buffer, parts)
@@ -289,7 +289,7 @@ class AnswerReader:
         return False
 
     def _openers(self) -> list[str]:
-        """The strings that end content. A thought comes first or not at all."""
+        """Return the strings that end content. A thought comes first or not at all."""
         thought, form = self._reading.thought, self._reading.form
         openers = [] if form is None else [form.trigger]
         if thought is not None and self._thought_may_begin:
@@ -363,7 +363,7 @@ class AnswerReader:
         return self._reading.is_either or self._ends_thought or form.begins_as_text
 
     def _may_begin(self) -> bool:
-        """Whether the text may become the beginning of a call of a known tool."""
+        """Return whether the text may become the beginning of a call of a known tool."""
         if not self._buffer or self._section_end:
             return True
         for marks in self._form.calls:
@@ -437,7 +437,7 @@ class AnswerReader:
 
 
 def _pattern(marks: CallMarks) -> re.Pattern[str]:
-    """A pattern of the text that begins a call, with the group `name`."""
+    """Return a pattern of the text that begins a call, with the group `name`."""
     before, _, after = marks.begin.partition("{name}")
     # A name that nothing follows is complete once another character has come.
     boundary = r"(?=[^\w.-])" if not after else ""
@@ -446,7 +446,7 @@ def _pattern(marks: CallMarks) -> re.Pattern[str]:
 
 
 def _held_from(text: str, marks: Sequence[str]) -> int:
-    """Where the text's end, if it may begin a mark, starts; else the text's length."""
+    """Return where the text's end, if it may begin a mark, starts; else the text's length."""
     longest = max((len(mark) for mark in marks), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):
@@ -455,7 +455,7 @@ def _held_from(text: str, marks: Sequence[str]) -> int:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The parts, with neighbours of one kind joined."""
+    """Return the parts, with neighbours of one kind joined."""
     made: list[Part] = []
     for _, neighbours in groupby(parts, lambda part: (type(part), getattr(part, "index", None))):
         group = list(neighbours)

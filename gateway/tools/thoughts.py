@@ -29,7 +29,7 @@ class Thought:
         return self.begin if self.is_message else self.end
 
     def state(self, prompt: str, continued: str = "") -> ThoughtState:
-        """Where an answer to this prompt begins.
+        """Return where an answer to this prompt begins.
 
         `continued` is the text of a message that the answer continues; empty for none.
         """
@@ -62,6 +62,7 @@ THOUGHTS = {
 
 
 def shown_thought(template: str, known: Thought | None) -> Thought | None:
-    """The format that a chat template shows, preferably the `known` format; None for none."""
+    """Return the format that a chat template shows, preferably the `known` format; None for none.
+    """
     marks = THOUGHTS.values() if known is None else (known, *THOUGHTS.values())
     return next((mark for mark in marks if mark.shown in template), None)

@@ -50,7 +50,7 @@ def check_model(info: ModelInfo) -> None:
 
 
 def _false_tokens(chunk: TokenChunk, info: ModelInfo, left: int) -> str:
-    """The first impossible thing about the tokens; "" if there is none."""
+    """Return the first impossible thing about the tokens; "" if there is none."""
     ids = chunk.token_ids
     if ids and max(ids) >= info.vocab_size:
         return _no_token(info)

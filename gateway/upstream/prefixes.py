@@ -16,7 +16,7 @@ _MOST_PREFIXES = 2**17
 
 
 def prefixes(tenant: str, token_ids: Sequence[int]) -> list[bytes]:
-    """A hash of each beginning of the prompt that is whole blocks long, the shortest first.
+    """Return a hash of each beginning of the prompt that is whole blocks long, the shortest first.
 
     Tenants share no hash, as they share no pages of a prefix cache. Ids that no model has make no
     prefixes; the request is refused later.

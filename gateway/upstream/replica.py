@@ -152,7 +152,7 @@ class Replica:
         self.problem = self._unanswered(error)
 
     def _unanswered(self, error: OutriderError) -> OutriderError:
-        """The problem of a replica after a call or a connection failed with `error`."""
+        """Return the problem of a replica after a call or a connection failed with `error`."""
         reason = explain(error.message, self._tls, is_known=self.info is not None)
         message = f"verifier {self.address} does not answer: {reason}"
         return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
@@ -189,7 +189,7 @@ async def _retire(channel: grpc.aio.Channel, tokens: VerifierStream) -> None:
 
 
 def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError | None:
-    """Why a verifier that answered cannot take requests; None if it can."""
+    """Return why a verifier that answered cannot take requests; None if it can."""
     if info.stage is Stage.DRAINING:
         return OutriderError(Reason.DRAINING, f"verifier {address} is draining")
     if info.stage is not Stage.READY:
@@ -207,7 +207,7 @@ def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError |
 
 
 def for_callers(problem: OutriderError) -> OutriderError:
-    """A new error with the same reason, without addresses, files and causes.
+    """Return a new error with the same reason, without addresses, files and causes.
 
     Any tenant may see it. The log and /readyz have the rest.
     """
@@ -216,7 +216,7 @@ def for_callers(problem: OutriderError) -> OutriderError:
 
 
 def unreadable(address: str, cause: Exception) -> OutriderError:
-    """The problem of a verifier whose answer cannot be read."""
+    """Return the problem of a verifier whose answer cannot be read."""
     reason = f"{type(cause).__name__}: {cause}"
     message = f"verifier {address} gives an answer that cannot be read: {reason}"
     message = message[:_SHOWN_CHARACTERS]

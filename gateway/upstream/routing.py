@@ -54,7 +54,7 @@ class Pick(NamedTuple):
     replica: Replica
 
     def busyness(self) -> tuple[bool, float]:
-        """Whether the replica's queue is full, and its load.
+        """Return whether the replica's queue is full, and its load.
 
         The load is the number of its sequences, divided by the number that fits at once. If the
         verifier does not report its load, it is the number of sequences.
@@ -68,7 +68,7 @@ class Pick(NamedTuple):
         return self.replica.full or is_full, count / load.fitting
 
     def continues(self, begun: ModelInfo, length: int) -> bool:
-        """Whether the replica can write the rest of a sequence that `begun` has begun.
+        """Return whether the replica can write the rest of a sequence that `begun` has begun.
 
         `length` is the sequence's prompt and `max_tokens` together, in tokens.
         """
@@ -255,7 +255,7 @@ class Router:
         return {model: groups for model, groups in found.items() if len(groups) > 1}
 
     def lookup(self, model: str | None) -> tuple[str, ModelInfo]:
-        """The name of a model, and the info of its replica with the longest context.
+        """Return the name of a model, and the info of its replica with the longest context.
 
         None or "" stands for any model. Use it to bound a request before a replica is picked.
         Raises OutriderError as `pick` does.
@@ -266,7 +266,7 @@ class Router:
         return name, max(infos, key=lambda info: info.context_length)
 
     def pick(self, model: str | None, prefixes: Sequence[bytes] = ()) -> Pick:
-        """The ready replica for a request with these prompt `prefixes`; notes it in `sent`.
+        """Return the ready replica for a request with these prompt `prefixes`; notes it in `sent`.
 
         None or "" stands for any model. Raises OutriderError: NOT_READY, DRAINING or
         VERIFIER_UNAVAILABLE if no replica is ready, MODEL_NOT_FOUND if no replica serves the model.
@@ -326,7 +326,7 @@ class Router:
         raise error
 
     def _picks(self, model: str | None) -> list[Pick]:
-        """The ready replicas that serve the model, at least one. Raises as `pick` does."""
+        """Return the ready replicas that serve the model, at least one. Raises as `pick` does."""
         if self.draining:
             raise _shutting_down()
         ready = self.ready_picks()
@@ -345,7 +345,7 @@ class Router:
         return serving
 
     def ready_picks(self, model: str | None = None) -> list[Pick]:
-        """The ready replicas, of one model or of any."""
+        """Return the ready replicas, of one model or of any."""
         picks = [
             Pick(replica.info.model_id, replica.info, replica)
             for replica in self.replicas

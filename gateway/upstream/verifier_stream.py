@@ -293,13 +293,16 @@ class _StreamCall:
 
 
 def late() -> OutriderError:
-    """The error of a request whose deadline has passed."""
+    """Return the error of a request whose deadline has passed."""
     message = "the answer was not complete within the request's timeout"
     return OutriderError(Reason.DEADLINE_EXCEEDED, message)
 
 
 def _decode(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
-    """The chunk or the error of a part. An invalid part fails its sequence, not the stream."""
+    """Return the chunk or the error of a part.
+
+    An invalid part fails its sequence, not the stream.
+    """
     try:
         if part.HasField("status"):
             # A verifier's metadata would become HTTP headers.

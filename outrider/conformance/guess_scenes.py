@@ -66,7 +66,7 @@ def _check_trees(stage: Stage, known: TrackedSequence) -> None:
 
 
 def _misplaced(token: int, found: int, before: int) -> str:
-    """A sentence about a token after the wrong parent."""
+    """Return a sentence about a token after the wrong parent."""
     text = f"your branch has {token} after {found}, where the text has it after {before}"
     if _BEFORE.get(before) == found:
         return (

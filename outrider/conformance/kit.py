@@ -140,7 +140,7 @@ class Kit:
         return True
 
     async def _first_link(self, seconds: float) -> Link | None:
-        """The next stream; None if none comes in time or the process has exited."""
+        """Return the next stream; None if none comes in time or the process has exited."""
         assert self._process is not None
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
@@ -173,7 +173,10 @@ class Kit:
                     self.verifier.streams.get_nowait()
 
     def _cause(self, broken: Broken) -> tuple[str, str]:
-        """The broken rule and why; another rule is broken if the stream's end cut off an answer."""
+        """Return the broken rule and why.
+
+        Another rule is broken if the stream's end cut off an answer.
+        """
         if not broken.ended or not broken.rule.startswith("answers-"):
             return broken.rule, broken.reason
         code = self._process.poll() if self._process else None

@@ -44,7 +44,7 @@ class TrackedSequence:
     """Base length, tokens and parents of each proposal with parents."""
 
     def valid_guess(self) -> list[int]:
-        """The longest path of guesses after the committed tokens that agrees with them."""
+        """Return the longest path of guesses after the committed tokens that agrees with them."""
         best: list[int] = []
         for base, path in self.paths:
             text = [*self.committed[:base], *path]
@@ -119,7 +119,7 @@ class Ledger:
                 known.skipped.add(skip.base_length)
 
     def _known(self, sequence_id: int, base_length: int) -> TrackedSequence | None:
-        """The sequence of a proposal or skip; None and a complaint if that is invalid."""
+        """Return the sequence of a proposal or skip; None and a complaint if that is invalid."""
         known = self.sequences.get(sequence_id)
         if known is None:
             self._complain("knows-its-sequences", f"{sequence_id} was never opened on this stream")

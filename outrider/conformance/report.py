@@ -12,7 +12,7 @@ _ANSWERS = "answers-verdicts"
 
 
 def table(results: dict[str, Result], notes: dict[str, str]) -> Table:
-    """A table of the rules and notes, with reasons and hints for the broken rules."""
+    """Return a table of the rules and notes, with reasons and hints for the broken rules."""
     shown = Table("rule", "", "statement; reason of the failure; hint")
     for name, result in results.items():
         text = RULES[name].says
@@ -26,7 +26,7 @@ def table(results: dict[str, Result], notes: dict[str, str]) -> Table:
 
 
 def _mend(name: str, results: dict[str, Result]) -> str:
-    """The hint for a broken rule. A drafter that sends no Skip fails in several scenes."""
+    """Return the hint for a broken rule. A drafter that sends no Skip fails in several scenes."""
     fails_to_answer = results[_ANSWERS].outcome is Outcome.FAIL
     if name != _ANSWERS and fails_to_answer and NO_ANSWER in results[name].reason:
         return f"Mend {_ANSWERS} first: it is probably the same."

@@ -78,7 +78,7 @@ class Link(DraftStream):
             batch.features.append(self.features(sequence_id, first, end))
 
     def features(self, sequence_id: int, first: int, end: int) -> drafts_pb2.Features:
-        """Random features of the tokens from position `first` to `end`."""
+        """Return random features of the tokens from position `first` to `end`."""
         self._featured[sequence_id] = end
         shape = (end - first, self.feature_width)
         numbers = self._random.standard_normal(shape).astype("<f4")
@@ -150,7 +150,7 @@ class KitsVerifier(ScriptedVerifier):
         self._note = note
 
     def stream_of(self, hello: drafts_pb2.Hello) -> Link:
-        """A Link with a ledger of its own."""
+        """Return a Link with a ledger of its own."""
         ledger = Ledger(self.model.vocab_size, self._complain, self._remark)
         return Link(hello, ledger, self._note, self.feature_width(hello))
 
@@ -162,7 +162,7 @@ class KitsVerifier(ScriptedVerifier):
         return self._hidden_size * (len(request.aux_layers) + request.final_state)
 
     async def link(self) -> Link:
-        """The next drafter's stream."""
+        """Return the next drafter's stream."""
         stream = await self.streams.get()
         assert isinstance(stream, Link)
         return stream
@@ -203,13 +203,13 @@ class KitsVerifier(ScriptedVerifier):
 
 
 def refused(reason: Reason, retry_after_s: float | None = None) -> status_pb2.Status:
-    """A status with which the scripted verifier refuses a drafter."""
+    """Return a status with which the scripted verifier refuses a drafter."""
     message = "the conformance kit refuses"
     return rpc_errors.status_of(OutriderError(reason, message, retry_after_s=retry_after_s))
 
 
 def refused_for_a_later_reason(retry: Retry) -> status_pb2.Status:
-    """A refusal for a reason that only a later version knows, with this retry rule."""
+    """Return a refusal for a reason that only a later version knows, with this retry rule."""
     message = f"the conformance kit refuses for a later version's reason; retry: {retry.value}"
     reason = "REASON_OF_A_LATER_VERSION"
     info = error_details_pb2.ErrorInfo(
@@ -221,7 +221,7 @@ def refused_for_a_later_reason(retry: Retry) -> status_pb2.Status:
 
 
 def reason_in(status: status_pb2.Status) -> str:
-    """The reason in a status' ErrorInfo; empty if it has none."""
+    """Return the reason in a status' ErrorInfo; empty if it has none."""
     info = error_details_pb2.ErrorInfo()
     for packed in status.details:
         packed.Unpack(info)

@@ -24,7 +24,7 @@ class Stage(Protocol):
     verifier: KitsVerifier
 
     async def link(self) -> Link:
-        """The drafter's stream. Raises Broken when the drafter does not reconnect."""
+        """Return the drafter's stream. Raises Broken when the drafter does not reconnect."""
 
     def remark(self, name: str, reason: str) -> None:
         """Note behaviour that is allowed but useless."""
@@ -34,7 +34,7 @@ class Stage(Protocol):
 
 
 def opened(tokens: list[int] = TEXT, **fields: Any) -> drafts_pb2.Opened:
-    """An Opened message for a new sequence; `fields` replace the defaults."""
+    """Return an Opened message for a new sequence; `fields` replace the defaults."""
     usual: dict[str, Any] = {
         "sequence_id": next(_IDS),
         "token_ids": tokens,
@@ -50,7 +50,7 @@ def opened(tokens: list[int] = TEXT, **fields: Any) -> drafts_pb2.Opened:
 def verdict(
     known: TrackedSequence, new: list[int], draft_tokens: int = 4, **fields: Any
 ) -> drafts_pb2.Verdict:
-    """A Verdict that commits the tokens `new`."""
+    """Return a Verdict that commits the tokens `new`."""
     length = len(known.committed) + len(new)
     return drafts_pb2.Verdict(
         sequence_id=known.opened.sequence_id,

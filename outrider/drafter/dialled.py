@@ -155,7 +155,7 @@ class _Call:
             raise StreamEnded(OutriderError(Reason.VERIFIER_UNAVAILABLE, message)) from failure
 
     async def _receive(self) -> verifier_pb2.StreamDraftsResponse | None:
-        """The next message; None at an end with the status OK."""
+        """Return the next message; None at an end with the status OK."""
         try:
             response = await self._call.read()
         except _CALL_OVER:

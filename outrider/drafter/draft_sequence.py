@@ -142,11 +142,12 @@ class DraftSequence:
         self._tree.branch(at, run[:depth], confidences, self.branch_room)
 
     def guessed_at(self, at: int) -> set[int]:
-        """The tokens guessed after the first `at` guesses: the chain's and the branches'."""
+        """Return the tokens guessed after the first `at` guesses: the chain's and the branches'."""
         return self._tree.first_tokens(at)
 
     def has_guess_after(self, at: int, token: int) -> bool:
-        """Whether the branch that begins with `token` after `at` guesses has a second token."""
+        """Return whether the branch that begins with `token` after `at` guesses has a second token.
+        """
         return self._tree.has_guess_after(at, token)
 
     def give_up(self) -> None:
@@ -185,10 +186,10 @@ class DraftSequence:
         self._tree.drop_unsent()
 
     def take_proposal(self) -> Proposal | None:
-        """A proposal of the chain and the new branches; None if nothing is new.
+        """Return a proposal of the chain and the new branches; None if nothing is new.
 
-        It repeats the chain from the last committed token, so that it needs no earlier proposal.
-        If only some guesses have a confidence, other main guesses get `acceptance`, and the guesses
+        It repeats the chain from the last committed token, so that it needs no earlier proposal. If
+        only some guesses have a confidence, other main guesses get `acceptance`, and the guesses
         beside them get half of `1 - acceptance`.
         """
         return self._tree.take(self.id, len(self.tokens))

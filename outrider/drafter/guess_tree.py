@@ -27,7 +27,7 @@ class _Guess:
     children: dict[int, _Guess] = field(default_factory=dict)
 
     def count(self) -> int:
-        """This guess and the guesses after it."""
+        """Return this guess and the guesses after it."""
         return 1 + sum([child.count() for child in self.children.values()])
 
 
@@ -114,11 +114,12 @@ class GuessTree:
                 guess.unsent = True
 
     def first_tokens(self, place: int) -> set[int]:
-        """The tokens after the chain's first `place` guesses: the chain's and the branches'."""
+        """Return the tokens after the chain's first `place` guesses: the chain's and the branches'.
+        """
         return {self.chain[place], *self._branches.get(place, ())}
 
     def has_guess_after(self, place: int, token: int) -> bool:
-        """Whether the branch that begins with `token` at `place` has further guesses."""
+        """Return whether the branch that begins with `token` at `place` has further guesses."""
         guess = self._branches.get(place, {}).get(token)
         return guess is not None and bool(guess.children)
 
@@ -183,7 +184,7 @@ class GuessTree:
         self._unsent_branches = any(guess.unsent for guess in firsts)
 
     def take(self, sequence_id: int, base_length: int) -> Proposal | None:
-        """A proposal of the chain and of the branches' new guesses; None if nothing is new.
+        """Return a proposal of the chain and of the branches' new guesses; None if nothing is new.
 
         It repeats the chain from the root, so that it needs no earlier proposal. If only some
         guesses have a confidence, other main guesses get `acceptance`, and the guesses beside them
@@ -230,7 +231,8 @@ def _append(
 
 
 def _filled(confidences: Sequence[float], parents: Sequence[int], acceptance: float) -> list[float]:
-    """The confidences of a proposal, with estimates where the strategy gave no confidence."""
+    """Return the confidences of a proposal, with estimates where the strategy gave no confidence.
+    """
     found: list[float] = []
     known: set[int] = set()
     for given, parent in zip(confidences, parents or range(len(confidences)), strict=True):
@@ -241,5 +243,5 @@ def _filled(confidences: Sequence[float], parents: Sequence[int], acceptance: fl
 
 
 def _valid(confidence: float) -> float:
-    """The confidence within the wire's range; the least confidence for a NaN."""
+    """Return the confidence within the wire's range; the least confidence for a NaN."""
     return min(max(_LEAST_CONFIDENCE, confidence), 1.0)

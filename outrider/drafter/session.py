@@ -177,7 +177,7 @@ class DraftSession:
 
 
 def _origin(error: Exception) -> tuple[str, int]:
-    """File and line of the frame that raised the error."""
+    """Return the file and line of the frame that raised the error."""
     trace = error.__traceback__
     if trace is None:
         return "", 0

@@ -151,7 +151,7 @@ class DraftStream:
                 self._backoff_s = _BACKOFF_S[0]
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-        """The result of `work`; None when `stop` came first."""
+        """Return the result of `work`; None when `stop` came first."""
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._stopping.wait())
         try:

@@ -44,7 +44,7 @@ class Verifier(Protocol):
     """A verifier that a drafter can connect to, again and again."""
 
     def address(self) -> str:
-        """Where the next connection leads to, for the log."""
+        """Return where the next connection leads to, for the log."""
 
     async def model(self) -> ModelInfo:
         """Wait until the verifier serves, and return its model; raise StreamEnded."""

@@ -85,7 +85,8 @@ class ArgumentRules:
         self._names: list[str] = []
 
     def expression(self, schema: Json, style: str) -> str:
-        """An expression for the arguments of a translated schema, with blanks around tags."""
+        """Return an expression for the arguments of a translated schema, with blanks around tags.
+        """
         self._root, self._types = schema, Types(schema)
         try:
             objects = [each for each in branches(schema, schema) if self._is_possible(each)]
@@ -108,7 +109,7 @@ class ArgumentRules:
         return invalid(self._field, f"{problem}, which cannot be enforced in this format of calls")
 
     def _is_possible(self, schema: Json) -> bool:
-        """Whether an object can satisfy the schema."""
+        """Return whether an object can satisfy the schema."""
         named = members(schema)
         return "object" in types_of(schema) and all(
             self._types.of(named[name]) for name in schema.get("required", [])
@@ -131,7 +132,8 @@ class ArgumentRules:
         return " ".join(parts) or EMPTY
 
     def _parameter(self, name: str, schema: Any, tags: Tags) -> str:
-        """A parameter with all its values; a parameter of any other name if `name` is empty."""
+        """Return a parameter with all its values; a parameter of any other name if `name` is empty.
+        """
         types = self._types.of(schema)
         if not tags.says_text:
             read = self._types.of_property(name or _NO_NAME) | types
@@ -161,7 +163,7 @@ class ArgumentRules:
         return f"{BLANKS} {self._rules.mark(tags.end)}"
 
     def _value(self, schema: Any, types: frozenset[str], read: frozenset[str], tags: Tags) -> str:
-        """A value of these types. The reader expects the types `read`."""
+        """Return a value of these types. The reader expects the types `read`."""
         if "string" not in read:
             return f"{BLANKS} {self._json(schema, types)} {self._closed(tags)}"
         if any(each.keys() <= _NOTES for each in branches(schema, self._root)):
@@ -202,20 +204,21 @@ class ArgumentRules:
         return self._rules.terminal(f"({terminal}) & ~(TEXT {literal(tags.end)} TEXT)")
 
     def _json(self, schema: Any, types: frozenset[str]) -> str:
-        """The schema's values of these types, as JSON."""
+        """Return the schema's values of these types, as JSON."""
         found = alone(schema, self._root)
         if self._types.of(schema) != types:
             found = alone({"allOf": [schema], "type": sorted(types)}, self._root)
         return self._rules.json(found)
 
     def _text(self, schema: Any) -> str:
-        """A terminal of the schema's texts."""
+        """Return a terminal of the schema's texts."""
         found = [text_terminal(each) for each in branches(schema, self._root)]
         options = list(dict.fromkeys(each for each in found if each))
         return TEXT if TEXT in options else " | ".join(options)
 
     def _words(self, schema: Any, types: frozenset[str]) -> list[str]:
-        """Terminals of the schema's null, booleans and numbers, where it also allows texts."""
+        """Return terminals of the schema's null, booleans and numbers, where it also allows texts.
+        """
         found = []
         for each in branches(schema, self._root):
             kinds = types_of(each) & types
@@ -233,7 +236,7 @@ class ArgumentRules:
 
 
 def _readable(types: frozenset[str]) -> list[str]:
-    """Terminals of texts that the reader would take for values of these types."""
+    """Return terminals of texts that the reader would take for values of these types."""
     found = [literal(word) for kind in sorted(types) for word in WORDS.get(kind, ())]
     if types & {"number", "integer"}:
         found.append(f"/{NUMBER}/")

@@ -34,7 +34,7 @@ class MaskLimit(Exception):
 
 
 def too_expensive(grammar: Grammar) -> OutriderError:
-    """The error for a grammar whose backend gives up on a mask."""
+    """Return the error for a grammar whose backend gives up on a mask."""
     problem = "its masks became too expensive for the backend"
     return invalid(grammar.field, f"can be read in too many ways: {problem}")
 
@@ -67,13 +67,13 @@ class TextMatcher(Matcher, Protocol):
         """The grammar as LLGuidance reads it."""
 
     def jump_forward(self) -> bytes:
-        """The bytes that must follow, up to the first choice; none once the text has ended.
+        """Return the bytes that must follow, up to the first choice; none once the text has ended.
 
         There may be thousands of bytes, and they may end within a character.
         """
 
     def fork(self) -> TextMatcher:
-        """A copy, which advances by itself."""
+        """Return a copy, which advances by itself."""
 
     def accept_bytes(self, text: bytes) -> bool:
         """Advance by `text`; where the grammar forbids it, returns False and advances by nothing.
@@ -90,7 +90,7 @@ class Compiled(Protocol):
         """An estimate of its memory, in bytes."""
 
     def matcher(self) -> TextMatcher:
-        """A matcher at the start of a text."""
+        """Return a matcher at the start of a text."""
 
 
 class Libraries:
@@ -145,12 +145,12 @@ class _LLCompiled:
         self.size_bytes = _LL_BYTES + _LL_BYTES_PER_CHARACTER * len(text)
 
     def alone(self) -> tuple[Any, _Lexer]:
-        """The library's matcher at the start of a text, with a lexer of its own."""
+        """Return the library's matcher at the start of a text, with a lexer of its own."""
         matcher = self.library.LLMatcher(self.tokenizer, self._grammar, limits=self._limits)
         return matcher, _Lexer()
 
     def begin(self) -> tuple[Any, _Lexer]:
-        """The library's matcher at the start of a text, and its lexer."""
+        """Return the library's matcher at the start of a text, and its lexer."""
         first, lexer = self._first
         if lexer.has_failed:
             first, lexer = self._first = self.alone()

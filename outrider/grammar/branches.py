@@ -21,7 +21,7 @@ class TooComplex(Exception):
 
 
 def json_type(value: Any) -> str:
-    """The type of a JSON value; `integer` for a number without a fraction."""
+    """Return the type of a JSON value; `integer` for a number without a fraction."""
     if value is None:
         return "null"
     for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
@@ -38,7 +38,7 @@ class Types:
         self._found: dict[str, frozenset[str]] = {}
 
     def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """The types, out of ALL_TYPES; also `integer` where numbers have no fraction."""
+        """Return the types, out of ALL_TYPES; also `integer` where numbers have no fraction."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return frozenset() if schema is False else ALL_TYPES
         found = ALL_TYPES
@@ -107,7 +107,7 @@ def _list(value: object) -> Sequence[Any]:
 
 
 def resolved(root: Any, reference: str) -> Any:
-    """The schema to which a reference within the root leads; True if it leads nowhere."""
+    """Return the schema to which a reference within the root leads; True if it leads nowhere."""
     from urllib.parse import unquote
 
     found = root
@@ -140,7 +140,7 @@ def _anchored(root: Any, name: str) -> Any:
 
 
 def alone(schema: Any, root: Any, prefix: str = "") -> dict[str, Any]:
-    """The schema with all that it refers to in its own $defs, so that it needs no root.
+    """Return the schema with all that it refers to in its own $defs, so that it needs no root.
 
     The names in $defs begin with `prefix`.
     """
@@ -185,7 +185,7 @@ class _Moved:
 
 
 def branches(schema: Any, root: Any, depth: int = 0) -> list[Json]:
-    """The alternatives of a schema, without anyOf, allOf and references at their top.
+    """Return the alternatives of a schema, without anyOf, allOf and references at their top.
 
     A pattern becomes the list `patterns`. Raises TooComplex.
     """
@@ -224,7 +224,10 @@ _MERGES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _both(one: Json, other: Json) -> Json | None:
-    """A schema of what both allow; None if their types or values show that they allow nothing."""
+    """Return a schema of what both allow.
+
+    Return None if their types or values show that they allow nothing.
+    """
     if not one or not other:
         return one or other
     found = {**one, **other}
@@ -262,7 +265,7 @@ def _property(schema: Json, name: str) -> Any:
 
 
 def _all(schemas: Sequence[Any]) -> Any:
-    """A schema that allows only what all of these schemas allow."""
+    """Return a schema that allows only what all of these schemas allow."""
     if False in schemas:
         return False
     held = [schema for schema in schemas if schema is not True and schema != {}]

@@ -22,7 +22,7 @@ class GrammarCache:
         self.size_bytes = 0
 
     def get(self, grammar: Grammar) -> Compiled | None:
-        """The cached grammar, now the most recently used; None if it is not cached."""
+        """Return the cached grammar, now the most recently used; None if it is not cached."""
         with self._lock:
             entry = self._entries.get(grammar)
             if entry is None:

@@ -21,7 +21,7 @@ _JSON_CONTROLS = ((0x08, 0x0A), (0x0C, 0x0D))
 
 
 def characters(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The set of these ranges, which may overlap and hold surrogates."""
+    """Return the set of these ranges, which may overlap and hold surrogates."""
     parts: list[tuple[int, int]] = []
     for low, high in ranges:
         parts.append((low, min(high, _SURROGATES[0] - 1)))
@@ -36,7 +36,7 @@ def characters(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All characters that are not in the set."""
+    """Return all characters that are not in the set."""
     found = []
     start = 0
     for low, high in characters([*ranges, _SURROGATES]):
@@ -46,7 +46,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def common(one: Ranges, other: Ranges) -> Ranges:
-    """The characters that are in both sets."""
+    """Return the characters that are in both sets."""
     return complement(characters([*complement(one), *complement(other)]))
 
 
@@ -73,13 +73,13 @@ _ECMASCRIPT = {
 
 
 def ecmascript_class(letter: str) -> Ranges:
-    r"""The characters of \d, \w or \s in ECMAScript."""
+    r"""Return the characters of \d, \w or \s in ECMAScript."""
     return _ECMASCRIPT[letter]
 
 
 @cache
 def python_class(letter: str, *, ascii_only: bool) -> Ranges:
-    r"""The characters of \d, \w or \s in a Python string pattern."""
+    r"""Return the characters of \d, \w or \s in a Python string pattern."""
     pattern = re.compile(rf"\{letter}+", re.ASCII if ascii_only else 0)
     text = "".join(map(chr, range(_LAST + 1)))
     return characters((m.start(), m.end() - 1) for m in pattern.finditer(text))
@@ -87,7 +87,7 @@ def python_class(letter: str, *, ascii_only: bool) -> Ranges:
 
 @cache
 def _cased() -> str:
-    """All characters that have another case."""
+    """Return all characters that have another case."""
     every = map(chr, range(_LAST + 1))
     return "".join(c for c in every if c.lower() != c or c.upper() != c or c.title() != c)
 

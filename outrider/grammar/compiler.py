@@ -188,7 +188,7 @@ def _check_texts(own: Worker, grammar: Grammar) -> None:
 
 
 def advanced(compiled: Compiled, committed: Sequence[int]) -> TextMatcher:
-    """A matcher that has read the output that is committed already.
+    """Return a matcher that has read the output that is committed already.
 
     Raises OutriderError(INVALID_VALUE) for a token that the grammar forbids or that ends the text.
     """

@@ -44,7 +44,7 @@ _MAPS = frozenset(
 
 
 def draft_of(schema: Any, field: str) -> Draft:
-    """The draft that a schema names; 2020-12 where it names none.
+    """Return the draft that a schema names; 2020-12 where it names none.
 
     Raises OutriderError(INVALID_VALUE) that names `field` for a draft that is not known.
     """
@@ -57,7 +57,7 @@ def draft_of(schema: Any, field: str) -> Draft:
 
 
 def validator(schema: Any, draft: Draft) -> Validator:
-    """A validator that fetches nothing, and checks formats too."""
+    """Return a validator that fetches nothing, and checks formats too."""
     return draft(schema, registry=_CLOSED, format_checker=draft.FORMAT_CHECKER)
 
 

@@ -12,7 +12,7 @@ Find = Callable[[str], Any]
 
 
 def is_endless(schemas: list[Any], find: Find) -> bool:
-    """Whether no finite value satisfies the first of the schemas, which holds the others.
+    """True if no finite value satisfies the first of the schemas, which holds the others.
 
     All schemas are well-formed, and `find` returns the schema that a reference leads to. A schema
     is finite if all schemas that it needs are finite. Schemas that need nothing are found first,
@@ -45,11 +45,11 @@ class _Finite:
         return id(schema) in self._known
 
     def _is(self, schema: Any) -> bool:
-        """Whether an inner schema is known to be finite."""
+        """Return whether an inner schema is known to be finite."""
         return id(schema) in self._known if isinstance(schema, Mapping) else schema is not False
 
     def _parts(self, schema: Mapping[str, Any]) -> bool:
-        """Whether the schemas that hold for the same value are finite."""
+        """Return whether the schemas that hold for the same value are finite."""
         reference = schema.get("$ref")
         if isinstance(reference, str) and not self._is(self._find(reference)):
             return False
@@ -59,7 +59,7 @@ class _Finite:
         return all(any(map(self._is, each)) or not each for each in choices)
 
     def _own(self, schema: Mapping[str, Any]) -> bool:
-        """Whether the other keywords allow a finite value."""
+        """Return whether the other keywords allow a finite value."""
         types = schema.get("type", [])
         types = {types} if isinstance(types, str) else set(types)
         if "const" in schema or "enum" in schema or not types or types - _NESTED:

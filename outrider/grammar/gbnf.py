@@ -60,7 +60,7 @@ def _part(part: re.Match[str], field: str) -> str:
 
 
 def _characters(text: str, field: str) -> str:
-    """The characters that a text stands for, as the translation takes them."""
+    """Return the characters that a text stands for, as the translation takes them."""
     return "".join(_quoted(_character(each, field)) for each in _ESCAPE.finditer(text))
 
 
@@ -96,6 +96,6 @@ def _quoted(character: str) -> str:
 
 
 def _written(character: str) -> str:
-    """A character as the translation takes it within a class."""
+    """Return a character as the translation takes it within a class."""
     is_plain = character.isalnum() or ord(character) > 0x7F or character in " _"
     return character if is_plain else rf"\x{ord(character):02x}"

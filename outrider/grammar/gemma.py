@@ -41,7 +41,7 @@ class GemmaRules:
         self._depth = 0
 
     def object(self, schema: Json) -> str:
-        """The rule for an object of a schema without alternatives at its top."""
+        """Return the rule for an object of a schema without alternatives at its top."""
         check_object(schema, self._refused)
         named = members(schema)
         rest = schema.get("additionalProperties", True)
@@ -70,7 +70,7 @@ class GemmaRules:
         return {first: self._rules.rule(each) for first, each in found.items()}
 
     def _value(self, schema: Any) -> str:
-        """The name of a rule for a schema's values. A schema may hold itself."""
+        """Return the name of a rule for a schema's values. A schema may hold itself."""
         return self._rules.recursive(f"gemma {json.dumps(schema)}", lambda: self._values(schema))
 
     def _values(self, schema: Any) -> str:
@@ -127,7 +127,7 @@ class GemmaRules:
         return f'"[" {found} "]"'
 
     def _literal(self, value: Any) -> str:
-        """A listed value."""
+        """Return a listed value."""
         match json_type(value):
             case "string":
                 return self._text(literal(value))

@@ -89,7 +89,7 @@ class Walker:
     def text(
         self, compiled: Compiled, rng: random.Random, deadline: float = float("inf")
     ) -> bytes | None:
-        """A text up to its end; None if it finds no end within tokens or deadline.
+        """Return a text up to its end; None if it finds no end within tokens or deadline.
 
         `deadline` is of the thread's CPU time, in seconds. Raises DeadEnd.
         """
@@ -150,7 +150,7 @@ def _shown(text: bytes) -> str:
 
 
 def has_check(grammar: Grammar) -> bool:
-    """Whether texts of the grammar can be checked independently."""
+    """Return whether texts of the grammar can be checked independently."""
     return grammar.kind not in (GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG)
 
 
@@ -184,5 +184,5 @@ def _schema_check(schema: Any, field: str) -> Callable[[bytes], bool]:
 
 
 def _decoded(text: bytes) -> str:
-    """The text; bytes that are no UTF-8 give a lone surrogate, which no grammar allows."""
+    """Return the text; bytes that are no UTF-8 give a lone surrogate, which no grammar allows."""
     return text.decode(errors="surrogateescape")

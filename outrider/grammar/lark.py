@@ -34,18 +34,18 @@ BLANKS: /[ \t\r\n]{{1,{_MAX_WHITESPACE}}}/"""
 
 
 def literal(text: str) -> str:
-    """A string of Lark, escaped as in JSON."""
+    """Return a string of Lark, escaped as in JSON."""
     # LLGuidance's lexer takes no raw DEL, which JSON does not escape.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def any_of(options: Iterable[str]) -> str:
-    """An expression that matches one of the options."""
+    """Return an expression that matches one of the options."""
     return f"({' | '.join(option.strip() or EMPTY for option in options)})"
 
 
 def json_rule(schema: Mapping[str, Any], *, is_plain: bool = False) -> str:
-    """The right side of a rule that matches a translated JSON schema.
+    """Return the right side of a rule that matches a translated JSON schema.
 
     `is_plain` JSON has the blanks that Python writes, and no others.
     """
@@ -54,7 +54,7 @@ def json_rule(schema: Mapping[str, Any], *, is_plain: bool = False) -> str:
 
 
 def regex_rule(pattern: str) -> str:
-    """The right side of a rule that matches a translated regular expression."""
+    """Return the right side of a rule that matches a translated regular expression."""
     return f"/{pattern}/" if pattern else EMPTY
 
 
@@ -68,7 +68,7 @@ class SpecialTokens:
         self._names = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
     def split(self, text: str) -> list[str]:
-        """The text cut around the names: text, name, text and so on. Texts may be empty."""
+        """Return the text cut around the names: text, name, text and so on. Texts may be empty."""
         return self._names.split(text)
 
     def __getitem__(self, name: str) -> int:
@@ -84,20 +84,21 @@ class LarkRules:
         self._rules: dict[str, str] = {}
 
     def text(self, start: str) -> str:
-        """The whole grammar, whose first rule is `start`."""
+        """Return the whole grammar, whose first rule is `start`."""
         rules = [f"{name}{definition}" for name, definition in self._rules.items()]
         return "\n".join([f"start: {start or EMPTY}", _COMMON, *rules])
 
     def rule(self, body: str) -> str:
-        """The name of a rule."""
+        """Return the name of a rule."""
         return self._named(f": {body}", "r")
 
     def terminal(self, body: str) -> str:
-        """The name of a terminal: a regular part, of which the longest text counts."""
+        """Return the name of a terminal: a regular part, of which the longest text counts."""
         return self._named(f": {body}", "T")
 
     def recursive(self, key: str, body: Callable[[], str]) -> str:
-        """The name of a rule whose body may hold its own name; `key` tells it from others."""
+        """Return the name of a rule whose body may hold its own name; `key` tells it from others.
+        """
         if key not in self._names:
             self._names[key] = f"r{len(self._names)}"
             self._rules[self._names[key]] = f": {body()}"
@@ -135,7 +136,7 @@ class LarkRules:
 
 
 def behind_thought(answer: str, thought: FreeThought, specials: SpecialTokens) -> str:
-    """The grammar of a thought and the text of the grammar `answer` after it."""
+    """Return the grammar of a thought and the text of the grammar `answer` after it."""
     rules = LarkRules(specials)
     # A grammar within the grammar: its names and terminals are its own.
     bound = rules.rule(f"%lark {{\n{answer}\n}}")

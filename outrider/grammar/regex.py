@@ -85,7 +85,7 @@ def schema_text(text: str, keyword: str, field: str) -> None:
 
 
 def literal(text: str) -> str:
-    """A regular expression for only this text."""
+    """Return a regular expression for only this text."""
     return "".join(c if c.isalnum() else rf"\U{ord(c):08x}" for c in text)
 
 
@@ -136,7 +136,7 @@ class _Translator:
         return _Edge.ANCHORED
 
     def _rest(self, edge: _Edge) -> str:
-        """The text that a search may find before or after its match."""
+        """Return the text that a search may find before or after its match."""
         return self._set(sets.ALL) + "*" if edge is _Edge.OPEN else ""
 
     def _item(self, item: tuple[Any, Any], flags: int, left: _Edge, right: _Edge) -> str:
@@ -165,7 +165,7 @@ class _Translator:
         return self._set(self._members(kind, value, flags))
 
     def _members(self, kind: Any, value: Any, flags: int) -> Ranges:
-        """The characters that one literal, dot or class matches."""
+        """Return the characters that one literal, dot or class matches."""
         if kind is sre.ANY:
             if flags & re.DOTALL:
                 return sets.ALL

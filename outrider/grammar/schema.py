@@ -79,12 +79,12 @@ def translate_schema(schema: Any, field: str) -> Any:
 
 
 def unenforceable(field: str, problem: str) -> OutriderError:
-    """The error for a schema that is valid, but that cannot be enforced."""
+    """Return the error for a schema that is valid, but that cannot be enforced."""
     return invalid(field, f"{problem}, which cannot be enforced")
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The schema's types, with number for integer; empty where it names no type."""
+    """Return the schema's types, with number for integer; empty where it names no type."""
     kinds = schema.get("type", [])
     if isinstance(kinds, str):
         kinds = [kinds]
@@ -92,14 +92,14 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any]:
-    """The values that the schema lists in enum or const."""
+    """Return the values that the schema lists in enum or const."""
     if "const" in schema and "enum" not in schema:
         return [schema["const"]]
     return list(schema.get("enum", []))
 
 
 def type_of(value: Any) -> str:
-    """The type of a JSON value, with number for integer."""
+    """Return the type of a JSON value, with number for integer."""
     if isinstance(value, bool):
         return "boolean"
     return _TYPE_NAMES[type(value)]
@@ -116,7 +116,7 @@ class _Translator:
         self._common_multiple = 1
 
     def translate(self, schema: Any, place: tuple[str, ...], depth: int = 0) -> Any:
-        """The translated schema; `place` is its path within the whole schema."""
+        """Return the translated schema; `place` is its path within the whole schema."""
         if depth > _MAX_NESTING:
             raise invalid(self._field, f"is nested more than {_MAX_NESTING} deep")
         self._places[place] = schema
@@ -151,7 +151,7 @@ class _Translator:
             raise invalid(self._field, problem)
 
     def _found(self, reference: str) -> list[Any]:
-        """The schemas that a reference leads to."""
+        """Return the schemas that a reference leads to."""
         name = reference[1:]
         place = tuple(_unescaped(part) for part in name.split("/")[1:])
         if "/" in name or not name:
@@ -313,7 +313,8 @@ def _may_be_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _enforced_format(schema: Mapping[str, Any]) -> str | None:
-    """The pattern of the schema's format; None for a format that only describes the value."""
+    """Return the pattern of the schema's format; None for a format that only describes the value.
+    """
     form = schema.get("format")
     return PATTERNS.get(form) if isinstance(form, str) and _may_be_text(schema) else None
 
@@ -346,21 +347,21 @@ def _add(schema: dict[str, Any], keyword: str, parts: Sequence[Any] | None) -> N
 
 
 def _unescaped(part: str) -> str:
-    """A part of a JSON pointer within a URI's fragment."""
+    """Return a part of a JSON pointer within a URI's fragment."""
     from urllib.parse import unquote
 
     return unquote(part).replace("~1", "/").replace("~0", "~")
 
 
 def _overlapping(schemas: Any) -> bool:
-    """Whether a value may satisfy two of the schemas of oneOf."""
+    """Return whether a value may satisfy two of the schemas of oneOf."""
     if not isinstance(schemas, list):
         return False
     return not all(_is_disjoint(one, other) for one, other in combinations(schemas, 2))
 
 
 def _is_disjoint(one: Any, other: Any) -> bool:
-    """Whether types or listed values show that no value satisfies both schemas."""
+    """True if types or listed values show that no value satisfies both schemas."""
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return False
     types = [_known_types(schema) for schema in (one, other)]

@@ -55,7 +55,7 @@ class _Tag:
         }
 
     def element(self, part: Any, after: str) -> str:
-        """An expression for an element and the text `after` it."""
+        """Return an expression for an element and the text `after` it."""
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str) or kind not in self._kinds:
             raise self._refused(f"has an element of the type {str(kind)[:40]!r}")
@@ -132,7 +132,7 @@ class _Tag:
         return self._behind(part, 0, after)
 
     def _behind(self, tag: Any, length: int, after: str) -> str:
-        """A tag whose first `length` characters have been written already."""
+        """Return a tag whose first `length` characters have been written already."""
         if not isinstance(tag, Mapping):
             raise invalid(self._field, "must have objects as tags")
         tag = {"type": "tag", **tag}
@@ -140,7 +140,8 @@ class _Tag:
         return f"{self._rules.mark(begin)} {self.element(tag.get('content'), end + after)}"
 
     def _part(self, part: Mapping[str, Any], after: str) -> str:
-        """An element that stands under its name in the tag's `parts`, an addition of ours."""
+        """Return an element that stands under its name in the tag's `parts`, an addition of ours.
+        """
         name = self._text(part, "name")
         if not isinstance(self._parts, Mapping) or name not in self._parts:
             raise invalid(self._field, f"has no part {name[:40]!r}")
@@ -204,7 +205,7 @@ class _Tag:
 
 
 def _is_open(part: Any) -> bool:
-    """Whether an element is free text up to the text after it."""
+    """Return whether an element is free text up to the text after it."""
     return isinstance(part, Mapping) and part.get("type") in ("any_text", "triggered_tags")
 
 

@@ -12,7 +12,7 @@ from outrider.tokenizer import load_tokenizer
 
 
 def for_llguidance(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int]) -> Any:
-    """LLGuidance's form of a tokenizer; `vocab_size` is the logits' width."""
+    """Return LLGuidance's form of a tokenizer; `vocab_size` is the logits' width."""
     import llguidance
 
     described = within_texts(tokenizer.to_str())
@@ -21,7 +21,7 @@ def for_llguidance(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequen
 
 
 def within_texts(described: str) -> str:
-    """A tokenizer's JSON, changed so that it reads each text as the middle of a longer text.
+    """Return a tokenizer's JSON, changed so that it reads each text as the middle of a longer text.
 
     LLGuidance tokenises what must follow. If a tokenizer puts a space before each text, the text
     that must follow would begin with another token. And LLGuidance does not know that the decoder

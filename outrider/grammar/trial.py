@@ -106,7 +106,8 @@ def _refused(grammar: Grammar, cause: Exception) -> OutriderError:
 
 
 def _readable(cause: Exception) -> str:
-    """The first line of LLGuidance's message, without the place in the translated grammar."""
+    """Return the first line of LLGuidance's message, without the place in the translated grammar.
+    """
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
     line = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", line)
     for begin, problem in _PROBLEMS.items():

@@ -16,12 +16,12 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipl
 
 
 def types_of(schema: Json) -> frozenset[str]:
-    """The types of a schema that refers to no other schema."""
+    """Return the types of a schema that refers to no other schema."""
     return Types(schema).of(schema)
 
 
 def members(schema: Json) -> dict[str, Any]:
-    """The properties that an object of the schema may or must have, keyed by name."""
+    """Return the properties that an object of the schema may or must have, keyed by name."""
     found = dict(schema.get("properties", {}))
     rest = schema.get("additionalProperties", True)
     return found | {name: rest for name in schema.get("required", []) if name not in found}
@@ -40,7 +40,7 @@ def check_object(schema: Json, refused: Callable[[str], OutriderError]) -> None:
 
 
 def text_terminal(branch: Json) -> str:
-    """A terminal for the texts of a schema without alternatives; "" if it allows no text."""
+    """Return a terminal for the texts of a schema without alternatives; "" if it allows no text."""
     if "string" not in types_of(branch):
         return ""
     # Translated patterns have an anchor at either end, and match the whole text.

@@ -15,7 +15,7 @@ HANDLER = f"{__name__}:checker"
 
 
 def checker(tokenizer: str, vocab_size: int, stop_token_ids: list[int]) -> Callable[[bytes], bytes]:
-    """A handler that answers with the translated grammar, or with an error.
+    """Return a handler that answers with the translated grammar, or with an error.
 
     A request for random texts gets an empty answer if the texts are right.
     """
@@ -36,7 +36,7 @@ def checker(tokenizer: str, vocab_size: int, stop_token_ids: list[int]) -> Calla
 
 
 def request_for(grammar: Grammar) -> bytes:
-    """The request that has a worker translate, compile and try out a grammar."""
+    """Return the request that has a worker translate, compile and try out a grammar."""
     return _request(grammar, is_for_texts=False)
 
 
@@ -52,14 +52,14 @@ def _request(grammar: Grammar, *, is_for_texts: bool) -> bytes:
 
 
 def grammar_from(request: bytes) -> Grammar:
-    """The grammar of a request."""
+    """Return the grammar of a request."""
     kind, text, choices, thought, _ = json.loads(request)
     free = None if thought is None else FreeThought(*thought)
     return Grammar(GrammarKind(kind), text, tuple(choices), free)
 
 
 def is_for_texts(request: bytes) -> bool:
-    """Whether the request is about random texts of the grammar."""
+    """Return whether the request is about random texts of the grammar."""
     return bool(json.loads(request)[-1])
 
 
@@ -72,6 +72,9 @@ def raise_from(answer: bytes) -> None:
 
 
 def translated_by(answer: bytes, grammar: Grammar) -> Grammar:
-    """The translated grammar that the worker's answer holds. Raises the OutriderError in it."""
+    """Return the translated grammar that the worker's answer holds.
+
+    Raises the OutriderError in it.
+    """
     raise_from(answer)
     return replace(grammar, text=json.loads(answer))

@@ -32,7 +32,7 @@ _SECONDS = 600
 
 
 def pickles_of(folder: Path) -> list[Path]:
-    """The pickled files of a head's folder with weights that are in no safetensors file.
+    """Return the pickled files of a head's folder with weights that are in no safetensors file.
 
     Files of training have no weights. Other pickled files beside safetensors are copies, except
     MiMo's mask_embedding.pt.

@@ -35,15 +35,15 @@ class Keys:
         return self._keys.get(name) is not None
 
     def is_set(self, name: str) -> bool:
-        """Whether the key has a value that is neither null, false, 0 nor empty."""
+        """True if the key has a value that is neither null, false, 0 nor empty."""
         return bool(self._keys.get(name))
 
     def wrong(self, name: str, why: str) -> Exception:
-        """The error for a key; `why` continues the sentence that its name begins."""
+        """Return the error for a key; `why` continues the sentence that its name begins."""
         return refusal(self.path, f"{self._prefix}{name} {why}")
 
     def section(self, name: str) -> Keys:
-        """The keys of the object `name`; no keys if it is missing. Raises OutriderError."""
+        """Return the keys of the object `name`; no keys if it is missing. Raises OutriderError."""
         found = self._keys.get(name) or {}
         if not isinstance(found, Mapping):
             raise self.wrong(name, "must be an object")
@@ -52,7 +52,10 @@ class Keys:
     def integer(
         self, name: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1
     ) -> int:
-        """A whole number from `least` to `most`. Raises OutriderError, also if it is missing."""
+        """Return a whole number from `least` to `most`.
+
+        Raises OutriderError, also if it is missing.
+        """
         value = self._keys.get(name)
         value = default if value is None else value
         if value is None:
@@ -63,7 +66,10 @@ class Keys:
         return value
 
     def number(self, name: str, default: float | None = None, *, zero: bool = False) -> float:
-        """A number above 0, or from 0 on with `zero`. Raises OutriderError, also if missing."""
+        """Return a number above 0, or from 0 on with `zero`.
+
+        Raises OutriderError, also if missing.
+        """
         value = self._keys.get(name)
         value = default if value is None else value
         if value is None:
@@ -83,14 +89,14 @@ class Keys:
         return value
 
     def text(self, name: str, default: str) -> str:
-        """A text. Raises OutriderError."""
+        """Return a text. Raises OutriderError."""
         value = self._keys.get(name) or default
         if not isinstance(value, str):
             raise self.wrong(name, f"must be a text, not {value!r}")
         return value
 
     def ids(self, name: str) -> tuple[int, ...] | None:
-        """Whole numbers from 0 on; None if the key is missing. Raises OutriderError."""
+        """Return whole numbers from 0 on; None if the key is missing. Raises OutriderError."""
         value = self._keys.get(name)
         if value is None:
             return None
@@ -99,7 +105,7 @@ class Keys:
         return tuple(value)
 
     def names(self, name: str) -> list[str]:
-        """A list of texts; empty if the key is missing. Raises OutriderError."""
+        """Return a list of texts; empty if the key is missing. Raises OutriderError."""
         value = self._keys.get(name) or []
         if not isinstance(value, list) or any(not isinstance(part, str) for part in value):
             raise self.wrong(name, "must be a list of texts")
@@ -124,11 +130,17 @@ class Weights:
         return sorted(self._left)
 
     def width(self, name: str) -> int:
-        """The last dimension of a tensor [rows, columns]. Raises OutriderError if it is missing."""
+        """Return the last dimension of a tensor [rows, columns].
+
+        Raises OutriderError if it is missing.
+        """
         return self._matrix(name)[1]
 
     def rows(self, name: str) -> int:
-        """The first dimension of a tensor [rows, columns]. Raises OutriderError as `width` does."""
+        """Return the first dimension of a tensor [rows, columns].
+
+        Raises OutriderError as `width` does.
+        """
         return self._matrix(name)[0]
 
     def _matrix(self, name: str) -> torch.Size:

@@ -110,7 +110,7 @@ def _first(found: Mapping[str, torch.Tensor], names: Sequence[str]) -> torch.Ten
 
 
 def _files_of(target: str) -> list[Path]:
-    """The target's safetensors files that may have the shared matrices.
+    """Return the target's safetensors files that may have the shared matrices.
 
     From the hub, only the files that the target's index names for these matrices are fetched.
     """

@@ -114,7 +114,7 @@ class HeadProposal:
     """For each sequence, branches that continue after a token of `best`; or nothing."""
 
     def on_host(self) -> HeadProposal:
-        """The same numbers on the host, after one wait for the device."""
+        """Return the same numbers on the host, after one wait for the device."""
         parts = [self.tokens, self.best, self.shares, self.confidences]
         tokens, best, shares, confidences = map(torch.from_numpy, fetch(parts))
         return HeadProposal(tokens, best, shares.float(), confidences.float(), self.deeper)
@@ -294,7 +294,7 @@ class HeadModel(torch.nn.Module):
         return projected
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embeddings of target ids."""
+        """Return the embeddings of target ids."""
         return embedding(tokens, self.embeddings)
 
     def rows(self, slices: list[SequenceSlice]) -> HeadRows:
@@ -304,12 +304,12 @@ class HeadModel(torch.nn.Module):
         return self.cache.rows(slices)
 
     def scores(self, states: torch.Tensor) -> torch.Tensor:
-        """Float32 scores of the draft vocabulary for states [..., hidden size]."""
+        """Return the Float32 scores of the draft vocabulary for states [..., hidden size]."""
         found: torch.Tensor = self.lm_head(states)
         return found.float()
 
     def _page_ids(self, sequence: HeadSequence) -> list[int]:
-        """The ids that tell what is in the sequence's pages, one a row.
+        """Return the ids that tell what is in the sequence's pages, one a row.
 
         The last committed token has no such id. So the row of the feature before it, on which the
         guesses rest, is always read anew.
@@ -394,7 +394,7 @@ class _Work:
 
 
 def _shared(own: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-    """The head's own matrix, or the target's if the head has none or only a copy of it."""
+    """Return the head's own matrix, or the target's if the head has none or only a copy of it."""
     if own is None:
         return targets
     if own.shape == targets.shape and torch.equal(own.to(targets), targets):
@@ -462,7 +462,7 @@ class Picker:
         return spread.index_copy_(1, self._ids, scores_RV)
 
     def proposal(self, deeper: Sequence[Sequence[Branch]] = ()) -> HeadProposal:
-        """The tokens chosen so far, as a HeadProposal."""
+        """Return the tokens chosen so far, as a HeadProposal."""
         lists = (self._tokens, self._best, self._shares, self._confidences)
         tokens, best, shares, confidences = (torch.stack(part, dim=1) for part in lists)
         return HeadProposal(tokens, best, shares, confidences, deeper)

@@ -116,7 +116,7 @@ class HeadCache:
         return turns_are_fixed and all(one.supports_kernel(self._device) for one in self.layers)
 
     def _turns(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [count, 1, head size] of the positions from 0 on.
+        """Return the cosines and sines [count, 1, head size] of the positions from 0 on.
 
         They are kept, because a forward of few rows would spend much of its time on them.
         """

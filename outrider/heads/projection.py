@@ -43,7 +43,8 @@ class Projection(Module):
 
 
 def projection_tensors(head: Head) -> Mapping[str, torch.Tensor]:
-    """The tensors of the head's projection, keyed as in `Projection`; empty if it has none."""
+    """Return the tensors of the head's projection, keyed as in `Projection`; empty if it has none.
+    """
     if not head.spec.aux_layers:
         return {}
     names = [name for name in head.tensors if name.partition(".")[0] in _PARTS]

@@ -64,7 +64,7 @@ _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dsp
 
 
 def read_target_config(target: str, trust_remote_code: bool = False) -> Any:
-    """The `transformers` configuration of a target. Raises OutriderError(INVALID_VALUE).
+    """Return the `transformers` configuration of a target. Raises OutriderError(INVALID_VALUE).
 
     With `trust_remote_code` the target's own code may run, if it brings any.
     """
@@ -112,7 +112,7 @@ def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = 
 
 
 def with_reading(head: Head, number: int) -> Head:
-    """The head by one of the readings of its file, counted from 1. Raises OutriderError."""
+    """Return the head by one of the readings of its file, counted from 1. Raises OutriderError."""
     readings = head.spec.readings
     if number > len(readings):
         why = f"is {number}, but the head's file may mean {len(readings)} things at most"
@@ -138,7 +138,7 @@ def _told(folder: Path, head: Head) -> Head:
 
 
 def _stated_kind(keys: Keys) -> str | None:
-    """The reader that the config names; None if only the weights can tell.
+    """Return the reader that the config names; None if only the weights can tell.
 
     Raises OutriderError for a head that no reader understands.
     """

@@ -63,7 +63,7 @@ class ReadingChoice:
 
 
 def states_of(spec: HeadSpec) -> set[int]:
-    """The target's hidden states that `choose_reading` needs."""
+    """Return the target's hidden states that `choose_reading` needs."""
     final = {FINAL_STATE} if spec.final_state else set()
     return final.union(spec.aux_layers, *spec.other_aux_layers)
 
@@ -205,7 +205,7 @@ def _first_guess(found: Matches) -> HeadSpec:
 def _best(
     found: Sequence[Matches], counts: Sequence[int], kind: Callable[[Matches], HeadSpec]
 ) -> tuple[Matches, bool]:
-    """The reading with the most right guesses, unless the first is about as good.
+    """Return the reading with the most right guesses, unless the first is about as good.
 
     Also tells whether the choice is clear, compared with the best reading of another kind.
     """

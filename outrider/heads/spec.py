@@ -22,7 +22,8 @@ Markov = Literal["none", "vanilla", "gated", "rnn"]
 
 
 def refusal(where: object, why: str) -> OutriderError:
-    """The INVALID_VALUE error for a head that cannot be used; `where` is its folder or file."""
+    """Return the INVALID_VALUE error for a head that cannot be used; `where` is its folder or file.
+    """
     return OutriderError(Reason.INVALID_VALUE, f"{where} is no usable draft head: {why}", "head")
 
 

@@ -35,7 +35,10 @@ def _limit(added: int) -> None:
 
 
 def _tensors(loaded: Any) -> dict[str, torch.Tensor]:
-    """A file's tensors, keyed by name. The tensor of MiMo's mask_embedding.pt gets our name."""
+    """Return a file's tensors, keyed by name.
+
+    The tensor of MiMo's mask_embedding.pt gets our name.
+    """
     if not isinstance(loaded, dict):
         raise ValueError(f"it holds a {type(loaded).__name__}, not tensors by name")
     if set(loaded) == {"mask_token_id", "embedding"}:

@@ -137,7 +137,7 @@ class LayerCache:
         return len(self._store.keys)
 
     def supports_kernel(self, device: torch.device) -> bool:
-        """Whether the GPU kernel can compute this layer on `device`."""
+        """Return whether the GPU kernel can compute this layer on `device`."""
         if device.type != "cuda" or self.shape is None:
             return False
         if max(self.shape.key_size, self.shape.value_size) > _KERNEL_HEAD_SIZE:

@@ -109,14 +109,14 @@ def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) ->
 
 
 def _some(names: Collection[str]) -> str:
-    """The count of some tensors, and the first of their names."""
+    """Return the count of some tensors, and the first of their names."""
     first = ", ".join(sorted(names)[:_NAMED])
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{len(names)} of its weights ({first}{more})"
 
 
 def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
-    """The unread tensors that belong to something besides the text model.
+    """Return the unread tensors that belong to something besides the text model.
 
     Such a part is a vision tower, a value head, or layers for multi-token prediction. It lies in a
     module of its own, next to the list of the decoder's layers or further out.
@@ -143,6 +143,6 @@ def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """The modules around a module or tensor, from the innermost to "", the model itself."""
+    """Return the modules around a module or tensor, from the innermost to "", the model itself."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]

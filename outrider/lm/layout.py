@@ -304,7 +304,7 @@ class BatchLayout:
         return [row + [0] * (widest - len(row)) for row in rows]
 
     def _kernel_numbers(self) -> dict[str, npt.NDArray[np.generic]]:
-        """The arrays of `kernel`, and the slot mapping."""
+        """Return the arrays of `kernel`, and the slot mapping."""
         slices = self.slices
         numbers: dict[str, npt.NDArray[np.generic]] = {
             "slot_mapping": np.array(slot_mapping(slices, self.page_size), np.int64),

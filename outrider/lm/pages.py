@@ -81,7 +81,7 @@ class PagePool:
         return True
 
     def room(self, sequence: KVSequence) -> int:
-        """The most tokens for which `reserve` can give the sequence pages."""
+        """Return the most tokens for which `reserve` can give the sequence pages."""
         return (len(sequence.pages) + self.free_count) * self.page_size
 
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
@@ -146,9 +146,10 @@ class PagePool:
         return sequence.num_computed_tokens
 
     def known_pages(self, hashes: list[bytes], token_ids: Sequence[int], salt: str) -> int:
-        """How many full pages of `token_ids` are cached; `match_prefix` finds no more of them.
+        """Return how many full pages of `token_ids` are cached.
 
-        `hashes` belongs to one text with one salt, is empty at first, and keeps the block hashes.
+        `match_prefix` finds no more of them. `hashes` belongs to one text with one salt, is empty
+        at first, and keeps the block hashes.
         """
         for i in range(len(hashes), len(token_ids) // self.page_size):
             hashes.append(self._digest(hashes, token_ids, i, salt))

@@ -285,7 +285,7 @@ class ModelRunner:
         return self._graphs.memory_bytes if self._graphs is not None else 0
 
     def can_watch(self, states: Collection[int]) -> bool:
-        """Whether forwards can keep these hidden states; see `outrider.lm.hidden_states`.
+        """Return whether forwards can keep these hidden states; see `outrider.lm.hidden_states`.
 
         After `capture`, these are the states that were watched during it.
         """

@@ -34,7 +34,7 @@ class Softmax:
 
 
 def counts_rows(module: Any) -> bool:
-    """Whether a layer scales queries by their row, which it takes for their position.
+    """Return whether a layer scales queries by their row, which it takes for their position.
 
     Llama 4 does so in layers without a rotary embedding.
     """

@@ -37,7 +37,7 @@ class SharedRows:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SharedRows:
-        """The rows of a tensor that this thread's stream computes. Called by their maker."""
+        """Return the rows of a tensor that this thread's stream computes. Called by their maker."""
         stream = _stream_of(tensor)
         return cls(tensor, None if stream is None else stream.record_event())
 
@@ -54,7 +54,7 @@ class SharedRows:
         return self._tensor.nbytes
 
     def alone(self) -> SharedRows:
-        """The same rows in memory of their own, if they are parts of a larger tensor.
+        """Return the same rows in memory of their own, if they are parts of a larger tensor.
 
         Called by their maker.
         """
@@ -74,7 +74,7 @@ class SharedRows:
 
 
 def _stream_of(tensor: torch.Tensor) -> Any:
-    """This thread's stream on the tensor's device; None on a CPU."""
+    """Return this thread's stream on the tensor's device; None on a CPU."""
     return torch.cuda.current_stream(tensor.device) if tensor.device.type == "cuda" else None
 
 

@@ -31,7 +31,7 @@ def unsupported(model: str, why: str) -> OutriderError:
 
 
 def is_built_like_llama(model: Any) -> bool:
-    """Whether a forward of ours for Llama's layers can replace the model's own.
+    """Return whether a forward of ours for Llama's layers can replace the model's own.
 
     Other types may differ only at lengths that no trial reaches, so agreement is not enough.
     """
@@ -60,7 +60,7 @@ def refusals(name: str, what: str = "its forward") -> Iterator[None]:
 
 
 def _lacks_mask(cause: Exception) -> bool:
-    """Whether a line that names a mask failed because the mask is None."""
+    """Return whether a line that names a mask failed because the mask is None."""
     lines = [frame.line or "" for frame in traceback.extract_tb(cause.__traceback__)[-2:]]
     return "NoneType" in str(cause) and any("mask" in line for line in lines)
 

@@ -56,7 +56,7 @@ def _files(model: str) -> list[Path]:
 
 
 def _config(model: str) -> bytes:
-    """The config without the keys that only tell its origin."""
+    """Return the config without the keys that only tell its origin."""
     path = model_file(model, "config.json")
     values = {} if path is None else json.loads(path.read_text())
     kept = {key: value for key, value in values.items() if key not in _ORIGIN}
@@ -64,7 +64,7 @@ def _config(model: str) -> bytes:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each tensor's name and digest."""
+    """Yield each tensor's name and digest."""
     with path.open("rb") as file:
         [size] = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(size))
@@ -82,7 +82,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _offsets(byte_count: int) -> list[int]:
-    """Where the samples of a tensor begin: evenly from its first to its last bytes."""
+    """Return where the samples of a tensor begin: evenly from its first to its last bytes."""
     last = byte_count - _SAMPLE_BYTES
     if last <= _SAMPLES * _SAMPLE_BYTES:
         return list(range(0, byte_count, _SAMPLE_BYTES))

@@ -18,6 +18,9 @@ thread_cpu: Clock = time.thread_time
 
 
 def thread_cpu_clock() -> Clock:
-    """A clock of this thread's processor time; any thread may read it while this thread lives."""
+    """Return a clock of this thread's processor time.
+
+    Any thread may read it while this thread lives.
+    """
     clock_id = time.pthread_getcpuclockid(threading.get_ident())
     return partial(time.clock_gettime, clock_id)

@@ -14,7 +14,10 @@ _READ_WHOLE = {".json", ".jinja", ".txt", ".model", ".py", ".yaml"}
 
 
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """The bytes of a regular file. Raises OSError, whose `strerror` says what is wrong with it."""
+    """Return the bytes of a regular file.
+
+    Raises OSError, whose `strerror` says what is wrong with it.
+    """
     # Opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:

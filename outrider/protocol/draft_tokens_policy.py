@@ -49,7 +49,7 @@ class DraftTokensPolicy:
         raise invalid("draft_tokens", message)
 
     def limit(self, batch: int) -> int:
-        """The most draft tokens of a sequence in a batch of `batch` decoding sequences.
+        """Return the most draft tokens of a sequence in a batch of `batch` decoding sequences.
 
         Prompts do not count towards the batch, because they come and go.
         """

@@ -80,16 +80,17 @@ class Load:
         return self.running if self.waiting and self.running else self.max_running
 
     def beside(self, own: int) -> int:
-        """How many sequences belong to other callers, if `own` sequences are the caller's."""
+        """Return how many sequences belong to other callers, if `own` sequences are the caller's.
+        """
         return max(0, self.running + self.waiting - own)
 
     def wait_s(self) -> float:
-        """Seconds until a further sequence gets a place; 0 if that is not known."""
+        """Return the seconds until a further sequence gets a place; 0 if that is not known."""
         return wait_s(self.running + self.waiting + 1, self.places, self.sequence_s)
 
 
 def wait_s(count: int, places: float, sequence_s: float | None) -> float:
-    """Seconds until the last of `count` sequences gets one of the `places` places.
+    """Return the seconds until the last of `count` sequences gets one of the `places` places.
 
     `sequence_s` is how long each sequence keeps its place. 0 if that is not known.
     """
@@ -97,7 +98,7 @@ def wait_s(count: int, places: float, sequence_s: float | None) -> float:
 
 
 def retry_after_s(wait_s: float) -> float:
-    """How many seconds a refused caller should wait before it tries again.
+    """Return how many seconds a refused caller should wait before it tries again.
 
     `wait_s` is the wait in the present queue: after it, all sequences that wait now have begun.
     OpenAI's clients ignore times of more than a minute.
@@ -146,7 +147,7 @@ class ModelInfo:
 
 
 def with_fingerprint(info: ModelInfo) -> ModelInfo:
-    """The model with the fingerprint of its weights, dtype, settings and version."""
+    """Return the model with the fingerprint of its weights, dtype, settings and version."""
     parts = (info.weights_fingerprint, info.dtype, info.acceptance_settings, info.server_version)
     found = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return replace(info, fingerprint=found)

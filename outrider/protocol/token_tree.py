@@ -14,12 +14,12 @@ MAX_TREE_TOKENS = 64
 
 
 def without_chain(parents: list[int]) -> list[int]:
-    """The parents, or an empty list if they are a chain's."""
+    """Return the parents, or an empty list if they are a chain's."""
     return [] if parents == list(range(len(parents))) else parents
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Each draft token's distance from row 0, at least 1."""
+    """Return each draft token's distance from row 0, at least 1."""
     found = [0]
     for parent in parents:
         found.append(found[parent] + 1)
@@ -40,7 +40,7 @@ def ancestor_words(parents: Sequence[int]) -> list[int]:
 
 
 def children(parents: Sequence[int]) -> list[list[int]]:
-    """The child rows of each row, in order; row 0's first."""
+    """Return the child rows of each row, in order; row 0's first."""
     found: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for i, parent in enumerate(parents):
         found[parent].append(i + 1)
@@ -48,7 +48,10 @@ def children(parents: Sequence[int]) -> list[list[int]]:
 
 
 def main_path(parents: Sequence[int]) -> list[int]:
-    """The rows of the path of first children; in a depth-first order, these are the first rows."""
+    """Return the rows of the path of first children.
+
+    In a depth-first order, these are the first rows.
+    """
     found: list[int] = []
     row = 0
     for i, parent in enumerate(parents):

@@ -44,7 +44,7 @@ class Context:
         return [0, *depths(self.parents)] if self.parents else range(self.row_count)
 
     def drafted_before(self) -> list[list[int]]:
-        """The draft tokens before each row."""
+        """Return the draft tokens before each row."""
         found: list[list[int]] = [[]]
         parents = self.parents or range(len(self.drafted))
         for token, parent in zip(self.drafted, parents, strict=True):

@@ -92,7 +92,7 @@ def _first_rows(contexts: Sequence[Context]) -> list[int]:
 
 
 def _lay_out_bias(picked: _Rows, staging: Staging) -> tuple[Staged, Staged, Staged]:
-    """The rows, tokens and values of logit_bias."""
+    """Return the rows, tokens and values of logit_bias."""
     triples = [
         (row, token, value)
         for first, context in picked
@@ -108,7 +108,7 @@ def _lay_out_bias(picked: _Rows, staging: Staging) -> tuple[Staged, Staged, Stag
 
 
 def _lay_out_bans(pairs: _Rows, staging: Staging) -> tuple[Staged, Staged] | None:
-    """The rows and tokens of banned tokens, and of end tokens before `min_tokens`."""
+    """Return the rows and tokens of banned tokens, and of end tokens before `min_tokens`."""
     rows: list[int] = []
     tokens: list[int] = []
     for first, context in pairs:
@@ -152,7 +152,7 @@ def _mask(logits_RV: torch.Tensor, firsts: Sequence[int], masks: Sequence[Mask |
 
 
 def _zeros(words_RW: torch.Tensor) -> torch.Tensor:
-    """Whether each bit of int32 words [R, W] is zero, the lowest first: bool [R, 32 W]."""
+    """Return whether each bit of int32 words [R, W] is zero, the lowest first: bool [R, 32 W]."""
     bytes_RB = words_RW.view(torch.uint8)
     if words_RW.device.type == "cpu":
         # For few rows NumPy takes half the time of the table.
@@ -162,7 +162,7 @@ def _zeros(words_RW: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _zeros_of_bytes(device: torch.device) -> torch.Tensor:
-    """Whether each bit of every byte is zero: bool [256, 8]."""
+    """Return whether each bit of every byte is zero: bool [256, 8]."""
     inverted = ~np.arange(256, dtype=np.uint8)
     return torch.from_numpy(_unpacked(inverted[:, None])).to(device)
 

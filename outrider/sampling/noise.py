@@ -57,7 +57,7 @@ def philox4x32(
 def _words(
     seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike = 0
 ) -> npt.NDArray[np.uint64]:
-    """Four random 32-bit words [4, N] for each (seed, position, step)."""
+    """Return four random 32-bit words [4, N] for each (seed, position, step)."""
     seed = np.asarray(seeds, dtype=np.uint64)
     position = np.asarray(positions, dtype=np.uint64)
     key = np.stack([seed & _LOW, seed >> _32])

@@ -96,7 +96,8 @@ class TokenCounts:
         return found
 
     def _free_row(self, most: int) -> int:
-        """A free row for a new text; beyond `most` rows, the row of the least recent text."""
+        """Return a free row for a new text; beyond `most` rows, the row of the least recent text.
+        """
         if len(self._texts) < most:
             return len(self._texts)
         return self._texts.pop(next(iter(self._texts))).row

@@ -31,12 +31,13 @@ _CANDIDATES = 1024
 
 
 def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard exponential numbers -log(u), float64 [R, V]; minus their logarithm is Gumbel noise.
+    """Return standard exponential numbers -log(u), float64 [R, V].
 
-    u comes from output number `token` of SplitMix64 seeded with the row's key (Steele, Lea and
-    Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): its top 52 bits plus a
-    half, times 2^-52. Float64 holds this exactly, and it lies in [2^-53, 1 - 2^-53], so every
-    number is positive and finite. With 53 bits the largest u would round to 1.
+    Minus their logarithm is Gumbel noise. u comes from output number `token` of SplitMix64 seeded
+    with the row's key (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    OOPSLA 2014): its top 52 bits plus a half, times 2^-52. Float64 holds this exactly, and it lies
+    in [2^-53, 1 - 2^-53], so every number is positive and finite. With 53 bits the largest u would
+    round to 1.
     """
     steps_V = torch.arange(1, vocab_size + 1, device=keys_R.device).mul_(_GOLDEN)
     state = steps_V + keys_R.unsqueeze(-1)
@@ -93,7 +94,7 @@ def coupled_top(
 
 
 def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Probabilities [R, V] of rows with these settings, as `TargetProbs` computes them."""
+    """Return probabilities [R, V] of rows with these settings, as `TargetProbs` computes them."""
     staging = Staging(logits_RV.device)
     settings = TargetProbs(samplings, staging)
     staging.send()
@@ -184,7 +185,10 @@ class _Candidates:
     def truncate(
         self, logits_RV: torch.Tensor, settings_R1: torch.Tensor, whole: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Truncated logits, and whether each row's candidates sufficed; None if they are all."""
+        """Return truncated logits, and whether each row's candidates sufficed.
+
+        Return None if they are all.
+        """
         size = logits_RV.shape[-1]
         if size <= _CANDIDATES:
             return self.keep(logits_RV, settings_R1, size)[0], None
@@ -213,7 +217,10 @@ class _Step:
         row_count: int,
         staging: Staging,
     ) -> Self:
-        """The step for some of `row_count` rows; `settings` has each row's number and setting."""
+        """Return the step for some of `row_count` rows.
+
+        `settings` has each row's number and setting.
+        """
         rows, values = zip(*settings, strict=True)
         staged = None
         if len(rows) < row_count:
@@ -223,7 +230,8 @@ class _Step:
     def apply(
         self, logits_RV: torch.Tensor, whole: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All rows' logits, with the step's rows truncated; then as `_Candidates.truncate`."""
+        """Return all rows' logits, with the step's rows truncated; then as `_Candidates.truncate`.
+        """
         rows = self.rows
         some_RV = logits_RV if rows is None else logits_RV[rows.tensor]
         enough_R: torch.Tensor | None = None
@@ -257,7 +265,7 @@ def _min_p(logits_RV: torch.Tensor, shares_R1: torch.Tensor) -> torch.Tensor:
 def _nucleus(
     logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the nucleus among the `count` likeliest tokens, else -inf, [R, V].
+    """Return the logits of the nucleus among the `count` likeliest tokens, else -inf, [R, V].
 
     The nucleus has the likeliest tokens up to a mass (Holtzman et al., arXiv 1904.09751). If tokens
     tie at its edge, the lowest ids stay. Also returns whether `count` tokens were enough, bool [R].
@@ -274,7 +282,10 @@ def _nucleus(
 
 
 def _likeliest(logits_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and ids [R, count] of the likeliest tokens in order; ties have lower ids first."""
+    """Return the logits and ids [R, count] of the likeliest tokens in order.
+
+    Ties have lower ids first.
+    """
     if count == logits_RV.shape[-1]:
         return logits_RV.sort(dim=-1, descending=True, stable=True)
     ids = logits_RV.topk(count, sorted=False).indices.sort(-1).values

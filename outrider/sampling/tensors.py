@@ -81,7 +81,7 @@ class Staging:
 
 
 def argmax(numbers_RN: torch.Tensor) -> torch.Tensor:
-    """The first place of each row's largest number, int64 [R]. NaN counts as the largest."""
+    """Return the first place of each row's largest number, int64 [R]. NaN counts as the largest."""
     if numbers_RN.device.type == "cpu":
         # NumPy's argmax takes a seventh of the time of torch's at 4,096 numbers a row, or less.
         return torch.from_numpy(numbers_RN.numpy().argmax(-1))
@@ -110,7 +110,7 @@ def fetch(tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[np.generic]]:
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's numbers in 64 bits each, int64 [N]."""
+    """Return the tensor's numbers in 64 bits each, int64 [N]."""
     if tensor.is_floating_point():
         return tensor.double().view(torch.int64).reshape(-1)
     return tensor.long().reshape(-1)
@@ -118,7 +118,7 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def triton_works(device: torch.device) -> bool:
-    """Whether our Triton kernels run on this device; the first call tries a small kernel."""
+    """Return whether our Triton kernels run on this device; the first call tries a small kernel."""
     if device.type != "cuda":
         return False
     problem = _problem(device)

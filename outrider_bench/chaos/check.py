@@ -35,7 +35,7 @@ class Violation:
 
 
 def check(events: Sequence[Event]) -> list[Violation]:
-    """All violations, in the order of the rounds."""
+    """Return all violations, in the order of the rounds."""
     faults: dict[int, list[Event]] = {}
     for event in events:
         if event["event"] == "fault":
@@ -56,7 +56,7 @@ def check(events: Sequence[Event]) -> list[Violation]:
 
 
 def _overlap(*events: Event) -> bool:
-    """Whether all of these events overlap at one moment."""
+    """Return whether all of these events overlap at one moment."""
     latest_began: float = max(event["began"] for event in events)
     earliest_ended: float = min(event["ended"] for event in events)
     return latest_began <= earliest_ended
@@ -80,7 +80,7 @@ def _check_request(
 
 
 def _is_allowed(event: Event, faults: Sequence[Event]) -> bool:
-    """Whether the faults that overlap a request allow its outcome."""
+    """Return whether the faults that overlap a request allow its outcome."""
     outcome = event["outcome"]
     if outcome in ("finished", "left"):
         return True
@@ -92,12 +92,12 @@ def _is_allowed(event: Event, faults: Sequence[Event]) -> bool:
 
 
 def _is_near(fault: Event, request: Event) -> bool:
-    """Whether a fault may concern the request. Only faults of other gateways cannot."""
+    """Return whether a fault may concern the request. Only faults of other gateways cannot."""
     return fault["target"] == request["gateway"] or fault["target"] not in GATEWAYS
 
 
 def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
-    """Whether no verifier could be reached at some moment of the request.
+    """True if no verifier could be reached at some moment of the request.
 
     If the answer has begun, this must last as long as a begun answer waits for a verifier.
     """
@@ -115,7 +115,7 @@ def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
 def _differences(
     answer: Mapping[str, Any], wanted: Mapping[str, Any], *, is_whole: bool
 ) -> Iterator[str]:
-    """Where an answer differs from the undisturbed answer. Cut-off parts may be shorter."""
+    """Yield where an answer differs from the undisturbed answer. Cut-off parts may be shorter."""
     if is_whole and answer["choices"].keys() != wanted["choices"].keys():
         yield "it has other choices"
     if is_whole and answer["usage"] != wanted["usage"]:
@@ -134,7 +134,8 @@ def _differences(
 
 
 def _agree(given: Any, wanted: Any, *, is_whole: bool) -> bool:
-    """Whether two texts or lists are equal; if `given` is not whole, whether it is a prefix."""
+    """Return whether two texts or lists are equal; if `given` is not whole, whether it is a prefix.
+    """
     if is_whole and len(given) != len(wanted):
         return False
     return len(given) <= len(wanted) and all(map(_equal, given, wanted))

@@ -136,7 +136,7 @@ async def _read(response: httpx.Response, answer: Answer, leaves_after: int, pau
 
 
 def _outcome(answer: Answer) -> str:
-    """The outcome of a stream that the gateway ended."""
+    """Return the outcome of a stream that the gateway ended."""
     if not answer.is_done:
         return "cut"
     return "failed" if answer.code else "finished"

@@ -171,7 +171,7 @@ _WAYS = (
 
 
 def _of_processes() -> dict[str, Fault]:
-    """Faults of each process."""
+    """Return faults of each process."""
     found: dict[str, Fault] = {}
     for name, targets in {"verifier": VERIFIERS, "gateway": GATEWAYS, "drafter": _DRAFTERS}.items():
         any_end = _ANY_END if name == "gateway" else frozenset()
@@ -190,7 +190,8 @@ def _of_processes() -> dict[str, Fault]:
 
 
 def _of_links() -> dict[str, Fault]:
-    """Faults of the links from gateways and drafters to verifiers, and of the link to Redis."""
+    """Return faults of the links from gateways and drafters to verifiers, and of the link to Redis.
+    """
     kinds: dict[str, Play] = {
         "down": _outage("both"),
         "down one way": _outage("up"),
@@ -211,7 +212,7 @@ def _of_links() -> dict[str, Fault]:
 
 
 def _of_redis() -> dict[str, Fault]:
-    """Faults of the Redis that holds the n-gram pool."""
+    """Return faults of the Redis that holds the n-gram pool."""
     plays: dict[str, Play] = {
         "redis killed": _kill,
         "redis restarted": _restart,
@@ -225,7 +226,7 @@ def _of_redis() -> dict[str, Fault]:
 
 
 def _of_strangers() -> dict[str, Fault]:
-    """Faults of drafters that break the protocol, and of clients."""
+    """Return faults of drafters that break the protocol, and of clients."""
     found = {
         f"hostile drafter: {way}": Fault(_hostile(way), ("hostile",), seconds=(2.0, 5.0))
         for way in _WAYS
@@ -244,7 +245,7 @@ FAULTS: dict[str, Fault] = _of_processes() | _of_links() | _of_redis() | _of_str
 
 
 def bag_of(kinds: Sequence[str], missing: frozenset[str]) -> list[str]:
-    """The names of the faults that each turn plays: `kinds`, or all faults if it is empty.
+    """Return the names of the faults that each turn plays: `kinds`, or all faults if it is empty.
 
     Faults whose targets are all in `missing`, the parts that the stack lacks, are left out. Raises
     ValueError if a fault does not exist, or if none is left.

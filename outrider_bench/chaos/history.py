@@ -12,7 +12,7 @@ Event = dict[str, Any]
 
 
 def whole(events: Sequence[Event]) -> list[Event]:
-    """The events, without the events of an interrupted last round.
+    """Return the events, without the events of an interrupted last round.
 
     A round ends with an event "quiet" or, if the campaign had to end, with "trouble".
     """
@@ -34,7 +34,7 @@ class History:
         self._began = time.monotonic()
 
     def now(self) -> float:
-        """Seconds since the campaign began."""
+        """Return the seconds since the campaign began."""
         return round(time.monotonic() - self._began, 3)
 
     def add(self, event: str, **fields: Any) -> None:

@@ -23,7 +23,7 @@ _ZERO_WHEN_QUIET = (
 
 
 async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
-    """Whether a condition becomes true within some seconds."""
+    """Return whether a condition becomes true within some seconds."""
     until = time.monotonic() + seconds
     while not await holds():
         if time.monotonic() > until:
@@ -61,6 +61,6 @@ def size_of(pid: int) -> dict[str, float]:
 
 
 def address_space(pid: int) -> int:
-    """Bytes of a process's address space."""
+    """Return the bytes of a process's address space."""
     pages = int(Path("/proc", str(pid), "statm").read_text().split()[0])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -21,7 +21,7 @@ ALL_VERIFIERS = "verifiers"
 
 
 def absent() -> frozenset[str]:
-    """The parts whose program or package is missing here."""
+    """Return the parts whose program or package is missing here."""
     found: set[str] = set()
     if shutil.which("redis-server") is None:
         found.update(REDIS)
@@ -31,12 +31,12 @@ def absent() -> frozenset[str]:
 
 
 def touched(target: str) -> frozenset[str]:
-    """The processes or links of a target."""
+    """Return the processes or links of a target."""
     return frozenset(VERIFIERS if target == ALL_VERIFIERS else (target,))
 
 
 def unreachable(target: str) -> list[str]:
-    """The verifiers that may serve nobody while a fault of this target lasts."""
+    """Return the verifiers that may serve nobody while a fault of this target lasts."""
     through = {"link-1": "verifier-1", "link-2": "verifier-2"}
     names = {through.get(name, name) for name in touched(target)}
     return sorted(names.intersection(VERIFIERS))

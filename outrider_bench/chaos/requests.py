@@ -37,12 +37,12 @@ than float32 rounding, so batches do not change the texts."""
 
 
 def kind_of(number: int) -> str:
-    """The kind of the request with this number; the kinds repeat in turn."""
+    """Return the kind of the request with this number; the kinds repeat in turn."""
     return list(_KINDS)[number % len(_KINDS)]
 
 
 def body(number: int) -> dict[str, Any]:
-    """The JSON of a request for a streamed completion."""
+    """Return the JSON of a request for a streamed completion."""
     number %= COUNT
     kind = _KINDS[kind_of(number)]
     place = number // len(_KINDS)

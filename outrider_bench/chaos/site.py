@@ -57,7 +57,7 @@ class Certificates:
         self._authority.write(directory)
 
     def trust(self) -> ssl.SSLContext:
-        """The TLS settings of a client of the gateways."""
+        """Return the TLS settings of a client of the gateways."""
         return ssl.create_default_context(cafile=self._directory / "ca.pem")
 
     def given_to(self, launch: Launch, role: Role) -> Launch:
@@ -164,7 +164,7 @@ class Site:
         return fronts
 
     def pid(self, name: str) -> int:
-        """The number of a process."""
+        """Return the number of a process."""
         return self.processes.child(name).pid
 
     async def down(self, names: Collection[str], seconds: float, *, kill: bool) -> None:
@@ -214,7 +214,7 @@ class Site:
         await self.processes.end("hostile")
 
     def redis(self) -> Redis:
-        """A client that reaches Redis directly, not over the link."""
+        """Return a client that reaches Redis directly, not over the link."""
         return Redis(host=LOOPBACK, port=self._redis_port, socket_timeout=_ASK_S)
 
     async def recovered(self) -> str:
@@ -264,7 +264,7 @@ class Site:
         return [*VERIFIERS, *GATEWAYS, *self._drafters, *redis]
 
     async def quiet(self) -> dict[str, Any]:
-        """Metrics that are not 0 once no request runs, and each process's size.
+        """Return the metrics that are not 0 once no request runs, and each process's size.
 
         Waits for at most 20 s until all these metrics are 0.
         """

@@ -10,7 +10,7 @@ _PROGRAM = "outrider lab profile"
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status."""
+    """Return the exit status."""
     settings = parse(ProfileSettings, _PROGRAM, arguments)
     from outrider_bench.experiment.profile import measure
 

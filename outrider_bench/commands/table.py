@@ -13,7 +13,7 @@ _PROGRAM = "outrider lab table"
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status."""
+    """Return the exit status."""
     settings = parse(TableSettings, _PROGRAM, arguments)
     command = shlex.join([*_PROGRAM.split(), *arguments])
     import asyncio

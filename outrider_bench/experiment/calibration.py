@@ -156,7 +156,7 @@ async def _speed(family: str, address: str) -> tuple[float, float]:
 
 
 def load_of(target: Path, batch: int) -> list[Request]:
-    """The requests of the load at a batch size."""
+    """Return the requests of the load at a batch size."""
     workload = Workload.model_validate(
         {"batch": batch, "output_tokens": _TOKENS, "waves": 8 if batch == 1 else 4}
     )
@@ -186,10 +186,10 @@ def _served(
 
 
 def step_of(samples: list[Sample]) -> Step:
-    """Means of a step over all samples."""
+    """Return the means of a step over all samples."""
 
     def each(*names: str) -> float:
-        """The counters of these names for one step, averaged over the samples."""
+        """Return the counters of these names for one step, averaged over the samples."""
         return mean(
             [
                 sum([s.counters.get(name, 0.0) for name in names])

@@ -78,7 +78,7 @@ def _check_drafter(name: str, drafter: Drafter, profile: Profile) -> None:
 
 
 def threads_of(target: Target, cores: list[int]) -> int:
-    """Threads of the target's forwards."""
+    """Return the threads of the target's forwards."""
     return target.threads or len(_cores(target.cores, cores))
 
 
@@ -104,7 +104,8 @@ def scenario_of(
     recording: list[RecordedRequest],
     warm_up: int,
 ) -> Scenario:
-    """The scenario; `recording` has the clients' requests, and the first `warm_up` warm up."""
+    """Return the scenario; `recording` has the clients' requests, and the first `warm_up` warm up.
+    """
     target = experiment.target
     workload = experiment.workload
     drafters: list[tuple[str, Drafter]] = []
@@ -137,7 +138,7 @@ def scenario_of(
 
 
 def _served(families: set[str]) -> str:
-    """The profile's name for serving with these families of drafters."""
+    """Return the profile's name for serving with these families of drafters."""
     for family in ("model", "ngram"):
         if family in {_served_as(each) for each in families}:
             return family
@@ -145,12 +146,15 @@ def _served(families: set[str]) -> str:
 
 
 def _served_as(family: str) -> str:
-    """The family with the same costs of serving. Synthetic guesses cost the same as n-grams."""
+    """Return the family with the same costs of serving.
+
+    Synthetic guesses cost the same as n-grams.
+    """
     return "ngram" if family == SYNTHETIC else family
 
 
 def _costs(experiment: Experiment, drafters: list[Drafter], profile: Profile, served: str) -> Costs:
-    """The profile's cost table while the machine serves in the decoding mode `served`."""
+    """Return the profile's cost table while the machine serves in the decoding mode `served`."""
     beside = any(not _elsewhere(experiment, drafter, profile) for drafter in drafters)
     found = profile.costs_at(served, beside=beside)
     made = {
@@ -166,7 +170,7 @@ def _costs(experiment: Experiment, drafters: list[Drafter], profile: Profile, se
 def _specs(
     experiment: Experiment, name: str, drafter: Drafter, profile: Profile
 ) -> Iterator[dict[str, Any]]:
-    """A simulated drafter for each process."""
+    """Yield a simulated drafter for each process."""
     link = experiment.links[drafter.link] if drafter.link is not None else None
     common = {
         "family": drafter.family,
@@ -185,7 +189,7 @@ def _specs(
 
 
 def _elsewhere(experiment: Experiment, drafter: Drafter, profile: Profile) -> bool:
-    """Whether a drafter is on another host, on a GPU, or on no other cores than the target's."""
+    """True if a drafter is on another host, on a GPU, or on no other cores than the target's."""
     return (
         drafter.host is not None
         or drafter.device != "cpu"
@@ -194,13 +198,13 @@ def _elsewhere(experiment: Experiment, drafter: Drafter, profile: Profile) -> bo
 
 
 def _on_target_cores(experiment: Experiment, drafter: Drafter, profile: Profile) -> bool:
-    """Whether a drafter has only cores that the target's forwards fill."""
+    """Return whether a drafter has only cores that the target's forwards fill."""
     own = set(_cores(experiment.target.cores, profile.cores))
     return profile.threads >= len(own) and set(_cores(drafter.cores, profile.cores)) <= own
 
 
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
-    """The effects of a drafter's place on its own speed and on the target's.
+    """Return the effects of a drafter's place on its own speed and on the target's.
 
     If it is on other cores of the host, its effect on forwards is in the cost table.
     """
@@ -224,12 +228,15 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
 
 
 def _gpu(drafter: Drafter) -> str:
-    """The name of the drafter's GPU; empty on a CPU. An experiment's only GPU is the target's."""
+    """Return the name of the drafter's GPU; empty on a CPU.
+
+    An experiment's only GPU is the target's.
+    """
     return "" if drafter.device == "cpu" else drafter.device
 
 
 def _target_device(experiment: Experiment, drafter: Drafter, profile: Profile) -> TargetDevice:
-    """Where the verifier computes, as the verifier tells its engine."""
+    """Return where the verifier computes, as the verifier tells its engine."""
     own = frozenset(_cores(experiment.target.cores, profile.cores))
     if gpu := _gpu(drafter):
         return TargetDevice(gpu_uuids=frozenset([gpu]))
@@ -256,5 +263,5 @@ def _linked(
 
 
 def simulated_processes(name: str, drafter: Drafter) -> list[str]:
-    """The simulated drafters of a kind, keyed by name."""
+    """Return the simulated drafters of a kind, keyed by name."""
     return [f"{name}-{number}" for number in range(1, drafter.count + 1)]

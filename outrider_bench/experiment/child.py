@@ -42,7 +42,7 @@ class Launch:
     """Cores that the process is pinned to, such as 0-3; None pins nothing."""
 
     def command(self) -> list[str]:
-        """The words of the command line."""
+        """Return the words of the command line."""
         if self.module:
             return [sys.executable, "-m", self.module, *self.arguments]
         return [self.program, *self.arguments]
@@ -63,7 +63,7 @@ class Child:
         return self._process.pid
 
     async def alive(self) -> bool:
-        """Whether the child still runs; a paused child counts as running."""
+        """Return whether the child still runs; a paused child counts as running."""
         return self._process.returncode is None
 
     async def stop(self) -> None:
@@ -94,11 +94,14 @@ class Child:
                 os.killpg(self._process.pid, number)
 
     async def tail(self) -> list[str]:
-        """The last `TAIL_LINES` lines that it printed; after its end, also its status."""
+        """Return the last `TAIL_LINES` lines that it printed; after its end, also its status."""
         return list(self._lines)
 
     async def cpu_s(self) -> float:
-        """User and system time in seconds since its start; after its end, the last figure read."""
+        """Return the user and system time in seconds since its start.
+
+        After its end, return the last figure read.
+        """
         # Once the process has ended, the last figure counts.
         with suppress(FileNotFoundError, ProcessLookupError):
             self._cpu_s = process_cpu_s(self._process.pid)
@@ -150,14 +153,14 @@ def process_cpu_s(pid: int) -> float:
 
 
 def _times(stat: Path) -> list[int]:
-    """Ticks of user and system time, then of ended children's user and system time."""
+    """Return the ticks of user and system time, then of ended children's user and system time."""
     # Fields are counted after the command's name, which may hold spaces (proc_pid_stat(5)).
     fields = stat.read_text().rpartition(")")[2].split()
     return [*map(int, fields[11:15])]
 
 
 async def _line(output: asyncio.StreamReader) -> bytes:
-    """The next line, or a piece of a line that is longer than the reader's buffer."""
+    """Return the next line, or a piece of a line that is longer than the reader's buffer."""
     try:
         return await output.readline()
     except ValueError:

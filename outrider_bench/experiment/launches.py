@@ -55,7 +55,7 @@ class Dial:
 def verifier_launch(
     target: Target, model: Path, endpoint: Endpoint, own: Sequence[DrafterSpec] = ()
 ) -> Launch:
-    """The command line of a verifier, with the drafters `own` in its process.
+    """Return the command line of a verifier, with the drafters `own` in its process.
 
     Raises OutriderError(INVALID_VALUE) for a wrong setting.
     """
@@ -93,7 +93,7 @@ def verifier_launch(
 
 
 def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int) -> Launch:
-    """The command line of the gateway of one verifier."""
+    """Return the command line of the gateway of one verifier."""
     options: dict[str, Setting | None] = {
         "verifier": endpoint.verifier,
         "tokenizer": str(model),
@@ -109,7 +109,7 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int) -> Launch:
 
 
 def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial: Dial) -> Launch:
-    """The command line of one process of a drafter; `field` names the drafter in the file.
+    """Return the command line of one process of a drafter; `field` names the drafter in the file.
 
     Raises OutriderError(INVALID_VALUE) for a wrong setting.
     """
@@ -128,7 +128,7 @@ def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial
 def _drafter_options(
     drafter: Drafter, target: Target, schema: type[DrafterSettings], dial: Dial
 ) -> dict[str, Setting | None]:
-    """The drafter's fields of the file, keyed by the names of its process's settings."""
+    """Return the drafter's fields of the file, keyed by the names of its process's settings."""
     options: dict[str, Setting | None] = {
         "family": drafter.family,
         "uds": _path(dial.uds),
@@ -149,7 +149,7 @@ def _drafter_options(
 
 
 def own_drafter(field: str, name: str, drafter: Drafter) -> DrafterSpec:
-    """A drafter in the verifier's process; `field` names it in the file.
+    """Return a drafter in the verifier's process; `field` names it in the file.
 
     Raises OutriderError(INVALID_VALUE) for a wrong setting, or for a family that cannot run there.
     """
@@ -164,21 +164,25 @@ def own_drafter(field: str, name: str, drafter: Drafter) -> DrafterSpec:
 
 
 def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
-    """The command line of a link; `forwards` has the target of each address that it listens on."""
+    """Return the command line of a link.
+
+    `forwards` has the target of each address that it listens on.
+    """
     pairs = [f"--forward={listen}={target}" for listen, target in forwards.items()]
     arguments = ("--control", control, *pairs)
     return Launch(f"link-{name}", "outrider_bench.experiment.link_process", arguments)
 
 
 def process_names(name: str, drafter: Drafter) -> list[str]:
-    """The processes of a drafter; a drafter in the verifier's process has none."""
+    """Return the processes of a drafter; a drafter in the verifier's process has none."""
     if drafter.in_process:
         return []
     return [f"{name}-{number + 1}" for number in range(drafter.count)]
 
 
 def drafter_count(experiment: Experiment) -> int:
-    """The number of drafters that the verifier has, including a drafter in its own process."""
+    """Return the number of drafters that the verifier has, including a drafter in its own process.
+    """
     return sum(drafter.count for _, drafter in drafters_of(experiment))
 
 

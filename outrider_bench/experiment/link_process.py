@@ -48,7 +48,7 @@ class LinkControl:
         await self._ask({"reset": True})
 
     async def traffic(self) -> LinkTraffic:
-        """Bytes and connections since the link's start."""
+        """Return the bytes and connections since the link's start."""
         return LinkTraffic(**(await self._ask({}))["traffic"])
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class LinkControl:
 
 
 def control_of(link: ShapedLink) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]:
-    """The handler of connections to the control port."""
+    """Return the handler of connections to the control port."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():

@@ -30,7 +30,7 @@ _LINGER = struct.pack("ii", 1, 0)
 
 
 def exact_loop() -> asyncio.AbstractEventLoop:
-    """An event loop that does not round timers to milliseconds, as epoll and libuv do."""
+    """Return an event loop that does not round timers to milliseconds, as epoll and libuv do."""
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
 
@@ -272,7 +272,7 @@ class _End(asyncio.Protocol):
             self._transport.abort()
 
     def _in_order(self) -> float:
-        """The time at which an end of stream or connection that comes now is due."""
+        """Return the time at which an end of stream or connection that comes now is due."""
         return max(self._last, self._loop.time() + self.link.round_trip_s / 2)
 
     def _put(self, *pieces: tuple[float, bytes | None]) -> None:

@@ -149,7 +149,7 @@ def _read(
 
 
 def _events(blocks: Sequence[tuple[float, bytes]]) -> list[tuple[float, dict[str, Any]]]:
-    """The stream's JSON events, each with the time of its last byte."""
+    """Return the stream's JSON events, each with the time of its last byte."""
     found = []
     rest = b""
     for at, block in blocks:
@@ -162,5 +162,5 @@ def _events(blocks: Sequence[tuple[float, bytes]]) -> list[tuple[float, dict[str
 
 
 def digest(played: Played) -> str:
-    """SHA-256 of all texts in order."""
+    """Return the SHA-256 of all texts in order."""
     return hashlib.sha256(json.dumps(played.texts).encode()).hexdigest()

@@ -48,7 +48,7 @@ def this_machine() -> Machine:
 
 
 def processor_name() -> str:
-    """The model name that Linux gives; without one, the architecture, such as `aarch64`.
+    """Return the model name that Linux gives; without one, the architecture, as `aarch64`.
 
     Kernels of a lesser processor, if OUTRIDER_CPU_KERNELS names them, are part of the name.
     """
@@ -100,7 +100,8 @@ def check(experiment: Experiment) -> None:
 
 
 def spread() -> float:
-    """The 90th percentile of a fixed computation's times over their median, within a second."""
+    """Return the 90th percentile of a fixed computation's times over their median, within a second.
+    """
     data = np.ones((_SPREAD_SIZE, _SPREAD_SIZE))
     times: list[float] = []
     while sum(times) < _WATCH_S:
@@ -109,7 +110,7 @@ def spread() -> float:
 
 
 def warnings() -> Iterator[str]:
-    """Reasons to doubt measurements on this machine now; watches it for a second."""
+    """Yield reasons to doubt measurements on this machine now; watches it for a second."""
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
     if load > _BUSY_LOAD * cores:
@@ -139,7 +140,7 @@ def _gpus() -> list[str]:
 
 
 def _git(root: Path, *words: str) -> str:
-    """Git's output; empty without git or a checkout."""
+    """Return Git's output; empty without git or a checkout."""
     try:
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, check=False)
     except OSError:
@@ -150,6 +151,6 @@ def _git(root: Path, *words: str) -> str:
 
 
 def _cpu_times() -> dict[str, int]:
-    """Ticks of all cores, keyed by kind of work, from /proc/stat (proc_stat(5))."""
+    """Return the ticks of all cores, keyed by kind of work, from /proc/stat (proc_stat(5))."""
     first, *_ = Path("/proc/stat").read_text().splitlines()
     return dict(zip(_STAT_NAMES, map(int, first.split()[1 : 1 + len(_STAT_NAMES)]), strict=True))

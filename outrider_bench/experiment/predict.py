@@ -57,7 +57,7 @@ def run(file: Path, paths: Sequence[Path], validate: Path | None, out: Path) -> 
 
 
 def _run(path: Path, experiment: Experiment) -> Folder:
-    """The folder of a run of this very experiment."""
+    """Return the folder of a run of this very experiment."""
     folder = Folder(path)
     if not (path / "run.json").is_file():
         raise ValueError(f"--validate: {path} is no folder of a run")
@@ -67,7 +67,7 @@ def _run(path: Path, experiment: Experiment) -> Folder:
 
 
 def _own(out: Path, experiment: Experiment, profiles: Sequence[Profile]) -> Folder:
-    """A folder for these profiles and this very experiment."""
+    """Return a folder for these profiles and this very experiment."""
     names = (
         "".join([profile.model_dump_json() for profile in profiles]) + experiment.model_dump_json()
     )
@@ -107,10 +107,10 @@ def predict(cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder) 
 def table(
     cells: Sequence[Cell], rates: Mapping[tuple[str, str], float], predictor: Predictor
 ) -> Table:
-    """A line for each cell, with the spread and the source of its costs.
+    """Return a line for each cell, with the spread and the source of its costs.
 
-    `rates` maps a cell and a decoding mode to tokens/s. The fastest place of each
-    workload has a mark, and so does each place that is not shown to be slower.
+    `rates` maps a cell and a decoding mode to tokens/s. The fastest place of each workload has a
+    mark, and so does each place that is not shown to be slower.
     """
     paths = [path.rpartition(".")[2] for path in cells[0].point]
     figures = ("plain, tokens/s", "drafted, tokens/s", "× plain", "", "spread", "costs")
@@ -166,7 +166,7 @@ class Predictor:
         return Measurement(way, found.sample, links=found.links, errors=found.errors)
 
     def profile(self, cell: Cell) -> Profile:
-        """The first profile that fits a cell.
+        """Return the first profile that fits a cell.
 
         If none fits, raises ValueError with what the first profile lacks.
         """
@@ -209,7 +209,7 @@ class Predictor:
 
 
 def _traffic(experiment: Experiment, simulation: Simulation) -> dict[str, LinkTraffic]:
-    """The bytes of the connected drafters' streams, keyed by the link that carries them."""
+    """Return the bytes of the connected drafters' streams, keyed by the link that carries them."""
     links: dict[str, LinkTraffic] = {}
     for name, drafter in drafters_of(experiment):
         for process in simulated_processes(name, drafter):

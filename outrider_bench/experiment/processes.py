@@ -38,7 +38,7 @@ class Processes:
         self._all[launch.name] = _Process(launch, child)
 
     def child(self, name: str) -> Child:
-        """A process that was started."""
+        """Return a process that was started."""
         return self._all[name].child
 
     async def end(self, name: str) -> None:
@@ -54,7 +54,7 @@ class Processes:
             await self.start(process.launch)
 
     async def cpu_s(self) -> dict[str, float]:
-        """CPU seconds of each process."""
+        """Return CPU seconds of each process."""
         return {name: await process.child.cpu_s() for name, process in self._all.items()}
 
     async def check(self) -> None:

@@ -27,7 +27,7 @@ class Conditions(BaseModel):
     measurements, whichever is larger."""
 
     def described(self, cores: list[int]) -> str:
-        """The load in words."""
+        """Return the load in words."""
         before, after = self.load_averages
         return (
             f"under a load of {before:.1f} before and {after:.1f} at the end, its own included, on "
@@ -90,7 +90,7 @@ class Profile(BaseModel):
         return low.model_copy(update=between)
 
     def costs_at(self, way: str, *, beside: bool = True) -> Costs:
-        """The cost table while the machine serves in a decoding mode.
+        """Return the cost table while the machine serves in a decoding mode.
 
         With `beside`, drafters on other cores of the host slow its forwards; else they do not.
         """
@@ -101,7 +101,7 @@ class Profile(BaseModel):
         return busy(self.costs, low, high)
 
     def _at(self, way: str) -> tuple[Serving, Serving]:
-        """The costs of serving in a decoding mode at the smallest and the largest batch.
+        """Return the costs of serving in a decoding mode at the smallest and the largest batch.
 
         A mode that was not measured has the costs of plain decoding, with the table's link.
         """

@@ -34,7 +34,8 @@ OURS = (PLAIN, DRAFTED)
 
 
 def ways_of(cell: Cell) -> list[str]:
-    """The decoding modes that are measured for a cell, which is a combination of settings."""
+    """Return the decoding modes that are measured for a cell, which is a combination of settings.
+    """
     return [PLAIN, DRAFTED] if cell.experiment.use else [PLAIN]
 
 
@@ -94,7 +95,7 @@ class Folder:
 
     @classmethod
     def of(cls, out: Path, experiment: Experiment, machine: Machine, commit: str) -> Folder:
-        """The folder for this machine, experiment and commit, see `machine.commit`."""
+        """Return the folder for this machine, experiment and commit, see `machine.commit`."""
         digest = hashlib.sha256(experiment.model_dump_json().encode()).hexdigest()[:8]
         return cls(out / experiment.name / f"{machine.fingerprint}-{commit}-{digest}")
 
@@ -108,12 +109,12 @@ class Folder:
         self._write(self.path / COSTS, sentence)
 
     def about(self) -> dict[str, Any]:
-        """The content of `run.json`. Raises OSError if it is missing."""
+        """Return the content of `run.json`. Raises OSError if it is missing."""
         found: dict[str, Any] = json.loads((self.path / "run.json").read_text())
         return found
 
     def has(self, cell_key: str, way: str, repetition: int) -> bool:
-        """Whether a repetition of a decoding mode in a cell was measured."""
+        """Return whether a repetition of a decoding mode in a cell was measured."""
         return (self._cell(cell_key, predicted=False) / f"{way}.{repetition}.json").exists()
 
     def save(
@@ -126,7 +127,7 @@ class Folder:
     def measurements(
         self, cell_key: str, *, predicted: bool = False
     ) -> Iterator[tuple[int, Measurement]]:
-        """All measurements of a cell with their repetition, in order of repetition."""
+        """Yield all measurements of a cell with their repetition, in order of repetition."""
         files = self._cell(cell_key, predicted=predicted).glob("*.json")
         numbered = sorted([(int(file.suffixes[-2][1:]), file) for file in files])
         for repetition, file in numbered:

@@ -52,7 +52,7 @@ async def run(
 
 
 def open_folder(out: Path, experiment: Experiment, console: Console, command: str) -> Folder:
-    """The folder of this machine, commit and experiment; other folders stay unchanged.
+    """Return the folder of this machine, commit and experiment; other folders stay unchanged.
 
     A new folder records the machine, the commit and `command`, the command line.
     """
@@ -96,7 +96,7 @@ async def measure(
 def missing(
     experiment: Experiment, cells: Sequence[Cell], folder: Folder
 ) -> Sequence[tuple[str, str, int]]:
-    """Cell, decoding mode and repetition of all missing measurements."""
+    """Return cell, decoding mode and repetition of all missing measurements."""
     return [
         (cell.key, way, repetition)
         for cell in cells
@@ -115,7 +115,7 @@ def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
 
 
 def there_and_back(items: Sequence[_Item], round_number: int) -> Iterator[_Item]:
-    """The items in order in even rounds, and in reverse order in odd rounds.
+    """Return the items in order in even rounds, and in reverse order in odd rounds.
 
     Thus drift of the machine affects all items alike.
     """
@@ -177,7 +177,8 @@ class Runner:
             self._tell(f"{repetition + 1}: {first.key}, plain", len(alike))
 
     def _by_workload(self, cells: list[Cell], way: str, repetition: int) -> list[list[Cell]]:
-        """The cells without a measurement of this decoding mode, grouped by their workloads."""
+        """Return the cells without a measurement of this decoding mode, grouped by their workloads.
+        """
         found: dict[str, list[Cell]] = {}
         for cell in cells:
             if self._lacks(cell, way, repetition):
@@ -215,7 +216,7 @@ def _tenant(cell: Cell, way: str, repetition: int) -> str:
 
 
 def _target_model(target: Target) -> Path:
-    """The directory of the target's model. A grown model is made first."""
+    """Return the directory of the target's model. A grown model is made first."""
     if not target.grown:
         return target.model
     from outrider_bench.grown import modest_target

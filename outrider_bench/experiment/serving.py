@@ -41,18 +41,18 @@ class Serving(BaseModel):
     """Time of drafting over its time on the idle machine."""
 
     def with_host_times(self, other: Serving) -> Serving:
-        """These costs, but with the host's working times of another decoding mode."""
+        """Return these costs, but with the host's working times of another decoding mode."""
         return self.model_copy(update={"before_s": other.before_s, "after_s": other.after_s})
 
 
 def costs_of_serving(loads: Sequence[Served], costs: Costs) -> list[Serving]:
-    """The costs of each decoding mode and batch size that was served."""
+    """Return the costs of each decoding mode and batch size that was served."""
     plains = {load.batch: load.step for load in loads if load.way == "plain"}
     return [_serving(load, plains[load.batch], costs) for load in loads]
 
 
 def _serving(load: Served, plain: Step, costs: Costs) -> Serving:
-    """The costs of a load; `plain` is the step of plain decoding at the same batch size."""
+    """Return the costs of a load; `plain` is the step of plain decoding at the same batch size."""
     step = load.step
     found = Serving(
         way=load.way,
@@ -79,16 +79,16 @@ def _serving(load: Served, plain: Step, costs: Costs) -> Serving:
 
 
 def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
-    """The table of a machine that serves, from its costs at a small and at a large batch."""
+    """Return the table of a machine that serves, from its costs at a small and at a large batch."""
     span = max(many.sequences - one.sequences, 1e-9)
 
     def slowdown(sequences: int) -> float:
-        """How much longer a forward takes, interpolated between the two measured loads."""
+        """Return how much longer a forward takes, interpolated between the two measured loads."""
         share = min(max((sequences - one.sequences) / span, 0.0), 1.0)
         return one.slowdown + share * (many.slowdown - one.slowdown)
 
     def line(low: float, high: float) -> tuple[float, float]:
-        """Seconds of a step and of each further sequence, neither negative."""
+        """Return the seconds of a step and of each further sequence, neither negative."""
         each = max(0.0, (high - low) / span)
         return max(0.0, low - each * one.sequences), each
 
@@ -112,7 +112,7 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
 
 
 def expected_s(step: Step, costs: Costs) -> float:
-    """Seconds of this step's forward on the idle machine, with its share of prompts."""
+    """Return the seconds of this step's forward on the idle machine, with its share of prompts."""
     count = max(1, round(step.sequences))
     scale = step.sequences / count
     tokens = max(count, round((step.sequences + step.draft_tokens) / scale))

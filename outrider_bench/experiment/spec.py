@@ -200,7 +200,7 @@ class Experiment(_Part):
         return self
 
     def cells(self) -> list[Cell]:
-        """All combinations of the sweep.
+        """Return all combinations of the sweep.
 
         Raises ValueError that names the path of the sweep and the value that does not fit there.
         """
@@ -269,7 +269,7 @@ def load(path: Path) -> Experiment:
 
 
 def drafters_of(experiment: Experiment) -> Iterator[tuple[str, Drafter]]:
-    """The drafters of a cell's experiment that run, keyed by name and in order."""
+    """Yield the drafters of a cell's experiment that run, keyed by name and in order."""
     for name in experiment.use:
         yield name, experiment.drafters[name]
 

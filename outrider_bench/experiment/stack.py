@@ -53,7 +53,8 @@ class Server:
     """Drafters in the verifier's own process."""
 
     async def has_drafters(self, count: int) -> bool:
-        """Whether the gateway is ready and `count` drafters are connected to the verifier."""
+        """Return whether the gateway is ready and `count` drafters are connected to the verifier.
+        """
         # Reading the system's certificates would occupy the cores on which processes start.
         async with httpx.AsyncClient(timeout=_ASK_S, verify=False) as client:
             return await _is_ready(client, self.endpoint.url, count)
@@ -164,7 +165,7 @@ class Drafting:
         await self.processes.until(f"link {name}", connected)
 
     async def traffic(self) -> dict[str, LinkTraffic]:
-        """The traffic of each link since its start."""
+        """Return the traffic of each link since its start."""
         return {name: await control.traffic() for name, control in self.links.items()}
 
 
@@ -184,7 +185,7 @@ async def drafting(experiment: Experiment, server: Server) -> AsyncIterator[Draf
 
 
 def own_drafters(experiment: Experiment, model: Path) -> list[DrafterSpec]:
-    """The drafters in the verifier's process.
+    """Return the drafters in the verifier's process.
 
     `model` is the target's model as it runs. If it is grown, the heads are grown too.
     """

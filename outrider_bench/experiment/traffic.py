@@ -43,14 +43,17 @@ class Encoder:
         self._known: dict[tuple[str, tuple[Message, ...]], list[int]] = {}
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """The prompt's ids. Raises ValueError for a chat if the model has no chat template."""
+        """Return the prompt's ids.
+
+        Raises ValueError for a chat if the model has no chat template.
+        """
         key = prompt.text, prompt.chat
         if key not in self._known:
             self._known[key] = self._encode(prompt)
         return self._known[key]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of an answer's ids."""
+        """Return the text of an answer's ids."""
         return str(self._tokenizer.decode(ids))
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -71,7 +74,7 @@ class Encoder:
 
 
 def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
-    """The requests in order. The last prompt of each kind is kept for warming up."""
+    """Return the requests in order. The last prompt of each kind is kept for warming up."""
     own = _Prompts(workload)
     kinds = own.kinds
     found = []
@@ -84,7 +87,7 @@ def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
 
 
 def warm_up_of(workload: Workload, encoder: Encoder) -> list[Request]:
-    """Requests for warming up; no measurement has their prompts.
+    """Return requests for warming up; no measurement has their prompts.
 
     There are two for each request under way, and at least one of each kind.
     """
@@ -98,13 +101,13 @@ def warm_up_of(workload: Workload, encoder: Encoder) -> list[Request]:
 
 
 def request_of(prompt: Prompt, encoder: Encoder, output_tokens: int, seed: int | None) -> Request:
-    """The request that asks for a prompt's answer."""
+    """Return the request that asks for a prompt's answer."""
     ids = encoder.ids(prompt)
     return Request(prompt.kind, ids, output_tokens, seed, prompt.structured_outputs)
 
 
 def spread_lengths(mean: int, count: int) -> list[int]:
-    """Lengths of answers, spread evenly from half to one and a half times their mean."""
+    """Return the lengths of answers, spread evenly from half to one and a half times their mean."""
     return [max(round(mean * (0.5 + (i * _GOLDEN) % 1.0)), 1) for i in range(count)]
 
 
@@ -116,12 +119,15 @@ class _Prompts:
         self.kinds = list(self._of_kinds)
 
     def get(self, kind: str, i: int) -> Prompt:
-        """The i-th request's prompt. A kind's last prompt is kept, unless it is the only one."""
+        """Return the i-th request's prompt.
+
+        A kind's last prompt is kept, unless it is the only one.
+        """
         usual = self._of_kinds[kind][:-1] or self._of_kinds[kind]
         return usual[i // len(self.kinds) % len(usual)]
 
     def kept(self, kind: str) -> Prompt:
-        """The prompt of this kind for warming up."""
+        """Return the prompt of this kind for warming up."""
         return self._of_kinds[kind][-1]
 
 

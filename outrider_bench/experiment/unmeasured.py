@@ -45,7 +45,7 @@ def load_profile(name: str, field: str) -> Profile:
 
 
 def profile_of(name: str, target: Target) -> Profile:
-    """The profile of the hardware of a cost table, for a target.
+    """Return the profile of the hardware of a cost table, for a target.
 
     The table gives forwards, drafting and the host's work. Serving slows nothing down, drafters on
     other cores take nothing from the target, and two processes on the same cores have half their

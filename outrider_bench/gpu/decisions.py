@@ -36,7 +36,7 @@ _BARS = (
 
 
 def decisions(directory: Path) -> str:
-    """A Markdown table with a row for each figure that a decision depends on.
+    """Return a Markdown table with a row for each figure that a decision depends on.
 
     `directory` has the `stack*.csv` of one or more runs of `bench/gpu.sh stack`.
     """
@@ -70,7 +70,7 @@ def _rows(directory: Path) -> Iterator[_Row]:
 
 
 def _cell(row: _Row) -> tuple[str, int]:
-    """Which drafter was used, and for how many sequences at once."""
+    """Return which drafter was used, and for how many sequences at once."""
     return row["sweep.use"], int(row["sweep.workload.batch"])
 
 

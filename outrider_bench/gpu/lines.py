@@ -58,7 +58,7 @@ class Sizes:
     repeats: int
 
     def short(self) -> Sizes:
-        """Sizes that take a minute: one context, no prompts, and up to five draft tokens."""
+        """Return sizes that take a minute: one context, no prompts, and up to five draft tokens."""
         return replace(self, contexts=self.contexts[:1], tokens=self.tokens[:2], beside_prompt=[])
 
 
@@ -78,7 +78,7 @@ class Device:
         self.limit = 1e3 * numbers.nbytes * max(2 / copy_ms, 1 / sum_ms)
 
     def floor_ms(self, size: float) -> float:
-        """The milliseconds that `size` bytes take at the limit."""
+        """Return the milliseconds that `size` bytes take at the limit."""
         return 1e3 * size / self.limit
 
     def timed(self, run: Callable[[], object]) -> tuple[float, float]:

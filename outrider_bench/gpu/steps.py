@@ -23,7 +23,7 @@ _LONGEST = 12
 
 
 def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
-    """Chains of `tokens` after `context` tokens each, in pages scattered over a cache."""
+    """Return chains of `tokens` after `context` tokens each, in pages scattered over a cache."""
     each = -(-(context + tokens) // _PAGE_SIZE)
     pages = Random(0).sample(range(batch * each), batch * each)
     # As in a service, the device knows the pages of a running sequence after its first step.
@@ -60,17 +60,17 @@ class _Model:
         self.runner = ModelRunner(model, bounds=self._bounds)
 
     def holds(self, batch: int, context: int, tokens: int) -> bool:
-        """Whether a batch of this size fits the cache and one forward."""
+        """Return whether a batch of this size fits the cache and one forward."""
         pages = batch * -(-(context + tokens) // _PAGE_SIZE)
         fits = batch * tokens <= self._device.sizes.forward_tokens
         return fits and pages <= self.runner.page_count
 
     def timed(self, slices: list[SequenceSlice]) -> tuple[float, float]:
-        """Milliseconds of a forward on the device and on the host."""
+        """Return the milliseconds of a forward on the device and on the host."""
         return self._device.timed(lambda: self.runner.forward(slices))
 
     def floor_ms(self, batch: int, context: int) -> float:
-        """The least time of a step, in which weights and keys are read once."""
+        """Return the least time of a step, in which weights and keys are read once."""
         return self._device.floor_ms(self._bytes + batch * context * self._token_bytes)
 
     def capture(self, lines: Lines) -> None:

@@ -52,7 +52,7 @@ class DraftingCost(_Table):
     """Seconds that forwards on the same machine lose to each message of the drafter."""
 
     def of_token(self, sequences: int) -> float:
-        """Seconds for one token of each of `sequences` sequences."""
+        """Return the seconds for one token of each of `sequences` sequences."""
         return _interpolated(self.token_s, sequences)
 
     def of_run_token(self, sequences: int) -> float:
@@ -155,7 +155,7 @@ def _interpolated(points: Mapping[_Number, float], x: float) -> float:
 
 
 def way_of(family: str, threads: int) -> str:
-    """The name in `drafting` of a family that computes on `threads` threads."""
+    """Return the name in `drafting` of a family that computes on `threads` threads."""
     return family if threads == 1 else f"{family}-{threads}"
 
 
@@ -169,7 +169,7 @@ def load(name: str) -> Costs:
 
 
 def path_of(name: str) -> Path:
-    """The file of a table that comes with the simulator, or the file at the path `name`.
+    """Return the file of a table that comes with the simulator, or the file at the path `name`.
 
     Raises ValueError if there is no such file.
     """

@@ -25,7 +25,7 @@ class Events:
         self._number = 0
 
     def clock(self) -> float:
-        """The `outrider.process.clock.Clock` of the simulated stack."""
+        """Return the `outrider.process.clock.Clock` of the simulated stack."""
         return self.now
 
     def spend(self, seconds: float) -> None:

@@ -97,7 +97,7 @@ class SimulatedFamily(Family):
     def _leaves(
         self, text: DrawnText, first: int, place: int, rate: float, *, right: bool
     ) -> list[Branch]:
-        """The alternatives to the guess at `place`, the likeliest first.
+        """Return the alternatives to the guess at `place`, the likeliest first.
 
         One alternative may be right if the guess is the first wrong guess.
         """
@@ -113,7 +113,7 @@ class SimulatedFamily(Family):
         return leaves
 
     def _offered(self, text: DrawnText, index: int, count: int) -> int:
-        """The number of guesses for the `count` tokens from `index` after the prompt on."""
+        """Return the number of guesses for the `count` tokens from `index` after the prompt on."""
         recorded = text.guesses.get(self.name)
         if recorded is None:
             return 0 if self._skips_hard and text.hard[index] else count

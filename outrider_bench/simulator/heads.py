@@ -88,7 +88,7 @@ class SimulatedHead:
         self._ends: dict[HeadDraft, int] = {}
 
     def width(self, *, projected: bool) -> int:
-        """Numbers in a feature."""
+        """Return the numbers in a feature."""
         return self._width
 
     def begin(self, sequence: DraftSequence, seed: int, *, projected: bool) -> HeadDraft:
@@ -139,7 +139,7 @@ class SimulatedHead:
         return self._free_at
 
     def _offer(self, draft: HeadDraft, count: int) -> Offer | None:
-        """The recorded offer after the committed text, cut to `count` guesses."""
+        """Return the recorded offer after the committed text, cut to `count` guesses."""
         tokens = draft.sequence.tokens
         text = self._world.text_of(tokens, 1)
         offers = self._world.offers.get(tuple(text.prompt_ids), {}).get(self._name, ())

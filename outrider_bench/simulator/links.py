@@ -62,7 +62,7 @@ class Link:
         return arrival
 
     def _lost_s(self, byte_count: int) -> float:
-        """The delay of a message by lost segments; 0 if none is lost."""
+        """Return the delay of a message by lost segments; 0 if none is lost."""
         segments = max(1, -(-byte_count // _SEGMENT_BYTES))
         if self._random.random() < (1.0 - self.loss) ** segments:
             return 0.0
@@ -70,7 +70,7 @@ class Link:
 
 
 def draft_bytes(batch: DraftBatch) -> int:
-    """The approximate size of a drafter's message on the wire."""
+    """Return the approximate size of a drafter's message on the wire."""
     tokens = sum([len(proposal.token_ids) + len(proposal.parents) for proposal in batch.proposals])
     confidences = sum([len(proposal.confidences) for proposal in batch.proposals])
     entries = len(batch.proposals) + len(batch.skips)
@@ -79,7 +79,7 @@ def draft_bytes(batch: DraftBatch) -> int:
 
 
 def step_bytes(step: StepBatch) -> int:
-    """The approximate size of a verifier's message on the wire."""
+    """Return the approximate size of a verifier's message on the wire."""
     tokens = sum([len(opened.token_ids) for opened in step.opened])
     tokens += sum([len(verdict.new_token_ids) for verdict in step.verdicts])
     entries = len(step.opened) + len(step.verdicts) + len(step.closed)

@@ -98,7 +98,7 @@ def _served(
     *,
     int8: bool | None = False,
 ) -> ModelRunner:
-    """A model as a service loads it: on a GPU with the graphs of all forwards to measure."""
+    """Return a model as a service loads it: on a GPU with the graphs of all forwards to measure."""
     bounds = Bounds(max(sequences), max(_TOKENS), _MAX_TOKENS)
     runner = ModelRunner.load(
         str(path), dtype=dtype, int8=int8, device=device, threads=threads, bounds=bounds
@@ -108,7 +108,7 @@ def _served(
 
 
 def sequences_up_to(most: int) -> list[int]:
-    """The numbers of sequences that are measured, up to `most`."""
+    """Return the numbers of sequences that are measured, up to `most`."""
     return [count for count in _SEQUENCES if count <= most]
 
 
@@ -122,7 +122,7 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
     best_s = _in_rounds(points, lambda point: _forward_s(target, *point))
 
     def least_s(count: int, tokens: int) -> float:
-        """The seconds of the fastest forward of at least these sequences and tokens in all.
+        """Return the seconds of the fastest forward of at least these sequences and tokens in all.
 
         More work does not take less time. If it did, something disturbed the smaller forward.
         """
@@ -170,14 +170,14 @@ def _draft_s(runner: ModelRunner, sequences: int) -> float:
 
 
 def _opened(number: int, prompt: list[int], window: Window) -> Opened:
-    """The announcement of a greedy sequence."""
+    """Return the announcement of a greedy sequence."""
     one_hot = DraftDistribution.ONE_HOT
     greedy = SamplingParams(0.0)
     return Opened(number, prompt, greedy, one_hot, window, 4, prompt_length=len(prompt))
 
 
 def _run_s(runner: ModelRunner, sequences: int) -> float:
-    """Seconds of a call that drafts a run for each of `sequences` sequences."""
+    """Return the seconds of a call that drafts a run for each of `sequences` sequences."""
     pages = -(-(_CONTEXT + _RUN) // runner.page_size)
     slices = [
         SequenceSlice([0], _CONTEXT, [*range(i * pages, (i + 1) * pages)], 1)
@@ -187,7 +187,7 @@ def _run_s(runner: ModelRunner, sequences: int) -> float:
 
 
 def _lookup_cost() -> DraftingCost:
-    """The n-gram family's time for a run, and for the branches beside it.
+    """Return the n-gram family's time for a run, and for the branches beside it.
 
     The text has few different tokens, so that every lookup finds something.
     """
@@ -234,7 +234,8 @@ def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
 
 
 def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
-    """Seconds that a step with a prompt adds, and seconds that each of its tokens adds."""
+    """Return the seconds that a step with a prompt adds, and seconds that each of its tokens adds.
+    """
     short, long = (_prompt_s(runner, count) for count in _PROMPTS)
     token_s = max(0.0, long - short) / (_PROMPTS[1] - _PROMPTS[0])
     return max(0.0, short - decode_step_s - _PROMPTS[0] * token_s), token_s
@@ -243,7 +244,7 @@ def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
 def _in_rounds(
     points: Sequence[_Point], seconds_of: Callable[[_Point], float]
 ) -> dict[_Point, float]:
-    """The fastest of several rounds over all points."""
+    """Return the fastest of several rounds over all points."""
     best = dict.fromkeys(points, math.inf)
     for _ in range(_ROUNDS):
         for point in points:
@@ -252,7 +253,7 @@ def _in_rounds(
 
 
 def _prompt_s(runner: ModelRunner, count: int) -> float:
-    """Seconds of a forward of one prompt of `count` tokens."""
+    """Return the seconds of a forward of one prompt of `count` tokens."""
     pages = -(-count // runner.page_size)
     slices = [SequenceSlice([0] * count, 0, [*range(pages)], 1)]
     return _best_s(lambda: runner.forward(slices)[0, 0].item())
@@ -273,7 +274,7 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _host() -> tuple[float, float]:
-    """Seconds of the engine's own work for a plain step, and for each sequence in it."""
+    """Return the seconds of the engine's own work for a plain step, and for each sequence in it."""
     one, many = (min(step_seconds(count, drafts=False)) for count in (1, 64))
     each = max(0.0, many - one) / 63
     return max(0.0, one - each), each

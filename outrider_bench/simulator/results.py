@@ -54,7 +54,7 @@ def outcomes(scenario: Scenario) -> Outcomes:
 
 
 def record(scenario: Scenario, found: Outcomes) -> dict[str, Any]:
-    """The JSON record: the scenario, and the figures of each outcome."""
+    """Return the JSON record: the scenario, and the figures of each outcome."""
     return {
         "machine": f"simulated; costs: {scenario.costs.source}",
         "scenario": scenario.model_dump(mode="json", exclude={"recording"}),

@@ -173,7 +173,7 @@ class Simulation:
         return outcome
 
     def _end(self, requests: list[Request]) -> float:
-        """When the measurement of these requests ended.
+        """Return when the measurement of these requests ended.
 
         If all requests have ended, it ended with the last of them, else when the time was up. More
         poisson arrivals could always come, so their measurement ends when the time is up.
@@ -189,7 +189,7 @@ class Simulation:
 
 
 def _sample(requests: list[Request], began: float, end: float, full_s: float) -> Sample:
-    """The tokens and latencies of these requests from `began` until `end`.
+    """Return the tokens and latencies of these requests from `began` until `end`.
 
     The sample's times are relative to `began`.
     """

@@ -77,7 +77,7 @@ class World:
         self._draws: dict[tuple[str, int], tuple[Random, list[float]]] = {}
 
     def random(self, *names: object) -> Random:
-        """A generator for these names; equal names give equal draws."""
+        """Return a generator for these names; equal names give equal draws."""
         return Random("/".join(map(str, (self._seed, *names))))
 
     def add(self, text: DrawnText) -> None:
@@ -108,7 +108,7 @@ class World:
             text.hard.append(is_hard != (draw.random() < leave))
 
     def luck(self, drafter: str, text: DrawnText, index: int) -> float:
-        """The drafter's number in [0, 1) for the token at `index` after the prompt.
+        """Return the drafter's number in [0, 1) for the token at `index` after the prompt.
 
         The drafter knows the token if its acceptance there is greater.
         """

@@ -36,7 +36,7 @@ BY_GRAMMAR = "by a grammar"
 
 
 def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prompt]]:
-    """Up to `settings.count` prompts of each kind that fit, and one more to warm up with.
+    """Return up to `settings.count` prompts of each kind that fit, and one more to warm up with.
 
     Raises ValueError that names the file and the line, or the kind with too few prompts.
     """
@@ -59,9 +59,10 @@ def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prom
 
 
 def mixed(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
-    """The prompts for batches: the kinds alternate; the last prompt of each kind is left out.
+    """Return the prompts for batches: the kinds alternate.
 
-    Prompts with a grammar are a separate group, since some decoding modes take no grammars.
+    The last prompt of each kind is left out. Prompts with a grammar are a separate group, since
+    some decoding modes take no grammars.
     """
     groups: dict[str, list[Prompt]] = {FREE: [], BY_GRAMMAR: []}
     counted = [kind[:-1] for kind in prompts.values()]
@@ -196,7 +197,8 @@ async def measured(
 def _requests(
     turn: Turn, prompts: Mapping[str, Sequence[Prompt]], encoder: Encoder, tokens: int
 ) -> list[Request]:
-    """The turn's requests; every decoding mode gets the same requests with the same seeds."""
+    """Return the turn's requests; every decoding mode gets the same requests with the same seeds.
+    """
     asked = mixed(prompts)[turn.kind] if turn.batch > 1 else [prompts[turn.kind][turn.number]]
     return [
         request_of(prompt, encoder, tokens, 1000 * turn.round + turn.number + place)
@@ -205,7 +207,7 @@ def _requests(
 
 
 def _tenant(way: Way, turn: Turn) -> str:
-    """A name under which no n-grams of the turn's prompts are known."""
+    """Return a name under which no n-grams of the turn's prompts are known."""
     words = way.name, way.always, turn.round, turn.batch, turn.temperature
     return hashlib.sha256(repr(words).encode()).hexdigest()
 

@@ -53,7 +53,7 @@ async def line_peer(
         receive = process.stdout
 
         async def line() -> bytes:
-            """The peer's next line. Raises PeerDied with its last words if it died."""
+            """Return the peer's next line. Raises PeerDied with its last words if it died."""
             read = await receive.readline()
             if not read.endswith(b"\n"):
                 errors.seek(0)

@@ -62,7 +62,7 @@ async def started(
 
 
 def _vllm_methods(settings: TableSettings) -> dict[str, _Method]:
-    """vLLM's drafting methods, keyed by name, without a drafter that is missing."""
+    """Return vLLM's drafting methods, keyed by name, without a drafter that is missing."""
     count = {"num_speculative_tokens": _VLLM_DRAFT_TOKENS}
     lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     found = {

@@ -15,7 +15,10 @@ _MARKS = {"faster": " ▲", "slower": " ▼", "": ""}
 
 
 def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
-    """The table of a run; `about` is its record. A turn that was interrupted does not count."""
+    """Return the table of a run; `about` is its record.
+
+    A turn that was interrupted does not count.
+    """
     begun = {row.turn for row in rows if row.way == PLAIN}
     rows = [row for row in rows if row.turn in begun]
     return "\n".join([*_head(about), *_speeds(rows), *_guesses(rows), *_texts(rows)]) + "\n"
@@ -46,7 +49,7 @@ def _speeds(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _speed(plain: Mapping[Turn, Row], some: Sequence[Row]) -> str:
-    """Rows of one decoding mode, with the plain rows of the same turns."""
+    """Return rows of one decoding mode, with the plain rows of the same turns."""
     pairs = [(r.tokens, r.seconds, plain[r.turn].tokens, plain[r.turn].seconds) for r in some]
     amount, time, plain_amount, plain_time = map(sum, zip(*pairs, strict=True))
     if some[0].way == PLAIN:

@@ -61,7 +61,7 @@ class Row:
         )
 
     def line(self) -> str:
-        """The row as a line of JSON."""
+        """Return the row as a line of JSON."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
 

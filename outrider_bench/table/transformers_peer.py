@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _generate(model: Any, task: dict[str, Any], how: dict[str, Any]) -> list[int]:
-    """The answer's ids, with the end of the text."""
+    """Return the answer's ids, with the end of the text."""
     torch.manual_seed(task["seed"])
     prompt = torch.tensor([task["prompt"]])
     sampling: dict[str, Any] = {"do_sample": False}

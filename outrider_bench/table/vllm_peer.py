@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _drafts(llm: Any) -> dict[str, float]:
-    """vLLM's counters of drafts so far, under the keys of `sample.counter_keys`."""
+    """Return vLLM's counters of drafts so far, under the keys of `sample.counter_keys`."""
     found = {}
     for metric in llm.get_metrics():
         if metric.name.startswith("vllm:spec_decode_num_"):
@@ -83,7 +83,7 @@ def _drafts(llm: Any) -> dict[str, float]:
 
 
 def _params(vllm: Any, task: dict[str, Any], number: int) -> Any:
-    """The sampling of a task's request."""
+    """Return the sampling of a task's request."""
     grammar = (task.get("grammars") or {number: None})[number]
     if grammar is not None:
         outputs: Any = importlib.import_module("vllm.sampling_params").StructuredOutputsParams

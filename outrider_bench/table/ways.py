@@ -42,7 +42,7 @@ class Way:
     """The most requests that the mode takes at once."""
 
     def takes(self, requests: Sequence[Request], batch: int) -> bool:
-        """Whether the mode can answer these requests, `batch` at once."""
+        """Return whether the mode can answer these requests, `batch` at once."""
         has = requests[0].grammar is not None
         fits = {"any": True, "needed": has, "none": not has}[self.grammars]
         return fits and batch <= self.most
@@ -67,7 +67,7 @@ class Stack:
 
 
 def stacks(settings: TableSettings) -> tuple[list[Stack], list[str]]:
-    """The stacks with a mode that the settings ask for, and a line for each missing drafter.
+    """Return the stacks with a mode that the settings ask for, and a line for each missing drafter.
 
     Each stack is as `outrider serve` starts it: a draft model gets one of the target's cores.
     """
@@ -107,7 +107,7 @@ def stacks(settings: TableSettings) -> tuple[list[Stack], list[str]]:
 
 
 def has_model(folder: Path) -> bool:
-    """Whether a folder has a model or a head."""
+    """Return whether a folder has a model or a head."""
     return (folder / "config.json").is_file()
 
 

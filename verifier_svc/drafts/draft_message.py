@@ -98,7 +98,7 @@ class DraftMessage:
             self.skip_latencies_s.append(latency_s)
 
     def _find(self, sequence_id: int) -> tuple[Sequence, Assignment] | None:
-        """The sequence and its assignment to this drafter.
+        """Return the sequence and its assignment to this drafter.
 
         None if the sequence is over or has other drafters by now: the message may just be late.
         Raises OutriderError(PROTOCOL_VIOLATION) for an id that was never announced to the drafter.
@@ -117,10 +117,10 @@ class DraftMessage:
 
 
 def _new_depth(parents: list[int], merged: int) -> int:
-    """The depth of a tree's new part, in tokens, below the main path that the tree repeats.
+    """Return the depth of a tree's new part, in tokens, below the main path that the tree repeats.
 
-    Branches are drafted side by side, so their tokens do not add up. `merged` tokens of the
-    tree belong to an earlier draft.
+    Branches are drafted side by side, so their tokens do not add up. `merged` tokens of the tree
+    belong to an earlier draft.
     """
     repeated = min(merged, len(main_path(parents)))
     depths = [0] * (1 + repeated)
@@ -216,7 +216,7 @@ def judge_draft(
 
 
 def main_path_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) -> tuple[int, int]:
-    """The length of a drafter's own main path in a tree, and how much of it was accepted.
+    """Return the length of a drafter's own main path in a tree, and how much of it was accepted.
 
     The path ends where another drafter's guess continues it. `rows` are the accepted rows.
     """
@@ -231,7 +231,7 @@ def main_path_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) 
 
 
 def main_path_count(rows: SequenceOf[int]) -> int:
-    """How many of the accepted rows are on the main path, which has a draft's first rows."""
+    """Return how many of the accepted rows are on the main path, which has a draft's first rows."""
     return sum([row == place for place, row in enumerate(rows, 1)])
 
 

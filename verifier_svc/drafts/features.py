@@ -36,7 +36,7 @@ class FeatureSource(Protocol):
     """Maps names to the projections that turn a token's states into fewer numbers."""
 
     def can_watch(self, states: Collection[int]) -> bool:
-        """Whether forwards can keep these hidden states."""
+        """Return whether forwards can keep these hidden states."""
 
     def watch(self, states: Collection[int]) -> None:
         """Keep these hidden states of each forward from now on."""
@@ -44,7 +44,7 @@ class FeatureSource(Protocol):
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """The watched `states` of the last forward's `rows`: each row's states, in order.
+        """Return the watched `states` of the last forward's `rows`: each row's states, in order.
 
         With the name of a projection, the projection's result for each row.
         """

@@ -23,7 +23,7 @@ _KNOWN_POSITIONS = 16
 
 
 def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -> Assignment:
-    """An assignment that the drafter has not been told of yet.
+    """Return an assignment that the drafter has not been told of yet.
 
     `sampled_drafts` says whether the verifier accepts sampled drafts at all.
     """
@@ -60,7 +60,7 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
-    """The kind of traffic, within which a drafter's acceptance should be alike.
+    """Return the kind of traffic, within which a drafter's acceptance should be alike.
 
     Whether the request is greedy, has a grammar, and has a prediction.
     """
@@ -71,11 +71,12 @@ def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
 def run_ahead_window(
     assignment: Assignment, draft_tokens: int, step_s: float, tree_tokens: int = 0
 ) -> Window:
-    """How far a drafter may run ahead. It is asked for `draft_tokens`, or a tree of `tree_tokens`.
+    """Return how far a drafter may run ahead.
 
-    The window covers a draft for each step of `step_s` seconds until the next verdict reaches the
-    drafter, if the trie has room. On the target's cores it covers only the draft, since running
-    ahead would slow down the forward. For a probe, which asks for 0 tokens, it covers one token.
+    It is asked for `draft_tokens`, or a tree of `tree_tokens`. The window covers a draft for each
+    step of `step_s` seconds until the next verdict reaches the drafter, if the trie has room. On
+    the target's cores it covers only the draft, since running ahead would slow down the forward.
+    For a probe, which asks for 0 tokens, it covers one token.
     """
     drafter = assignment.drafter
     most = assignment.trie.window

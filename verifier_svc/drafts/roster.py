@@ -108,7 +108,7 @@ class Roster:
         _drop_oldest(self._faults)
 
     def _quarantine_left_s(self, name: str) -> float:
-        """Seconds for which the id or certificate's name is still refused.
+        """Return the seconds for which the id or certificate's name is still refused.
 
         `_FAULTS_TO_QUARANTINE` violations within `_QUARANTINE_S` start a quarantine of that
         duration.
@@ -183,12 +183,12 @@ class Roster:
             raise OutriderError(Reason.DRAFTER_NOT_FOUND, f"{field}: {message}", field)
 
     def infos(self) -> tuple[DrafterInfo, ...]:
-        """The API's record of each drafter, connected or lost a short while ago."""
+        """Return the API's record of each drafter, connected or lost a short while ago."""
         connected = [drafter.info(True) for drafter in self.connected.values()]
         return (*connected, *(drafter.info(False) for drafter in self._missed()))
 
     def _missed(self) -> list[Drafter]:
-        """Drafters that were lost in the last ten minutes without draining."""
+        """Return drafters that were lost in the last ten minutes without draining."""
         since = self._clock() - _MISSED_S
         return [
             drafter
@@ -198,7 +198,7 @@ class Roster:
 
 
 def _allows(request: TokenRequest, drafter: Drafter) -> bool:
-    """Whether the request may have this drafter, and the drafter can draft for it."""
+    """Return whether the request may have this drafter, and the drafter can draft for it."""
     options = request.speculation
     hello = drafter.hello
     if hello.requires_grammar and request.grammar is None:
@@ -213,7 +213,7 @@ def _next_turn(drafter: Drafter) -> tuple[int, int]:
 
 
 def _by_family(drafters: list[Drafter], present: list[Drafter]) -> list[Drafter]:
-    """One drafter of each family that is not present, in the order of their turns."""
+    """Return one drafter of each family that is not present, in the order of their turns."""
     covered = {drafter.hello.family for drafter in present}
     chosen: list[Drafter] = []
     for drafter in sorted(drafters, key=_next_turn):

@@ -52,7 +52,8 @@ def cut_at_grammars_end(matcher: Matcher, new: list[int]) -> bool:
 
 
 def sources_of(draft: DraftTree, rows: SequenceOf[int], count: int) -> list[TokenSource]:
-    """Who wrote each of the `count` tokens that a step committed; the step accepted `rows`."""
+    """Return who wrote each of the `count` tokens that a step committed; the step accepted `rows`.
+    """
     if not draft.token_ids:
         return [TokenSource.PLAIN] * count
     rows = rows[:count]
@@ -90,14 +91,14 @@ def chunk_of(
 
 
 def _branch_token_count(parents: list[int]) -> int:
-    """How many tokens of a tree are beside its main path; 0 for a chain."""
+    """Return how many tokens of a tree are beside its main path; 0 for a chain."""
     if not parents:
         return 0
     return len(parents) - len(main_path(parents))
 
 
 def _own_source(draft: DraftTree, last_row: int) -> TokenSource:
-    """The source of the token that the target itself sampled after the last accepted row."""
+    """Return the source of the token that the target itself sampled after the last accepted row."""
     if is_leaf(last_row, len(draft.token_ids), draft.parents):
         return TokenSource.BONUS
     return TokenSource.RECOVERED

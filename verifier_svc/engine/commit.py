@@ -195,7 +195,7 @@ def moved_slots(
     verified: SequenceOf[Verified | OutriderError | None],
     page_size: int,
 ) -> tuple[list[int], list[int]]:
-    """The slots of the flattened cache to copy from and to, for a whole step; often none.
+    """Return the slots of the flattened cache to copy from and to, for a whole step; often none.
 
     A tree's tokens lie in the slots after the text, in the tree's order. The accepted path must be
     moved into the text's order before one of its pages is shared or the next forward reads it.

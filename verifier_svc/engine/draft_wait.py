@@ -34,7 +34,7 @@ class Batch(Protocol):
         """The admitted sequences, keyed by id."""
 
     def in_turn(self) -> Collection[Sequence]:
-        """The running sequences whose drafts the next step may wait for."""
+        """Return the running sequences whose drafts the next step may wait for."""
 
 
 class DraftWait:
@@ -127,7 +127,10 @@ class DraftWait:
         return plan
 
     def _outlined(self, free: list[Sequence]) -> Plan | None:
-        """The outline's plan; None without an outline, or if the batch or its drafters changed."""
+        """Return the outline's plan.
+
+        Return None without an outline, or if the batch or its drafters changed.
+        """
         outline = self._outline
         self._outline = None
         if outline is None or self._assigned != self._drafting.assigned:

@@ -36,7 +36,7 @@ class FairQueue:
         own.insert(next(younger, len(own)), sequence)
 
     def first(self, running: Mapping[str, int]) -> Sequence:
-        """The sequence whose turn it is, given each tenant's number of running sequences.
+        """Return the sequence whose turn it is, given each tenant's number of running sequences.
 
         The queue must not be empty. If several tenants have equally few running sequences, the
         tenant that has waited longest is first.

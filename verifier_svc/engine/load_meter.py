@@ -63,7 +63,7 @@ class LoadMeter:
         self._prompt_tokens += share * (computed - self._prompt_tokens)
 
     def load(self) -> Load:
-        """The load now.
+        """Return the load now.
 
         Some sequences may have ended since the last admission. Waiting sequences count as running
         in their places, because they will be in the next step.
@@ -74,11 +74,11 @@ class LoadMeter:
         return replace(load, sequence_s=self._sequence_s_at(load.places))
 
     def _sequence_s_at(self, places: int) -> float | None:
-        """How long a sequence is in a batch of `places` sequences; None if nothing was timed.
+        """Return how long a sequence is in a batch of `places` sequences.
 
-        Recent sequences may have run alone, far faster than in a full batch. So the result is at
-        least the time of their number of forwards with a full batch, plus the time of one prompt
-        for each place.
+        Return None if nothing was timed. Recent sequences may have run alone, far faster than in a
+        full batch. So the result is at least the time of their number of forwards with a full
+        batch, plus the time of one prompt for each place.
         """
         if not self._cost.known:
             return self._sequence_s

@@ -182,7 +182,7 @@ class Engine:
         return self._intake.submit(request, sink, span, matcher)
 
     def load(self) -> Load:
-        """How busy the engine is."""
+        """Return how busy the engine is."""
         scheduler = self.scheduler
         return replace(scheduler.load_meter.load(), kv_cache_usage=scheduler.pool.usage)
 
@@ -459,7 +459,7 @@ class Engine:
 
 
 def _may_succeed_without_draft(error: OutriderError, draft: DraftTree) -> bool:
-    """Whether a step may go well without its draft, and may be repeated without it.
+    """Return whether a step may go well without its draft, and may be repeated without it.
 
     Dropping a sampled token because of its value would bias the token that is drawn instead.
     """

@@ -108,7 +108,7 @@ class Scheduler:
         self.use.charge(rows, seconds, now)
 
     def occupancy(self) -> Occupancy:
-        """The numbers of sequences and pages now, and the counts since the start."""
+        """Return the numbers of sequences and pages now, and the counts since the start."""
         return Occupancy(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -120,7 +120,7 @@ class Scheduler:
         )
 
     def in_turn(self) -> Collection[Sequence]:
-        """The running sequences whose drafts the next step may wait for."""
+        """Return the running sequences whose drafts the next step may wait for."""
         free = [each for each in self.running.values() if each.mask_work is None]
         light = self.use.light(self.tenants)
         if not light:
@@ -128,7 +128,7 @@ class Scheduler:
         return [each for each in free if each.request.tenant in light]
 
     def ready(self) -> list[Sequence]:
-        """The running sequences that wait for no mask, and so can be in a step."""
+        """Return the running sequences that wait for no mask, and so can be in a step."""
         running = self.running.values()
         return [each for each in running if each.mask_work is None or each.mask_work.done]
 
@@ -174,7 +174,8 @@ class Scheduler:
     def _parts(
         self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft]
     ) -> StepParts:
-        """The running sequences that the step serves, and how much of each prompt it reads."""
+        """Return the running sequences that the step serves, and how much of each prompt it reads.
+        """
 
         def drafted(sequence: Sequence) -> int:
             if sequence.mask_work is not None:
@@ -196,7 +197,7 @@ class Scheduler:
         return self._shares.divide(ready, tenants, drafted)
 
     def draft_room(self) -> int:
-        """The most draft tokens of all decoding sequences together in the next batch."""
+        """Return the most draft tokens of all decoding sequences together in the next batch."""
         pending = [sequence.num_uncomputed_tokens for sequence in self.ready()]
         decoding = pending.count(1)
         return max(
@@ -204,7 +205,10 @@ class Scheduler:
         )
 
     def _for_prompts(self, pending: int) -> int:
-        """Tokens of a batch that drafts leave to prompts; `pending` tokens of prompts are left."""
+        """Return the tokens of a batch that drafts leave to prompts.
+
+        `pending` tokens of prompts are left.
+        """
         return min(pending, int(self._max_batch_tokens * _PROMPTS_SHARE))
 
     def _schedule(
@@ -255,7 +259,7 @@ class Scheduler:
         return True
 
     def _page_victim_for_running(self, batch: Mapping[int, ScheduledSequence]) -> Sequence:
-        """The sequence to preempt when a running sequence lacks a page.
+        """Return the sequence to preempt when a running sequence lacks a page.
 
         Among those not in the batch, it is the youngest of the tenant with the most pages.
         """
@@ -318,10 +322,11 @@ class Scheduler:
         return [sequence for sequence in admitted if sequence.id in self.running]
 
     def _place_victim_for_admission(self, tenant: str) -> Sequence | None:
-        """The sequence that loses its place to `tenant`; None if no tenant has 2 places more.
+        """Return the sequence that loses its place to `tenant`.
 
-        It is the youngest sequence of the tenant with the most places. That tenant keeps at least
-        as many places as `tenant` then has, and so cannot take the place back.
+        Return None if no tenant has 2 places more. It is the youngest sequence of the tenant with
+        the most places. That tenant keeps at least as many places as `tenant` then has, and so
+        cannot take the place back.
         """
         most, count = self.tenants.most_common(1)[0]
         if count <= self.tenants[tenant] + 1:
@@ -330,7 +335,7 @@ class Scheduler:
         return max(own, key=_arrival)
 
     def _fits_without(self, victim: Sequence, sequence: Sequence) -> bool:
-        """Whether a sequence can get its pages if `victim` is preempted for its place.
+        """Return whether a sequence can get its pages if `victim` is preempted for its place.
 
         Otherwise the place would stay empty.
         """
@@ -351,7 +356,7 @@ class Scheduler:
         return self.pool.reserve(sequence.kv, length)
 
     def _lacks_pages(self, sequence: Sequence) -> bool:
-        """Whether a sequence lacks pages, even if it shares all cached pages of its text.
+        """Return whether a sequence lacks pages, even if it shares all cached pages of its text.
 
         This runs at every step for a sequence that waits for pages, so it hashes nothing again.
         """
@@ -391,7 +396,8 @@ class Scheduler:
         return victims if missing <= 0 else []
 
     def _pages_held(self) -> Counter[str]:
-        """Each tenant's pages of running sequences; a shared page counts once per sequence."""
+        """Return each tenant's pages of running sequences; a shared page counts once per sequence.
+        """
         held: Counter[str] = Counter()
         for sequence in self.running.values():
             held[sequence.request.tenant] += len(sequence.kv.pages)
@@ -408,7 +414,7 @@ class Scheduler:
 def _chosen(
     sequence: Sequence, planned: int, room: int, trees: Mapping[int, ChosenDraft]
 ) -> ChosenDraft:
-    """The draft of a sequence for which a token is drawn."""
+    """Return the draft of a sequence for which a token is drawn."""
     if sequence.mask_work is not None:
         return chosen_before(sequence, sequence.mask_work)
     if trees and (tree := trees.get(sequence.id)) is not None:
@@ -421,7 +427,7 @@ def _arrival(sequence: Sequence) -> int:
 
 
 def _scorable(sequence: Sequence, pending: int, rows: int) -> int:
-    """How many pending tokens a step can take that has `rows` logits rows for scoring."""
+    """Return how many pending tokens a step can take that has `rows` logits rows for scoring."""
     unscored = sequence.unscored
     if len(unscored) <= rows:
         return pending
@@ -429,7 +435,8 @@ def _scorable(sequence: Sequence, pending: int, rows: int) -> int:
 
 
 def _scored(sequence: Sequence, start: int, count: int) -> range:
-    """The unscored prompt positions that follow one of the `count` tokens from `start` on."""
+    """Return the unscored prompt positions that follow one of the `count` tokens from `start` on.
+    """
     unscored = sequence.unscored
     if not unscored:
         return unscored

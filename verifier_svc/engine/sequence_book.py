@@ -33,7 +33,7 @@ class SequenceBook:
         self._last_id = 0
 
     def new_id(self) -> int:
-        """An id that no sequence has had."""
+        """Return an id that no sequence has had."""
         self._last_id += 1
         return self._last_id
 

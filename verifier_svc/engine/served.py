@@ -39,7 +39,7 @@ class DraftingEngine(Protocol):
         """Run steps until stopped."""
 
     def load(self) -> Load:
-        """How busy the engine is."""
+        """Return how busy the engine is."""
 
 
 class ServedEngine(DraftingEngine, Protocol):

@@ -60,7 +60,7 @@ class StepShares:
     def divide(
         self, running: List[Sequence], tenants: Mapping[str, int], drafted: Drafted
     ) -> StepParts:
-        """The parts of the next step.
+        """Return the parts of the next step.
 
         `tenants` maps a tenant to its number of running sequences.
         """
@@ -78,7 +78,8 @@ class StepShares:
         return parts
 
     def _bounded(self, parts: StepParts, light: frozenset[str], drafted: Drafted) -> StepParts:
-        """A step of bounded time: what light tenants want, then what adds little time to it."""
+        """Return a step of bounded time: what light tenants want, then what adds little time to it.
+        """
         fill = _Fill(self._cost, self._max_batch_tokens, drafted)
         room_s = _LONGEST * self._cost.estimate(1, 1)
         if light:
@@ -143,7 +144,7 @@ class _Fill:
 
 
 def _all_of(running: List[Sequence]) -> StepParts:
-    """Everything that these sequences could take."""
+    """Return everything that these sequences could take."""
     parts = StepParts([], [])
     for sequence in running:
         pending = sequence.num_uncomputed_tokens
@@ -155,7 +156,7 @@ def _all_of(running: List[Sequence]) -> StepParts:
 
 
 def _split(parts: StepParts, light: frozenset[str]) -> tuple[StepParts, StepParts]:
-    """The parts of light tenants, and the parts of all other tenants."""
+    """Return the parts of light tenants, and the parts of all other tenants."""
     own, others = StepParts([], []), StepParts([], [])
     for sequence in parts.decoding:
         (own if sequence.request.tenant in light else others).decoding.append(sequence)
@@ -165,7 +166,7 @@ def _split(parts: StepParts, light: frozenset[str]) -> tuple[StepParts, StepPart
 
 
 def _cut(prefill: list[PromptPart], most: int) -> list[PromptPart]:
-    """The prompts with at most `most` tokens together, shared between their tenants."""
+    """Return the prompts with at most `most` tokens together, shared between their tenants."""
     wanted: dict[str, int] = {}
     for part in prefill:
         tenant = part.sequence.request.tenant

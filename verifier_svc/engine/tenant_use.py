@@ -51,7 +51,7 @@ class TenantUse:
         self._epoch = now
 
     def light(self, tenants: Collection[str]) -> frozenset[str]:
-        """The tenants that have used much less than the average of these tenants."""
+        """Return the tenants that have used much less than the average of these tenants."""
         if len(tenants) < 2:
             return frozenset()
         used = {tenant: self._used.get(tenant, 0.0) for tenant in tenants}
@@ -59,5 +59,5 @@ class TenantUse:
         return frozenset([tenant for tenant, own in used.items() if own < bound])
 
     def expects(self, tenants: Collection[str]) -> bool:
-        """Whether a tenant that was served recently is not among `tenants`, and may come back."""
+        """True if a tenant that was served recently is not among `tenants`, and may come back."""
         return bool(self._used.keys() - tenants)

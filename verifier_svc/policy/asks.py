@@ -19,7 +19,7 @@ Drafts = list[tuple[Sequence, Assignment, int]]
 
 
 def draft_tokens(drafts: Drafts) -> dict[int, int]:
-    """The most draft tokens to verify, keyed by sequence id."""
+    """Return the most draft tokens to verify, keyed by sequence id."""
     found: dict[int, int] = {}
     for sequence, _, count in drafts:
         longest = max(count, found.get(sequence.id, 0))
@@ -48,7 +48,7 @@ def trials(
     asked: Drafts,
     unprobed: frozenset[Drafter],
 ) -> Drafts:
-    """One draft token from each drafter on trial that is not asked anyway.
+    """Return one draft token from each drafter on trial that is not asked anyway.
 
     A drafter on trial is asked beside a proven drafter, or until it has answered. Nobody waits for
     the token, so it costs only a message. A drafter on the target's cores would cost more, and is
@@ -82,7 +82,7 @@ def listened(
     decode_step_s: float,
     step: int,
 ) -> Drafts:
-    """Drafts that no step waits for, from the quick drafters among `drafters`.
+    """Return drafts that no step waits for, from the quick drafters among `drafters`.
 
     A draft has at most `limit` tokens. A quick drafter, such as an n-gram lookup, is mostly right
     too seldom to be worth a wait. But where a text begins to repeat itself, the commit shows that a
@@ -114,7 +114,7 @@ def listened(
 
 
 def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> Drafts:
-    """Drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
+    """Return drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
 
     If the chosen drafter's draft does not come, companions' guesses replace it. Only drafters that
     pay without others and take no time of the target's cores are companions, so a companion costs
@@ -150,7 +150,7 @@ def _prob_beside(other: Assignment, chosen: Assignment) -> float:
 def due_probes(
     decoding: list[Sequence], asks: dict[Assignment, int], unprobed: frozenset[Drafter], step: int
 ) -> frozenset[Assignment]:
-    """The assignments to probe in this step.
+    """Return the assignments to probe in this step.
 
     Assignments with the same interval are probed in the same step, since a drafter drafts many
     sequences at once.

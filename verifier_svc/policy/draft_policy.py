@@ -32,11 +32,12 @@ class DraftPolicy(ABC):
 
     @abstractmethod
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:
-        """Whether the next steps should be without drafts, to measure steps of this batch."""
+        """Return whether the next steps should be without drafts, to measure steps of this batch.
+        """
 
     @abstractmethod
     def may_draft(self, drafter: Drafter) -> bool:
-        """Whether a drafter may be asked for drafts, and not only probed."""
+        """True if a drafter may be asked for drafts, and not only probed."""
 
     @abstractmethod
     def unprobed(
@@ -46,7 +47,7 @@ class DraftPolicy(ABC):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """The drafters of `known` that are not even probed."""
+        """Return the drafters of `known` that are not even probed."""
 
     @abstractmethod
     def pick(self, offers: list[Offer]) -> list[Offer]:
@@ -54,7 +55,7 @@ class DraftPolicy(ABC):
 
     @abstractmethod
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
-        """Whether a step may wait for this drafter's draft of the sequence.
+        """Return whether a step may wait for this drafter's draft of the sequence.
 
         `beside_proven` says whether a proven drafter is asked as well.
         """
@@ -82,7 +83,8 @@ class PayingDrafts(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """The drafters of `known` that have used up their budget, or the budget of probes."""
+        """Return the drafters of `known` that have used up their budget, or the budget of probes.
+        """
         if not budget.allows(batch, paying):
             return known - paying
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])
@@ -129,7 +131,7 @@ class EveryDraft(DraftPolicy):
         return frozenset()
 
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """All offers."""
+        """Return all offers."""
         return offers
 
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:

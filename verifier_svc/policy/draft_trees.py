@@ -48,7 +48,7 @@ def best_chain(sequence: Sequence, draft_tokens: int) -> ChosenDraft:
 def grow_trees(
     in_turn: Callable[[], Collection[Sequence]], plan: Plan, room: Callable[[], int]
 ) -> dict[int, ChosenDraft]:
-    """The drafts of a step that verifies trees, keyed by sequence id; empty for chains only.
+    """Return the drafts of a step that verifies trees, keyed by sequence id; empty for chains only.
 
     A sequence that is missing in the result, such as a sequence with sampled drafts, has its best
     chain. `in_turn` returns the sequences that may have trees, and `room` the most draft tokens of
@@ -65,15 +65,15 @@ def grow_trees(
 
 
 def _is_planned(sequence: Sequence, plan: Plan) -> bool:
-    """Whether the step verifies a draft of the sequence, if a draft is ready."""
+    """Return whether the step verifies a draft of the sequence, if a draft is ready."""
     return sequence.num_uncomputed_tokens == 1 and plan.draft_tokens.get(sequence.id, 0) > 0
 
 
 def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
-    """The assignment whose main path promises the most accepted tokens; None without any path.
+    """Return the assignment whose main path promises the most accepted tokens.
 
-    The expectation comes from the path's length and its drafter's acceptance rate. A sampled path
-    counts as complete, see `Assignment.ready_tokens`.
+    Return None without any path. The expectation comes from the path's length and its drafter's
+    acceptance rate. A sampled path counts as complete, see `Assignment.ready_tokens`.
     """
     best: Assignment | None = None
     most = 0.0
@@ -193,7 +193,10 @@ class TreeBuilder:
                 heappush(self._next, offer)
 
     def _token_cost(self) -> float:
-        """The cost of the next token, in tokens. It rises with the number of tokens taken."""
+        """Return the cost of the next token, in tokens.
+
+        It rises with the number of tokens taken.
+        """
         last = len(self._costs) - 1
         while self._cost_index < last and self._taken >= self._costs[self._cost_index][0]:
             self._cost_index += 1
@@ -224,7 +227,7 @@ def tree_tokens(
 def wants_tree(
     sequence: Sequence, assignment: Assignment, threshold: float, *, probed: bool = False
 ) -> bool:
-    """Whether a sibling of the first main guess is worth its cost, if a step can verify it.
+    """Return whether a sibling of the first main guess is worth its cost, if a step can verify it.
 
     With `probed`, the estimate assumes that the sibling is right whenever the main guess is wrong.
     """

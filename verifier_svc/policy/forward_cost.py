@@ -90,13 +90,13 @@ class ForwardCost:
         self.prompt_step_s = max(0.0, short[1] - self.estimate(1, 1) - tokens_s)
 
     def prompt_tokens_in(self, seconds: float) -> int:
-        """How many prompt tokens make a step longer by at most `seconds`."""
+        """Return how many prompt tokens make a step longer by at most `seconds`."""
         least_token_s = _TYPICAL_PROMPT_TOKEN * self.estimate(1, 1)
         left_s = max(0.0, seconds - self.prompt_step_s)
         return int(left_s / max(self.prompt_token_s, least_token_s, _LEAST_S))
 
     def prompts_s(self, token_count: int) -> float:
-        """Seconds that prompts of `token_count` tokens add to a step."""
+        """Return the seconds that prompts of `token_count` tokens add to a step."""
         return self.prompt_step_s + token_count * self.prompt_token_s if token_count else 0.0
 
     def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:
@@ -116,7 +116,10 @@ class ForwardCost:
         return bool(self._grid)
 
     def estimate(self, sequence_count: int, token_count: int) -> float:
-        """Seconds of a forward, interpolated between measured forwards; 0 before the first."""
+        """Return the seconds of a forward, interpolated between measured forwards.
+
+        Return 0 before the first.
+        """
         if not self._grid:
             return 0.0
         key = (sequence_count, token_count)
@@ -154,13 +157,14 @@ def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
 
 
 def _neighbours(xs: list[float], x: float) -> list[float]:
-    """The two neighbours of `x` in the sorted `xs`, clamped at its ends; one if it has one."""
+    """Return the two neighbours of `x` in the sorted `xs`, clamped at its ends; one if it has one.
+    """
     i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
     return xs[max(i - 1, 0) : i + 1]
 
 
 def _interpolate(xs: list[float], points: dict[float, float], x: float) -> float:
-    """The value at `x` on the line through the two nearest points.
+    """Return the value at `x` on the line through the two nearest points.
 
     If `x` is beyond all points, it is at least the least value of a point. `xs` are the keys of
     `points` in rising order.

@@ -37,7 +37,7 @@ class StepCosts(NamedTuple):
 def step_costs(
     cost: ForwardCost, batch: int, speedup: float, limit: int, *, beside_prompts: bool
 ) -> StepCosts:
-    """The costs for a batch that commits `speedup` times the tokens of plain decoding.
+    """Return the costs for a batch that commits `speedup` times the tokens of plain decoding.
 
     In a forward with prompt tokens, a draft token costs at least as much as a prompt token, even if
     a few draft tokens would cost almost nothing in a forward without prompts. The prompt's own time
@@ -54,7 +54,7 @@ def step_costs(
 
 
 def acceptance_threshold(accept_probs: list[float], token_costs: list[tuple[int, float]]) -> float:
-    """The lowest probability of being committed at which a draft token still pays.
+    """Return the lowest probability of being committed at which a draft token still pays.
 
     The likeliest token comes first, each further token at the next higher cost, until a token's
     probability no longer covers its cost. `accept_probs` are the probabilities of all tokens that
@@ -74,7 +74,7 @@ def acceptance_threshold(accept_probs: list[float], token_costs: list[tuple[int,
 
 
 def steps_meanwhile(wait_s: float, decode_step_s: float) -> int:
-    """How many steps to take before the engine waits for a draft that is due in `wait_s`.
+    """Return how many steps to take before the engine waits for a draft that is due in `wait_s`.
 
     A step takes `decode_step_s` seconds. At least 1; 0 before anything was measured. The number is
     rounded, so after these steps the wait is at most half a step.
@@ -118,7 +118,7 @@ def max_wait_s(
     decode_step_s: float,
     prob_all_accepted: float,
 ) -> float:
-    """How many seconds of waiting one sequence's pending draft is worth.
+    """Return how many seconds of waiting one sequence's pending draft is worth.
 
     The draft is due in `due_s`. The batch of `batch` sequences commits `batch_rate` tokens a
     second. `gain` has the sequence's tokens that a step commits without the draft, and with it.

@@ -35,7 +35,10 @@ def pause_reason(sequence: Sequence, plan: Plan, budget: SpeculationBudget) -> P
 
 
 def pause_of(sequence: Sequence, plan: Plan) -> SpeculationPause | None:
-    """Why at least half of a sequence's steps verified no draft; None if most verified a draft."""
+    """Return why at least half of a sequence's steps verified no draft.
+
+    Return None if most verified a draft.
+    """
     counts = sequence.pauses
     step_count = sum(counts.values())
     if step_count == 0 or step_count < sequence.stats.draft_count:

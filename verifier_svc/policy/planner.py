@@ -71,7 +71,7 @@ class Outline(NamedTuple):
     """Whether the policy wanted steps without drafts."""
 
     def without_ended(self, running: Mapping[int, Sequence]) -> Outline:
-        """The outline without the sequences whose ids are not in `running`."""
+        """Return the outline without the sequences whose ids are not in `running`."""
         if len(running) == len(self.decoding):
             return self
         return self._replace(
@@ -128,11 +128,11 @@ class Planner:
         return outline._replace(plan=plan)
 
     def plan(self, running: Collection[Sequence], last: Plan, step: int, now_s: float) -> Plan:
-        """The plan of step number `step`, made at `now_s`; `last` is the plan before it."""
+        """Return the plan of step number `step`, made at `now_s`; `last` is the plan before it."""
         return self.finish(self.outline(running, last, step), now_s)
 
     def finish(self, outline: Outline, now_s: float) -> Plan:
-        """The plan of an outline: what to verify, and what to wait for from `now_s` on."""
+        """Return the plan of an outline: what to verify, and what to wait for from `now_s` on."""
         plan, costs = outline.plan, outline.costs
         if costs is None:
             return plan
@@ -154,7 +154,7 @@ class Planner:
         return outline.measures == self._draft_policy.measures(self.budget, plan.batch)
 
     def outline(self, running: Collection[Sequence], last: Plan, step: int) -> Outline:
-        """The outline of the plan of step number `step`; `last` is the plan before it."""
+        """Return the outline of the plan of step number `step`; `last` is the plan before it."""
         if self._always_draft_planner is not None and _all_have_always_draft(running):
             return self._always_draft_planner.outline_for_always_draft(running, last, step)
         decoding: list[Sequence] = []
@@ -273,7 +273,7 @@ class Planner:
         )
 
     def _credible(self, drafters: frozenset[Drafter]) -> frozenset[Drafter]:
-        """The drafters that may be asked for drafts, and not only probed or tried.
+        """Return the drafters that may be asked for drafts, and not only probed or tried.
 
         Beside proven drafters, the high prior of a drafter on trial would displace drafts that
         work. So it is tried in `asks.trials`, except on the target's cores, where a trial costs
@@ -301,7 +301,7 @@ class Planner:
     def _choose(
         self, decoding: list[Sequence], drafters: frozenset[Drafter], costs: StepCosts
     ) -> _Choice:
-        """The set of drafters with the highest goodput, waits included.
+        """Return the set of drafters with the highest goodput, waits included.
 
         Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if no
         set beats plain steps by the margin. A drafter that pays by itself stays in the set, as a
@@ -332,7 +332,7 @@ class Planner:
     def _choice_of(
         self, decoding: list[Sequence], drafters: frozenset[Drafter], costs: StepCosts
     ) -> _Choice:
-        """The drafts that are worth their places in a forward if these drafters draft."""
+        """Return the drafts that are worth their places in a forward if these drafters draft."""
         accept_probs: list[float] = []
         for sequence in decoding:
             asked = [a for a in sequence.assignments.values() if a.drafter in drafters]
@@ -362,7 +362,7 @@ class Planner:
         return assignment.rate.cumulative[: min(costs.limit, most)]
 
     def _pick(self, sequence: Sequence, choice: _Choice, costs: StepCosts) -> Drafts:
-        """The sequence's drafts that gain over their cost, as the policy picks them."""
+        """Return the sequence's drafts that gain over their cost, as the policy picks them."""
         offers: list[Offer] = []
         for assignment in sequence.assignments.values():
             if assignment.drafter in choice.drafters:
@@ -383,7 +383,7 @@ class Planner:
         choice: _Choice,
         costs: StepCosts,
     ) -> Drafts:
-        """Drafts of sequences whose prompt is not finished.
+        """Return drafts of sequences whose prompt is not finished.
 
         A draft may follow the prompt's last token. `unknown` drafters, about which no plan has
         decided yet, count as paying.
@@ -394,7 +394,7 @@ class Planner:
     def _tokens_worth(
         self, sequence: Sequence, assignment: Assignment, threshold: float, costs: StepCosts
     ) -> int:
-        """How many draft tokens of this drafter are worth their place in a step."""
+        """Return how many draft tokens of this drafter are worth their place in a step."""
         fixed = sequence.request.speculation.draft_tokens
         most = assignment.drafter.hello.max_draft_tokens
         if fixed is not None:
@@ -445,7 +445,7 @@ class Planner:
 
 
 def _all_have_always_draft(running: Collection[Sequence]) -> bool:
-    """Whether all sequences have `always_draft` and are one tenant's, so no other tenant waits."""
+    """True if all sequences have `always_draft` and are one tenant's, so no other tenant waits."""
     tenant: str | None = None
     for sequence in running:
         request = sequence.request
@@ -456,7 +456,7 @@ def _all_have_always_draft(running: Collection[Sequence]) -> bool:
 
 
 def _first_token(assignment: Assignment) -> tuple[int, float]:
-    """The probability that asking yields a right first token; proven drafters come first."""
+    """Return the probability that asking yields a right first token; proven drafters come first."""
     return assignment.drafter.right_guesses, assignment.chance * assignment.rate.cumulative[0]
 
 

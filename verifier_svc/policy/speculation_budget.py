@@ -160,12 +160,12 @@ class SpeculationBudget:
         self._budgets: dict[frozenset[Drafter], dict[int, _Budget]] = {}
 
     def needs_baseline(self, batch: int) -> bool:
-        """Whether no drafter should be asked now, so that baseline steps can be measured."""
+        """True if no drafter should be asked now, so that baseline steps can be measured."""
         baseline = self._baselines.get(_bucket(batch))
         return baseline.due > 0 if baseline is not None else self._isolated.known
 
     def allows(self, batch: int, drafters: frozenset[Drafter]) -> bool:
-        """Whether this drafter set has not exhausted its budget."""
+        """True if this drafter set has not exhausted its budget."""
         return self._allows(_bucket(batch), drafters)
 
     def observe(
@@ -228,7 +228,7 @@ class SpeculationBudget:
         return budget is None or budget.open
 
     def _nearest(self, size: int, drafters: frozenset[Drafter]) -> _Budget | None:
-        """The budget for batches of this size, or of the nearest size that has a budget."""
+        """Return the budget for batches of this size, or of the nearest size that has a budget."""
         sizes = self._budgets.get(drafters)
         if not sizes:
             return None
@@ -244,10 +244,13 @@ class SpeculationBudget:
 
 
 def _bounded(slowdown: float, usual: float) -> float:
-    """A step's slowdown. A step that was held up counts as at most `_WORST_STEP` usual steps."""
+    """Return a step's slowdown.
+
+    A step that was held up counts as at most `_WORST_STEP` usual steps.
+    """
     return min(slowdown, _WORST_STEP * (usual or slowdown))
 
 
 def _bucket(batch: int) -> int:
-    """log2(batch), rounded: all batches of about one size share a number."""
+    """Return log2(batch), rounded: all batches of about one size share a number."""
     return ((2 * batch * batch).bit_length() - 1) // 2

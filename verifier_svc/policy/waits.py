@@ -42,7 +42,7 @@ def drafts_to_wait_for(
     now_s: float,
     policy: DraftPolicy,
 ) -> tuple[tuple[tuple[Sequence, Assignment], ...], float]:
-    """The pending drafts that may still pay, and how many seconds of waiting they are worth.
+    """Return the pending drafts that may still pay, and how many seconds of waiting they are worth.
 
     `draft_tokens` maps a sequence id to the number of tokens that the step verifies. `rate` is the
     tokens a second that the batch commits with the planned drafts. A policy may wait for every
@@ -78,7 +78,7 @@ def _pending_drafts(
     now_s: float,
     policy: DraftPolicy,
 ) -> _Late:
-    """The pending drafts of all sequences.
+    """Return the pending drafts of all sequences.
 
     A draft is worth what it adds to the drafts of its sequence that are due before it.
     """
@@ -102,7 +102,7 @@ def _pending_drafts(
 
 
 def pending_drafts(sequence: Sequence, draft_tokens: int, policy: DraftPolicy) -> Pending:
-    """The drafts in flight for a sequence that verifies at most `draft_tokens`.
+    """Return the drafts in flight for a sequence that verifies at most `draft_tokens`.
 
     If the policy takes all drafts, these are all drafts that it may await. Otherwise each of them
     promises more than every draft that has arrived.

@@ -131,7 +131,7 @@ class AcceptanceRate:
         return expected[count] if count < len(expected) else expected[-1]
 
     def prob_all_accepted(self, count: int) -> float:
-        """Probability that the first `count` draft tokens are all accepted.
+        """Return the probability that the first `count` draft tokens are all accepted.
 
         For a draft beyond the known positions, it is the probability for all known positions.
         """
@@ -184,7 +184,7 @@ class SiblingRates:
         self._claimed[at] = self._claimed[at] * _CLAIM_DECAY + claim
 
     def estimate(self, depth: int, rank: int, claim: float) -> float:
-        """The corrected claim, at most 1."""
+        """Return the corrected claim, at most 1."""
         at = _place(depth, rank)
         factor = (self._right[at] + _CLAIM_WEIGHT) / (self._claimed[at] + _CLAIM_WEIGHT)
         return min(claim * factor, 1.0)

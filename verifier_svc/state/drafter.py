@@ -45,7 +45,7 @@ if it reads a thousand steps of 64 sequences at once."""
 
 
 def held_bytes(byte_count: int, batch: DraftBatch | None = None) -> int:
-    """Roughly the memory that the engine needs for a message of `byte_count` on the wire.
+    """Return roughly the memory that the engine needs for a message of `byte_count` on the wire.
 
     The engine's time for a batch grows with its tokens and entries, so this bounds that time too.
     """
@@ -227,7 +227,7 @@ class Drafter:
         self.answer_rate += _RECENT_ANSWER * (drafted - self.answer_rate)
 
     def latency(self, draft_tokens: float) -> float:
-        """Seconds from a verdict to a draft of `draft_tokens` tokens."""
+        """Return the seconds from a verdict to a draft of `draft_tokens` tokens."""
         return self.round_trip.value + draft_tokens * self.token_time.value
 
     def busy_s(self, draft_tokens: float) -> float:
@@ -235,7 +235,7 @@ class Drafter:
         return draft_tokens * self.token_time.value if self.on_target_device else 0.0
 
     def is_quick(self, decode_step_s: float) -> bool:
-        """Whether its drafts take almost no time of plain steps of `decode_step_s` seconds.
+        """True if its drafts take almost no time of plain steps of `decode_step_s` seconds.
 
         A drafter within the verifier's process is not quick, since it uses the target's device.
         """
@@ -249,7 +249,7 @@ class Drafter:
         return not self.draining and (limit == 0 or len(self.sequence_ids) < limit)
 
     def info(self, connected: bool) -> DrafterInfo:
-        """The API's record of it; None for fields that were not measured yet."""
+        """Return the API's record of it; None for fields that were not measured yet."""
         hello = self.hello
         rate = self.accepted_count / self.verified_count if self.verified_count else None
         return DrafterInfo(

@@ -33,7 +33,7 @@ class MergedGuess(NamedTuple):
 
 
 def is_branched(sequence: Sequence) -> bool:
-    """Whether its tries together may be more than a chain."""
+    """Return whether its tries together may be more than a chain."""
     found = False
     for assignment in sequence.assignments.values():
         trie = assignment.trie
@@ -45,19 +45,25 @@ def is_branched(sequence: Sequence) -> bool:
 
 
 def is_sampled(sequence: Sequence) -> bool:
-    """Whether a drafter samples its drafts. The rules for sampled drafts know only chains."""
+    """Return whether a drafter samples its drafts.
+
+    The rules for sampled drafts know only chains.
+    """
     assignments = sequence.assignments.values()
     return any(each.distribution is DraftDistribution.SPARSE for each in assignments)
 
 
 def roots(sequence: Sequence, first: Assignment) -> Nodes:
-    """The last committed token in each trie that has guesses; the trie of `first` comes first."""
+    """Return the last committed token in each trie that has guesses.
+
+    The trie of `first` comes first.
+    """
     others = [each for each in sequence.assignments.values() if each is not first]
     return [(each, each.trie.root) for each in (first, *others) if each.trie.node_count]
 
 
 def guesses_after(nodes: Nodes) -> list[MergedGuess]:
-    """The tokens that may follow a prefix; the main guess is the first."""
+    """Return the tokens that may follow a prefix; the main guess is the first."""
     if len(nodes) == 1:
         [(assignment, node)] = nodes
         return [
@@ -79,7 +85,7 @@ def guesses_after(nodes: Nodes) -> list[MergedGuess]:
 
 
 def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
-    """The probability of each of `guesses_after` a prefix of `depth` right guesses.
+    """Return the probability of each of `guesses_after` a prefix of `depth` right guesses.
 
     The main guess has its drafter's acceptance rate. No other guess gets a higher probability, so
     that a tree takes the main guess first.
@@ -131,7 +137,7 @@ def observe_siblings(
 
 
 def _claim(guess: MergedGuess, depth: int, main_rate: float) -> float:
-    """The probability of a sibling of the main guess, before it is corrected."""
+    """Return the probability of a sibling of the main guess, before it is corrected."""
     if guess.confidence > 0.0:
         return guess.confidence
     if guess.rank == 0:
@@ -140,6 +146,6 @@ def _claim(guess: MergedGuess, depth: int, main_rate: float) -> float:
 
 
 def _rate(assignment: Assignment, depth: int) -> float:
-    """Acceptance of a drafter's main guess after `depth` accepted guesses."""
+    """Return acceptance of a drafter's main guess after `depth` accepted guesses."""
     rates = assignment.rate.by_position
     return rates[depth] if depth < len(rates) else rates[-1]

@@ -41,7 +41,7 @@ RUN_CLASSES = len(_RUNS) + 1
 
 
 def run_class(run: int) -> int:
-    """Which acceptance rate a draft after a run of right guesses has."""
+    """Return which acceptance rate a draft after a run of right guesses has."""
     return bisect_right(_RUNS, run)
 
 
@@ -148,7 +148,7 @@ class Assignment:
         self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
 
     def prob_all_accepted(self, count: int, draft_tokens: int) -> float:
-        """Probability that the next `count` tokens of a draft are right.
+        """Return the probability that the next `count` tokens of a draft are right.
 
         0 if the trie has no room for these tokens after `draft_tokens` other tokens.
         """
@@ -167,7 +167,7 @@ class Assignment:
         return sum(lengths), sum(map(mul, lengths, self.rate.cumulative))
 
     def final_length(self, draft_tokens: int) -> tuple[int, int]:
-        """How many tokens the drafter was asked for, and how many its draft has in the end.
+        """Return how many tokens the drafter was asked for, and how many its draft has in the end.
 
         Both count at most `draft_tokens`, since the step verifies no more. The second number is 0
         if there is no draft, or if the draft may still grow before the next verdict.
@@ -268,7 +268,10 @@ class Assignment:
         return max(self.answer_rate, _LEAST_CHANCE)
 
     def due_s(self, now: float) -> float:
-        """Seconds until the drafter's next message should arrive; below 0 when it is late."""
+        """Return the seconds until the drafter's next message should arrive.
+
+        The number is below 0 when it is late.
+        """
         since = min(self.asked_at.values(), default=self.told_at)
         drafted, _ = self.promise(self.draft_tokens)
         return self.drafter.latency(drafted) - (now - since)
@@ -345,7 +348,7 @@ class Sequence:
         return left - 1 if left > 1 else 0
 
     def opened_for(self, assignment: Assignment) -> Opened:
-        """The announcement to a drafter."""
+        """Return the announcement to a drafter."""
         # Only a drafter that draws with the coupled noise gets the seed of that noise.
         coupled = assignment.distribution is DraftDistribution.COUPLED
         return Opened(

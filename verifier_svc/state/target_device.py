@@ -21,12 +21,12 @@ class TargetDevice:
 
     @classmethod
     def of_cpu(cls, thread_count: int) -> TargetDevice:
-        """The cores of this process, if the target's threads compute on all of them."""
+        """Return the cores of this process, if the target's threads compute on all of them."""
         cores = os.sched_getaffinity(0)
         return cls(frozenset(cores) if thread_count >= len(cores) else frozenset())
 
     def is_shared(self, place: Placement) -> bool:
-        """Whether a drafter at this place computes on the target's GPU or cores."""
+        """Return whether a drafter at this place computes on the target's GPU or cores."""
         if not place.device.startswith("cpu"):
             return place.gpu_uuid in self.gpu_uuids
         if not self.cores or place.host != platform.node():

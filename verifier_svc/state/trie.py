@@ -37,7 +37,7 @@ class DraftTree:
     """Length of a main path that a grammar cut; None if it consists of the first children."""
 
     def first(self, count: int) -> DraftTree:
-        """The first `count` tokens, which are a tree as well."""
+        """Return the first `count` tokens, which are a tree as well."""
         if len(self.token_ids) <= count:
             return self
         return DraftTree(
@@ -105,7 +105,7 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)
 
     def first_children(self) -> list[Node]:
-        """The main path below this node."""
+        """Return the main path below this node."""
         found: list[Node] = []
         children = self.children
         while children:
@@ -115,7 +115,7 @@ class Node:
         return found
 
     def count(self) -> int:
-        """Number of guesses below this node."""
+        """Return the number of guesses below this node."""
         found = 0
         pending = [self]
         while pending:
@@ -265,14 +265,14 @@ class Trie:
         return self.node_count == len(self.main_path)
 
     def is_contradicted(self, new_token_ids: list[int]) -> bool:
-        """Whether the main path differs from `new_token_ids` at a place that both have."""
+        """Return whether the main path differs from `new_token_ids` at a place that both have."""
         for node, token in zip(self.main_path, new_token_ids, strict=False):
             if node.token != token:
                 return True
         return False
 
     def path(self, depth: int) -> DraftTree:
-        """The main path from the root, at most `depth` tokens.
+        """Return the main path from the root, at most `depth` tokens.
 
         Only the trie's shape chooses the path. A choice by the probability of a sampled token would
         bias the output.
@@ -287,5 +287,5 @@ class Trie:
         return DraftTree([node.token for node in nodes], distributions)
 
     def ready(self, depth: int) -> bool:
-        """Whether the path to `depth` cannot become longer by waiting."""
+        """True if the path to `depth` cannot become longer by waiting."""
         return self._skipped or len(self.main_path) >= depth

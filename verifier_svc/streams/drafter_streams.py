@@ -167,7 +167,7 @@ class DrafterStream:
                 raise _violation("Hello comes first and only once")
 
     async def _checked(self, proto: drafts_pb2.DraftBatch, size: int) -> DraftBatch:
-        """The drafts of a message of `size` bytes. One thread converts the large messages.
+        """Return the drafts of a message of `size` bytes. One thread converts the large messages.
 
         Raises OutriderError(PROTOCOL_VIOLATION).
         """
@@ -201,7 +201,8 @@ def check_tokenizer(hello: Hello, expected: str) -> None:
 
 
 def _address(peer: str) -> str:
-    """The address in gRPC's name for a peer, such as ipv4:10.0.0.1:5000, without the port."""
+    """Return the address in gRPC's name for a peer, such as ipv4:10.0.0.1:5000, without the port.
+    """
     return peer.rpartition(":")[0] if peer.startswith("ip") else peer
 
 

@@ -34,11 +34,11 @@ class OwnVerifier:
         self._info = info
 
     def address(self) -> str:
-        """The place of its drafters."""
+        """Return the place of its drafters."""
         return _Own.address
 
     async def model(self) -> ModelInfo:
-        """The model, at once."""
+        """Return the model, at once."""
         return self._info
 
     @asynccontextmanager

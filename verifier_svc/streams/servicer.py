@@ -156,7 +156,7 @@ class VerifierServicer(
         return wire_model.model_to_proto(info)
 
     async def _ask(self, engine: EngineThread[DraftingEngine]) -> _Answer:
-        """The engine's drafters and load; during a long step, what the engine reported last.
+        """Return the engine's drafters and load; during a long step, what the engine reported last.
 
         Raises OutriderError(NOT_READY) if the step takes more than `_MAX_STEP_S`: the engine hangs.
         """
@@ -295,7 +295,7 @@ class VerifierServicer(
             await asyncio.sleep(_JOIN_POLL_S)
 
     async def _matcher(self, request: TokenRequest) -> TextMatcher | None:
-        """The request's grammar after its committed tokens; None without a grammar."""
+        """Return the request's grammar after its committed tokens; None without a grammar."""
         grammar = request.grammar
         if grammar is None:
             return None

@@ -107,7 +107,7 @@ class Acceptance:
                 return self._read(found), found[len(found) - len(besides) :]
 
     def _read(self, found: Sequence[np.ndarray]) -> list[AcceptResult]:
-        """The results; `found` begins with what `_Decided.results` has."""
+        """Return the results; `found` begins with what `_Decided.results` has."""
         if self._rows is None:
             return _greedy_results(found[0].tolist(), self._drafts)
         return self._rows.results(found[0], found[1], has_siblings=not self._is_synthetic)
@@ -170,7 +170,7 @@ class _Decided:
 def _with_errors(
     tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor
 ) -> torch.Tensor:
-    """The tokens, with NOT_FINITE or NO_TOKEN for rows that have no token.
+    """Return the tokens, with NOT_FINITE or NO_TOKEN for rows that have no token.
 
     `peaks_R` are the rows' largest logits after the request's settings are applied; `raw_peaks_R`
     are the largest logits before that, and the same tensor if no row changed. A row with a NaN or
@@ -184,7 +184,7 @@ def _with_errors(
 
 
 def _greedy_results(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
-    """Results if every draft's rule is GREEDY; `tokens` has each row's likeliest token.
+    """Return the results if every draft's rule is GREEDY; `tokens` has each row's likeliest token.
 
     Runs on the host, which takes less time than laying out tensors.
     """
@@ -354,7 +354,7 @@ class _SampledDrafts:
         )
 
     def _spread(self, values_S: torch.Tensor) -> torch.Tensor:
-        """The values [S, ...] as [B, K, ...], padded with zeros."""
+        """Return the values [S, ...] as [B, K, ...], padded with zeros."""
         shape = (*self._shape, *values_S.shape[1:])
         out = torch.zeros(shape, dtype=values_S.dtype, device=values_S.device)
         out[tuple(place.tensor for place in self._places)] = values_S
@@ -363,7 +363,7 @@ class _SampledDrafts:
     def _residual(
         self, target_SV: torch.Tensor, cut_B: torch.Tensor, scale_B: torch.Tensor
     ) -> torch.Tensor:
-        """max(0, scale * target - draft) at position `cut_B` of each draft, [B, V]."""
+        """Return max(0, scale * target - draft) at position `cut_B` of each draft, [B, V]."""
         target_BV = target_SV[self._start_B.tensor + cut_B]
         all_B = torch.arange(len(cut_B), device=cut_B.device)
         ids_BE = self._ids_BKE.tensor[all_B, cut_B]
@@ -407,7 +407,7 @@ class _LossyTokens:
 
 
 def _judged(rule: AcceptanceRule, rows: Rows) -> list[tuple[int, SpeculationOptions]]:
-    """The rows whose draft tokens a lossy rule judges, with their requests' settings."""
+    """Return the rows whose draft tokens a lossy rule judges, with their requests' settings."""
     found: list[tuple[int, SpeculationOptions]] = []
     for first, draft in rows:
         if draft.rule is rule:
@@ -419,7 +419,7 @@ def _judged(rule: AcceptanceRule, rows: Rows) -> list[tuple[int, SpeculationOpti
 
 
 def _chances(rates: Sequence[float]) -> np.ndarray:
-    """The chance of each position's token after all tokens before it.
+    """Return the chance of each position's token after all tokens before it.
 
     Each rate is the probability of the whole draft up to a position. The last chance holds for all
     later positions too.

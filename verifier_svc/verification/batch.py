@@ -187,7 +187,7 @@ class _LaidOut:
 
 
 def _drawn(batch: SequenceOf[ScheduledSequence]) -> list[int]:
-    """The logits rows to draw from."""
+    """Return the logits rows to draw from."""
     rows: list[int] = []
     first = 0
     for scheduled in batch:

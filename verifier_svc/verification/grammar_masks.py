@@ -57,7 +57,7 @@ class GrammarMasks:
         self._wake = wake
 
     def cut(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-        """The batch with each draft cut before the tokens that its grammar forbids.
+        """Return the batch with each draft cut before the tokens that its grammar forbids.
 
         The tokens below such a token are cut too. A sampled forbidden token stays and is rejected,
         and the next token is drawn from the residual. Dropping the token because of its value would
@@ -114,7 +114,7 @@ class GrammarMasks:
                 work.wake_when_done(self._wake)
 
     def error(self, sequence: SequenceState) -> OutriderError | None:
-        """Why a sequence has to end because of its masks; None if it may go on."""
+        """Return why a sequence has to end because of its masks; None if it may go on."""
         work = sequence.mask_work
         if work is not None and work.failure is not None:
             grammar = sequence.request.grammar
@@ -159,7 +159,10 @@ def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment |
 
 
 def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
-    """The draft that a sequence's masks were asked for; no draft if a drafter of it has left."""
+    """Return the draft that a sequence's masks were asked for.
+
+    Return no draft if a drafter of it has left.
+    """
     draft = work.draft
     if not draft.token_ids:
         return None, draft
@@ -211,12 +214,15 @@ def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
 
 
 def has_slow_masks(sequence: SequenceState) -> bool:
-    """Whether the sequence's masks take long. Then its grammar also takes long to advance."""
+    """Return whether the sequence's masks take long.
+
+    Then its grammar also takes long to advance.
+    """
     return sequence.mask_row_s > _SLOW_ROW_S
 
 
 def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -> Mask:
-    """The masks of a draft, after the grammar has been given the tokens of `late`.
+    """Return the masks of a draft, after the grammar has been given the tokens of `late`.
 
     Returns only the first row if a later row is too expensive: without the draft, the text may
     never come there. A sampled draft cannot be dropped because of its tokens, since that would bias

@@ -79,7 +79,10 @@ class Logprobs:
         return [torch.cat(values), torch.cat(ids)]
 
     def of_prompts(self, found: Sequence[np.ndarray]) -> dict[int, list[TokenLogprob]]:
-        """Results of scored prompt tokens, keyed by batch place; `found` is from `tensors`."""
+        """Return the results of scored prompt tokens, keyed by batch place.
+
+        `found` is from `tensors`.
+        """
         return {i: self._read(found, span) for i, span in self._scored.items()}
 
     def of_committed(

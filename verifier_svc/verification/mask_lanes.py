@@ -108,7 +108,8 @@ class MaskBudget:
             self._used[tenant] = self._of_tenant(tenant) + excess_s, self._clock()
 
     def error(self, sequence: SequenceState) -> OutriderError | None:
-        """Why the sequence has to end, with work in progress counted; None if it may go on."""
+        """Return why the sequence has to end, with work in progress counted; None if it may go on.
+        """
         work = sequence.mask_work
         pending_s = _excess(work) if work is not None else 0.0
         grammar = sequence.request.grammar

@@ -22,7 +22,7 @@ _NO_DRAFT = -3
 def tree_result(
     context: Context, tokens: list[int], own: list[int], accepts_first: Sequence[bool] = ()
 ) -> AcceptResult:
-    """The result of a tree; `own` and `accepts_first` are as in `walk`.
+    """Return the result of a tree; `own` and `accepts_first` are as in `walk`.
 
     `tokens` has for each row the token to commit next if the walk ends at this row.
     """
@@ -68,7 +68,7 @@ class Rows:
         return [draft for draft in self.drafts for _ in range(draft.context.row_count)]
 
     def where(self, wanted: Callable[[Draft], bool]) -> list[int]:
-        """The rows of the drafts that are `wanted`."""
+        """Return the rows of the drafts that are `wanted`."""
         wanted_R: np.ndarray = np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)
         found: list[int] = np.flatnonzero(wanted_R).tolist()
         return found
@@ -92,7 +92,7 @@ class Rows:
         return seeds, np.repeat(lengths_B, self._counts_B) + self.depths
 
     def uniform(self, purpose: Purpose) -> np.ndarray:
-        """Each row's random number for the purpose, float64 [R].
+        """Return each row's random number for the purpose, float64 [R].
 
         It depends on the committed length too, so that no number is used at two steps.
         """
@@ -101,7 +101,7 @@ class Rows:
         return uniforms(*self._seeds_and_positions, purpose, steps)
 
     def keys(self, rows: Sequence[int]) -> np.ndarray:
-        """The keys of the coupled noise of some rows, int64."""
+        """Return the keys of the coupled noise of some rows, int64."""
         keys: np.ndarray = coupled_keys(*self._seeds_and_positions)[rows]
         return keys
 
@@ -119,7 +119,7 @@ class Rows:
     def results(
         self, tokens_R: np.ndarray, matches_R: np.ndarray, *, has_siblings: bool
     ) -> list[AcceptResult]:
-        """The results of each sequence.
+        """Return the results of each sequence.
 
         Accepted tokens end at a sequence's first row without a match. That row's token is the
         sequence's next token. In a tree with `has_siblings`, a row without a match goes on to

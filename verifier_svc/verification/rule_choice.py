@@ -39,7 +39,7 @@ def choose_distribution(
     sampled_drafts: bool,
     trusted: bool,
 ) -> DraftDistribution:
-    """How a drafter is to choose its tokens for a request.
+    """Return how a drafter is to choose its tokens for a request.
 
     `offered` are the methods that the drafter supports. `sampled_drafts` is the verifier's setting.
     Where it is on, `trusted` says whether this drafter's distributions count.
@@ -59,7 +59,7 @@ def choose_distribution(
 def acceptance_rule(
     request: TokenRequest, sampled_rule: AcceptanceRule | None, synthetic: bool
 ) -> AcceptanceRule:
-    """The rule for a draft.
+    """Return the rule for a draft.
 
     `sampled_rule` is the rule for sampled drafts, None if this draft has no distributions.
     """

@@ -17,7 +17,7 @@ def walk(
     own: Sequence[int],
     accepts_first: Sequence[bool] = (),
 ) -> list[int]:
-    """The rows of the accepted draft tokens, in order.
+    """Return the rows of the accepted draft tokens, in order.
 
     `own` has the target's own token after each row; a negative number equals no draft token.
     `accepts_first` tells for each row whether a rule accepts its first child, whatever the target's
@@ -44,12 +44,12 @@ def walk(
 
 
 def first_children(parents: Sequence[int]) -> list[tuple[int, int]]:
-    """The rows that have children, each with its first child's row."""
+    """Return the rows that have children, each with its first child's row."""
     return [(row, below[0]) for row, below in enumerate(children(parents)) if below]
 
 
 def is_leaf(row: int, count: int, parents: Sequence[int]) -> bool:
-    """Whether no draft token follows `row` in a tree, or a chain, of `count` draft tokens."""
+    """True if no draft token follows `row` in a tree, or a chain, of `count` draft tokens."""
     if not parents:
         return row == count
     return row not in parents

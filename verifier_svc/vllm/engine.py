@@ -71,7 +71,7 @@ class VllmEngine:
         return self._hub.clock
 
     def load(self) -> Load:
-        """How busy the engine is."""
+        """Return how busy the engine is."""
         return self._hub.load()
 
     # --- from other threads ---
@@ -339,7 +339,7 @@ def _chunk(
 def _logprobs(
     found: SequenceOf[Any] | None, token_ids: SequenceOf[int], most: int | None
 ) -> list[TokenLogprob]:
-    """vLLM's log probabilities of tokens, with the `most` likeliest tokens of each place."""
+    """Return vLLM's log probabilities of tokens, with the `most` likeliest tokens of each place."""
     if not found or most is None:
         return []
     told = []
@@ -358,7 +358,7 @@ def _logprobs(
 
 
 def _finish_reason(reason: str | None) -> FinishReason | None:
-    """Why a sequence ended; None for an end without an answer, such as an abort."""
+    """Return why a sequence ended; None for an end without an answer, such as an abort."""
     return {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}.get(reason or "")
 
 

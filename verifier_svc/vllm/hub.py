@@ -157,7 +157,7 @@ class DraftHub:
         span: Span,
         eos_token_ids: Collection[int],
     ) -> Sequence:
-        """A sequence that waits for its place in vLLM's batch, until `open`."""
+        """Return a sequence that waits for its place in vLLM's batch, until `open`."""
         sequence = new_sequence(
             self.book.new_id(), request, sink, span, eos_token_ids, self._policy, self.clock()
         )
@@ -198,13 +198,13 @@ class DraftHub:
             self.waiting[sequence.id] = sequence
 
     def load(self) -> Load:
-        """How busy the engine is."""
+        """Return how busy the engine is."""
         return replace(self.load_meter.load(), kv_cache_usage=self._kv_cache_usage)
 
     # --- before a step ---
 
     def in_turn(self) -> Collection[Sequence]:
-        """The running sequences, whose drafts the next step may wait for."""
+        """Return the running sequences, whose drafts the next step may wait for."""
         return self.running.values()
 
     def plan_step(self, running: Iterable[tuple[str, int]]) -> None:
@@ -237,7 +237,8 @@ class DraftHub:
         self.inbox.run_all()
 
     def choose(self, request_id: str, room: int) -> list[int]:
-        """The draft of a decoding request, of at most `room` tokens; empty without a draft."""
+        """Return the draft of a decoding request, of at most `room` tokens; empty without a draft.
+        """
         sequence = self._by_request.get(request_id)
         if sequence is None or room <= 0:
             return []
@@ -417,7 +418,7 @@ class DraftHub:
 
 
 def _matches(drafted: list[int], committed: list[int]) -> int:
-    """How many draft tokens were accepted: the committed tokens begin with them."""
+    """Return how many draft tokens were accepted: the committed tokens begin with them."""
     count = 0
     for guess, token in zip(drafted, committed, strict=False):
         if guess != token:

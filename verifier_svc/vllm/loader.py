@@ -175,7 +175,7 @@ class VllmLoader:
 
 
 def installed_version() -> str:
-    """The version of vLLM. Raises OutriderError(INVALID_VALUE) if there is none."""
+    """Return the version of vLLM. Raises OutriderError(INVALID_VALUE) if there is none."""
     try:
         import vllm
     except ImportError as error:

@@ -73,7 +73,10 @@ class _Batch:
         self._row_count += row_count
 
     def draw(self, logits_RV: torch.Tensor, counts: TokenCounts) -> torch.Tensor | None:
-        """The drawn token of each row, int64 [R], -1 where vLLM draws; None if vLLM draws all."""
+        """Return the drawn token of each row, int64 [R], -1 where vLLM draws.
+
+        Return None if vLLM draws all.
+        """
         if not self._drafts:
             return None
         if len(self._rows) == self._row_count:
@@ -157,7 +160,7 @@ class V1Noise:
         self._chosen_R = self._metadata = None
 
     def _text(self, request: Any) -> _Text | None:
-        """The text of one of the runner's requests, kept with it."""
+        """Return the text of one of the runner's requests, kept with it."""
         kept = vars(request)
         if "outrider_text" not in kept:
             parameters = request.sampling_params
@@ -169,7 +172,7 @@ class V1Noise:
     def _own(
         self, logits_RV: torch.Tensor, sampling_metadata: Any, predict_bonus_token: bool
     ) -> torch.Tensor:
-        """The sampler's logits: for each request, the row after its draft."""
+        """Return the sampler's logits: for each request, the row after its draft."""
         logits_RV = self._process_own(logits_RV, sampling_metadata, predict_bonus_token)
         chosen_R = self._chosen_R
         if chosen_R is None:
@@ -181,7 +184,7 @@ class V1Noise:
     def _drafted(
         self, logits_RV: torch.Tensor, sampling_metadata: Any, metadata: SpecDecodeMetadata
     ) -> torch.Tensor:
-        """The rejection sampler's logits: the rows that judge draft tokens."""
+        """Return the rejection sampler's logits: the rows that judge draft tokens."""
         logits_RV = self._process_drafted(logits_RV, sampling_metadata, metadata)
         if self._chosen_R is None:
             return logits_RV

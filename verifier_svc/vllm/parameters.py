@@ -47,10 +47,11 @@ def check(request: TokenRequest) -> None:
 
 
 def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.SamplingParams:
-    """The parameters of vLLM's request for a sequence. Its prompt is all of `sequence.tokens`.
+    """Return the parameters of vLLM's request for a sequence.
 
-    `lark` is its grammar as our compiler has translated it, for vLLM's backend "guidance".
-    Outputs have the tokens since the last output. Log probabilities are vLLM's "raw_logprobs".
+    Its prompt is all of `sequence.tokens`. `lark` is its grammar as our compiler has translated it,
+    for vLLM's backend "guidance". Outputs have the tokens since the last output. Log probabilities
+    are vLLM's "raw_logprobs".
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -99,13 +100,14 @@ def strip(parameters: vllm.SamplingParams) -> None:
 
 
 def sequence_id_of(parameters: vllm.SamplingParams) -> int | None:
-    """The id of the sequence behind a request of vLLM; None for a request that is not ours."""
+    """Return the id of the sequence behind a request of vLLM; None for a request that is not ours.
+    """
     number = _ours(parameters).get("sequence_id")
     return number if isinstance(number, int) else None
 
 
 def drawing_of(parameters: vllm.SamplingParams) -> Drawing | None:
-    """How to draw a request's tokens; None if vLLM draws them: it is greedy, or not ours."""
+    """Return how to draw a request's tokens; None if vLLM draws them: it is greedy, or not ours."""
     plain = _ours(parameters)
     if "seed" not in plain:
         return None
@@ -115,11 +117,12 @@ def drawing_of(parameters: vllm.SamplingParams) -> Drawing | None:
 
 
 def _ours(parameters: vllm.SamplingParams) -> Mapping[str, Any]:
-    """Our part of the extra arguments. The scheduler takes it away from others' requests."""
+    """Return our part of the extra arguments. The scheduler takes it away from others' requests."""
     plain = (parameters.extra_args or {}).get(_KEY)
     return plain if isinstance(plain, dict) else {}
 
 
 def _frozen(value: Any) -> Any:
-    """The value with its lists turned into tuples; between processes, tuples become lists."""
+    """Return the value with its lists turned into tuples; between processes, tuples become lists.
+    """
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value

@@ -56,7 +56,7 @@ def own_hub(make: Callable[[Any], DraftHub]) -> Iterator[None]:
 
 
 def hub_for(vllm_config: Any) -> DraftHub:
-    """The hub of a new scheduler: our own server's, else the hub of a port for drafters.
+    """Return the hub of a new scheduler: our own server's, else the hub of a port for drafters.
 
     Raises OutriderError if a setting is wrong, or the port cannot be bound.
     """
@@ -69,7 +69,7 @@ def hub_for(vllm_config: Any) -> DraftHub:
 
 
 def target_device(vllm_config: Any) -> TargetDevice:
-    """Where vLLM computes, as far as drafters could compute there too."""
+    """Return where vLLM computes, as far as drafters could compute there too."""
     parallel = vllm_config.parallel_config
     if vllm_config.device_config.device.type != "cpu":
         from vllm.platforms import current_platform
@@ -86,7 +86,7 @@ def target_device(vllm_config: Any) -> TargetDevice:
 
 
 def _settings(vllm_config: Any) -> VerifierSettings:
-    """The verifier's settings. Each engine core of data parallelism has ports of its own."""
+    """Return the verifier's settings. Each engine core of data parallelism has ports of its own."""
     try:
         settings = load(VerifierSettings, {"target": vllm_config.model_config.model})
     except ValueError as error:
@@ -206,7 +206,7 @@ class PortEngine:
         return self._hub.clock
 
     def load(self) -> Load:
-        """How busy vLLM is."""
+        """Return how busy vLLM is."""
         return self._hub.load()
 
     def post(self, work: Callable[[], object]) -> None:

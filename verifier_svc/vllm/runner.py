@@ -27,7 +27,7 @@ _V2_MODULE = "vllm.v1.worker.gpu.model_runner"
 
 
 def uses_v2() -> bool:
-    """Whether vLLM takes its second runner, given a configuration that both can serve."""
+    """Return whether vLLM takes its second runner, given a configuration that both can serve."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 
@@ -61,7 +61,7 @@ def check_config(vllm_config: VllmConfig) -> None:
 
 
 def is_ours(vllm_config: VllmConfig) -> bool:
-    """Whether the class of an engine's scheduler has the name of our scheduler."""
+    """Return whether the class of an engine's scheduler has the name of our scheduler."""
     scheduler = vllm_config.scheduler_config.scheduler_cls
     name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__qualname__", "")
     return name.rpartition(".")[2] == SCHEDULER.rpartition(".")[2]
@@ -94,12 +94,12 @@ class NoProposer:
     def propose(
         self, sampled_token_ids: Sequence[object], *args: object, **kwargs: object
     ) -> list[list[int]]:
-        """No draft for any request."""
+        """Return no draft for any request."""
         return [[] for _ in sampled_token_ids]
 
 
 def _with_noise(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """The runner's `_sample` that draws with our noise if its drafter is `NoProposer`."""
+    """Return the runner's `_sample` that draws with our noise if its drafter is `NoProposer`."""
     from verifier_svc.vllm.noise import V1Noise
 
     @wraps(sample)
@@ -192,7 +192,7 @@ class NoSpeculator:
         """Capture nothing."""
 
     def propose(self, input_batch: Any, *args: object, **kwargs: object) -> torch.Tensor:
-        """Tokens int64 [requests, draft tokens] that no step verifies."""
+        """Return the tokens int64 [requests, draft tokens] that no step verifies."""
         return self._nothing[: input_batch.num_reqs]
 
 

@@ -49,7 +49,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         self._drafts = True
 
     def _make_hub(self) -> DraftHub:
-        """The hub of this scheduler. Raises OutriderError if it cannot be made."""
+        """Return the hub of this scheduler. Raises OutriderError if it cannot be made."""
         raise NotImplementedError
 
     @contextmanager
@@ -191,12 +191,16 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
 
 
 def _generates(request: Request) -> bool:
-    """Whether a request gets tokens, and has a prompt of tokens. Embeddings have no drafters."""
+    """Return whether a request gets tokens, and has a prompt of tokens.
+
+    Embeddings have no drafters.
+    """
     return request.sampling_params is not None and request.prompt_token_ids is not None
 
 
 def _decodes(request: Request) -> bool:
-    """Whether the next step computes one token of a request and samples the token after it."""
+    """Return whether the next step computes one token of a request and samples the token after it.
+    """
     return bool(
         request.num_tokens - request.num_computed_tokens == 1
         and not request.is_prefill_chunk

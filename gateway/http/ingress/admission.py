@@ -132,13 +132,14 @@ class AdmissionMiddleware:
 
 
 def client_seconds(headers: Mapping[str, str]) -> float | None:
-    """When the client gives up by these headers; None if they do not say it."""
+    """Return when the client gives up by these headers; None if they do not say it."""
     named = [_seconds(headers[name]) for name in _CLIENT_HEADERS if name in headers]
     return min([seconds for seconds in named if seconds is not None], default=None)
 
 
 def _seconds(text: str) -> float | None:
-    """A header's positive number; None for anything else, since clients may write anything."""
+    """Return a header's positive number; None for anything else, since clients may write anything.
+    """
     try:
         seconds = float(text)
     except ValueError:
@@ -147,12 +148,12 @@ def _seconds(text: str) -> float | None:
 
 
 def admitted_request(request: HTTPConnection) -> AdmittedRequest:
-    """The admitted request behind an HTTP request, whose path must be in `PATHS`."""
+    """Return the admitted request behind an HTTP request, whose path must be in `PATHS`."""
     found: AdmittedRequest = request.scope[_SCOPE_KEY]
     return found
 
 
 def admitted_request_in(scope: Scope) -> AdmittedRequest | None:
-    """The admitted request in the scope of a request; None on other paths."""
+    """Return the admitted request in the scope of a request; None on other paths."""
     found: AdmittedRequest | None = scope.get(_SCOPE_KEY)
     return found

@@ -62,7 +62,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect(self.header_seconds)
 
     def _refuse_certificate(self, transport: asyncio.Transport) -> OutriderError | None:
-        """Why the client may not use HTTP by its certificate; None if it may, or without TLS."""
+        """Return why the client may not use HTTP by its certificate.
+
+        Return None if it may, or without TLS.
+        """
         connection = transport.get_extra_info("ssl_object")
         if connection is None:
             return None

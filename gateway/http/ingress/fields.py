@@ -59,7 +59,7 @@ class Body(BaseModel):
 
 
 def check_unicode(text: str) -> str:
-    """The text itself. Raises ValueError if it has half of a surrogate pair.
+    """Return the text itself. Raises ValueError if it has half of a surrogate pair.
 
     JSON can spell such a half with an escape, but no tokenizer takes it.
     """
@@ -90,7 +90,10 @@ Entries = Annotated[dict[str, _Item], BeforeValidator(_at_most_entries)]
 
 
 def limited(description: str | None = None, **limits: int | float) -> Any:
-    """An optional parameter, with its limits for /openapi.json. Later checks enforce them."""
+    """Return an optional parameter, with its limits for /openapi.json.
+
+    Later checks enforce them.
+    """
     return Field(default=None, description=description, json_schema_extra=dict(limits))
 
 

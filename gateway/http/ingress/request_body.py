@@ -76,7 +76,7 @@ class _Decoder:
         self._zlib = zlib.decompressobj(_WINDOW_BITS[encoding])
 
     def decode(self, message: Message, most_bytes: int) -> Message:
-        """The message with its body decompressed, at most the first `most_bytes`.
+        """Return the message with its body decompressed, at most the first `most_bytes`.
 
         Raises OutriderError(MALFORMED_REQUEST) for a body that is not in this encoding.
         """
@@ -104,11 +104,11 @@ def _unsupported(encoding: str, scope: Scope) -> ASGIApp:
 
 
 def _encoding(headers: _Headers) -> str:
-    """The encodings of the body in lower case, joined by commas; "" without a header."""
+    """Return the encodings of the body in lower case, joined by commas; "" without a header."""
     values = [value for name, value in headers if name == b"content-encoding"]
     return b",".join(values).decode("latin-1").strip().lower()
 
 
 def _announced(headers: _Headers) -> int:
-    """The body's length by its header; 0 without the header."""
+    """Return the body's length by its header; 0 without the header."""
     return next((int(value) for name, value in headers if name == b"content-length"), 0)

@@ -73,7 +73,7 @@ class ToolUseBlock(_Block):
 
 
 def _as_blocks(value: object) -> object:
-    """A string as one block of text; any other value unchanged."""
+    """Return a string as one block of text; any other value unchanged."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -167,7 +167,7 @@ class CountTokensBody(Body):
     speed: Any = ignored()
 
     async def chat(self, **more: Any) -> ChatBody:
-        """The same request as a chat's body, with `more` fields of a chat.
+        """Return the same request as a chat's body, with `more` fields of a chat.
 
         Lets other requests run while it translates a long conversation. Raises
         OutriderError(INVALID_VALUE) that names a field of Anthropic's request.
@@ -193,7 +193,7 @@ class CountTokensBody(Body):
         )
 
     async def _messages(self) -> list[Message]:
-        """The conversation as a chat's messages; neighbours of one role become one turn."""
+        """Return the conversation as a chat's messages; neighbours of one role become one turn."""
         messages = [Message(role="system", content=_text(self.system, "\n"))] if self.system else []
         by_role = groupby(self.messages, lambda message: message.role)
         for index, (role, turns) in enumerate(by_role):
@@ -232,7 +232,7 @@ class MessagesBody(CountTokensBody):
     )
 
     async def answered(self) -> ChatBody:
-        """The same request as a chat's body, like `chat`."""
+        """Return the same request as a chat's body, like `chat`."""
         return await self.chat(
             stop=self.stop_sequences,
             stream=self.stream,
@@ -248,7 +248,7 @@ def _text(blocks: Sequence[object], separator: str) -> str:
 
 
 def _assistant(blocks: Sequence[Block]) -> Message:
-    """An answer of the history. Its texts are joined, as in a chat's answer."""
+    """Return an answer of the history. Its texts are joined, as in a chat's answer."""
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     return Message(
         role="assistant",
@@ -259,7 +259,7 @@ def _assistant(blocks: Sequence[Block]) -> Message:
 
 
 def _asked(role: Literal["system", "user"], blocks: Sequence[Block]) -> Iterator[Message]:
-    """The messages of a user's turn: each result of a tool is a separate message."""
+    """Yield the messages of a user's turn: each result of a tool is a separate message."""
     if not blocks:
         yield Message(role=role, content="")
     for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):

@@ -33,12 +33,12 @@ class MessagesCall(ChatCall):
         self.limit = AnswerLimit(None, default=max_tokens)
 
     def writer(self, answer: TextAnswer) -> MessagesWriter:
-        """Anthropic's answer."""
+        """Return Anthropic's answer."""
         return MessagesWriter(answer, self.request_id, self._max_tokens, metrics=self.has_metrics)
 
 
 def routes(generation: Generation, *, metrics: bool) -> APIRouter:
-    """The endpoints of Anthropic's API. With `metrics`, all answers report speculation."""
+    """Return the endpoints of Anthropic's API. With `metrics`, all answers report speculation."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post(

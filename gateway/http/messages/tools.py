@@ -18,12 +18,12 @@ _SHOWN_CHARACTERS = 60
 
 
 def ignored(about: str = "Ignored.") -> Any:
-    """A parameter that changes nothing."""
+    """Return a parameter that changes nothing."""
     return Field(default=None, description=about)
 
 
 def unsupported(problem: str) -> PydanticCustomError:
-    """The error of a value that is valid at Anthropic, but not supported here."""
+    """Return the error of a value that is valid at Anthropic, but not supported here."""
     return PydanticCustomError(UNSUPPORTED, "{problem}", {"problem": problem})
 
 
@@ -99,7 +99,10 @@ def _schema(required: list[str], **properties: Mapping[str, Any]) -> dict[str, A
 
 
 def _editor(insertion: str, *more: str) -> dict[str, Any]:
-    """The input of an editor. Its command `insert` takes its text from the property `insertion`."""
+    """Return the input of an editor.
+
+    Its command `insert` takes its text from the property `insertion`.
+    """
     commands = ["view", "create", "str_replace", "insert", *more]
     properties: dict[str, Mapping[str, Any]] = {
         "command": {"type": "string", "enum": commands},
@@ -167,7 +170,7 @@ class ClientTool(_Tool):
 
 
 def _as_function(value: object) -> object:
-    """A tool that Anthropic defines, as a function; any other value unchanged."""
+    """Return a tool that Anthropic defines, as a function; any other value unchanged."""
     if isinstance(value, dict) and value.get("type") in get_args(ClientType):
         return ClientTool.model_validate(value).as_function
     return value

@@ -40,7 +40,7 @@ class MessagesWriter:
         """Whether the stream has all its events."""
 
     def whole(self, choices: list[WholeChoice]) -> Json:
-        """The answer to a request that does not stream."""
+        """Return the answer to a request that does not stream."""
         events = [made for part in choices[0].parts for made in self._part(part)]
         finish = self._answer.totals.finishes[0]
         assert finish is not None
@@ -48,7 +48,7 @@ class MessagesWriter:
         return self._message(_joined([*events, *self._close()])) | ended | self._speculation()
 
     def events(self, index: int, delta: TextDelta) -> bytes:
-        """The events of the next delta."""
+        """Return the events of the next delta."""
         made: list[Json] = []
         if not self._began:
             self._began = True
@@ -63,7 +63,7 @@ class MessagesWriter:
         return b"".join([event(each, each["type"]) for each in made])
 
     def failure(self, error: OutriderError) -> bytes:
-        """The error in Anthropic's shape."""
+        """Return the error in Anthropic's shape."""
         return event(messages_error(renamed(error, NAMES), self._id), "error")
 
     def _message(self, content: list[Json]) -> Json:
@@ -80,7 +80,7 @@ class MessagesWriter:
         }
 
     def _part(self, part: Part) -> list[Json]:
-        """The events of a part, which continues the open block or begins the next."""
+        """Return the events of a part, which continues the open block or begins the next."""
         if isinstance(part, CallArguments):
             return [self._delta("input_json_delta", partial_json=part.text)]
         if isinstance(part, CallBegin):
@@ -104,7 +104,7 @@ class MessagesWriter:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _close(self) -> list[Json]:
-        """The events that end the open block, if there is one."""
+        """Return the events that end the open block, if there is one."""
         if not self._open:
             return []
         stop: Json = {"type": "content_block_stop", "index": self._index}
@@ -119,7 +119,7 @@ class MessagesWriter:
         return made | {"usage": _usage(finish)} | self._speculation()
 
     def _stop(self, finish: FinishInfo) -> Json:
-        """Why the answer ended."""
+        """Return why the answer ended."""
         reason = "end_turn"
         if finish.stop:
             reason = "stop_sequence"
@@ -138,7 +138,7 @@ class MessagesWriter:
 
 
 def _joined(events: Iterable[Json]) -> list[Json]:
-    """The blocks that the events of a stream write.
+    """Return the blocks that the events of a stream write.
 
     The input of a call that `max_tokens` cut off has only the complete values. The input is empty
     if the verifier's text broke the grammar.
@@ -167,7 +167,7 @@ def _usage(finish: FinishInfo) -> Json:
 
 
 def _tokens(read: int, cached: int, written: int) -> Json:
-    """Anthropic's usage: the prompt's tokens are `read` and `cached` together."""
+    """Return Anthropic's usage: the prompt's tokens are `read` and `cached` together."""
     return {
         "input_tokens": read,
         "cache_creation_input_tokens": 0,

@@ -55,10 +55,10 @@ class HttpCall(TextCall, Generic[_Body]):
 
     @abstractmethod
     def writer(self, answer: TextAnswer) -> AnswerWriter:
-        """The writer that writes the answer in the endpoint's shape."""
+        """Return the writer that writes the answer in the endpoint's shape."""
 
     def demand(self) -> Demand:
-        """The body's n and its timeout. Raises OutriderError(INVALID_VALUE)."""
+        """Return the body's n and its timeout. Raises OutriderError(INVALID_VALUE)."""
         n = _choice_count(self.body.n, self.prompt_count)
         timeout = client_timeout(self.body.timeout, self.headers, stream=self.streams)
         return Demand(self.prompt_count, n, timeout)
@@ -88,7 +88,10 @@ class HttpCall(TextCall, Generic[_Body]):
             span.set(http__response__status_code=status)
 
     def build(self, inputs: TextInputs, info: ModelInfo) -> Sequence[TextRequest]:
-        """The sequences for a replica's model. Raises OutriderError that names field and limit."""
+        """Return the sequences for a replica's model.
+
+        Raises OutriderError that names field and limit.
+        """
         return text_requests(self.body, inputs, info)
 
 
@@ -98,7 +101,7 @@ class CompletionCall(HttpCall[CompletionBody]):
     operation = "text_completion"
 
     def writer(self, answer: TextAnswer) -> AnswerWriter:
-        """OpenAI's answer. An echo's log probabilities are listed with the answer's."""
+        """Return OpenAI's answer. An echo's log probabilities are listed with the answer's."""
         shape = CompletionShape(answer.model, self.request_id)
         lists_prompt = bool(self.body.echo) and self.body.logprobs is not None
         return OpenAIWriter(
@@ -111,7 +114,7 @@ class CompletionCall(HttpCall[CompletionBody]):
         return len(self.body.prompt)
 
     def prompts(self) -> list[PromptInput]:
-        """The body's texts and lists of ids."""
+        """Return the body's texts and lists of ids."""
         echoes = bool(self.body.echo)
         special = self.body.add_special_tokens is not False
         return [
@@ -127,18 +130,21 @@ class ChatCall(HttpCall[ChatBody]):
     prompt_count = 1
 
     def writer(self, answer: TextAnswer) -> AnswerWriter:
-        """OpenAI's answer."""
+        """Return OpenAI's answer."""
         shape = ChatShape(answer.model, self.request_id)
         return OpenAIWriter(shape, answer, self.body, metrics=self.has_metrics)
 
     def prompts(self) -> list[PromptInput]:
-        """The conversation. Raises OutriderError(INVALID_VALUE) for options that contradict."""
+        """Return the conversation.
+
+        Raises OutriderError(INVALID_VALUE) for options that contradict.
+        """
         messages = [message.for_template() for message in self.body.messages]
         return [PromptInput(Conversation(messages, self.body.rendering()), "messages")]
 
 
 def _choice_count(given: int | None, prompt_count: int) -> int:
-    """The body's n. Raises OutriderError(INVALID_VALUE) for too many sequences."""
+    """Return the body's n. Raises OutriderError(INVALID_VALUE) for too many sequences."""
     n = 1 if given is None else given
     if not 1 <= n <= MAX_SEQUENCES:
         raise invalid("n", f"must be in [1, {MAX_SEQUENCES}], not {n}")
@@ -152,7 +158,7 @@ def _choice_count(given: int | None, prompt_count: int) -> int:
 def client_timeout(
     timeout: float | None, headers: Mapping[str, str], *, stream: bool | None
 ) -> ClientTimeout:
-    """The timeout of a request with this `timeout` in its body and these headers.
+    """Return the timeout of a request with this `timeout` in its body and these headers.
 
     OpenAI's clients wait for the first byte as long as their header says. Without `stream`, the
     first byte comes only when the whole answer is there. Raises OutriderError(INVALID_VALUE) for a

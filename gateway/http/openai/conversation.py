@@ -51,10 +51,10 @@ Content = str | Annotated[list[ContentPart], Field(min_length=1)]
 
 
 def joined(separator: str) -> Callable[[object], object]:
-    """A validator that joins OpenAI's list of content parts into one text."""
+    """Return a validator that joins OpenAI's list of content parts into one text."""
 
     def join(value: object) -> object:
-        """The text of a list of parts; any other value unchanged. Raises ValidationError."""
+        """Return the text of a list of parts; any other value unchanged. Raises ValidationError."""
         if not isinstance(value, list) or not value:
             return value
         parts = _PARTS.validate_python(value)
@@ -69,7 +69,7 @@ MAX_DEPTH = 128
 
 
 def checked_json(value: Any) -> Any:
-    """The JSON value itself.
+    """Return the JSON value itself.
 
     Raises ValueError if it is nested more than MAX_DEPTH deep, has an infinite number, or is no
     Unicode text.
@@ -115,7 +115,7 @@ _OBJECT = re.compile(r'\s*\{\s*("|\}|$)')
 
 
 def read_arguments(text: str) -> Arguments | None:
-    """The arguments of a call. `max_tokens` may have cut off their end.
+    """Return the arguments of a call. `max_tokens` may have cut off their end.
 
     Cut arguments hold only the complete values, as in Anthropic's clients. Arguments are empty if
     no prompt can hold what the model wrote, such as endless digits or brackets. None if the text
@@ -138,7 +138,7 @@ def read_arguments(text: str) -> Arguments | None:
 
 
 def whole_arguments(text: str) -> str:
-    """A call's arguments as JSON, completed if they were cut off.
+    """Return a call's arguments as JSON, completed if they were cut off.
 
     Raises ValueError if they do not even begin an object.
     """
@@ -156,7 +156,7 @@ class CalledFunction(Body):
     arguments: Annotated[Text, AfterValidator(whole_arguments)] = "{}"
 
     def for_template(self) -> dict[str, Any]:
-        """The call for chat templates; `CallForm` gives the arguments their final form."""
+        """Return the call for chat templates; `CallForm` gives the arguments their final form."""
         return {"name": self.name, "arguments": self.arguments}
 
 
@@ -169,7 +169,7 @@ class ToolCall(Body):
     index: int | None = Field(default=None, description="Ignored; streams number their calls.")
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it."""
+        """Return the call as chat templates expect it."""
         return {"id": self.id, "type": "function", "function": self.function.for_template()}
 
 
@@ -216,7 +216,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it, with `developer` as `system`."""
+        """Return the message as chat templates expect it, with `developer` as `system`."""
         message: dict[str, Any] = {
             "role": self.role.replace("developer", "system"),
             "content": self.content or "",
@@ -269,7 +269,7 @@ class TemplateOptions(Body):
     )
 
     def rendering(self) -> dict[str, Any]:
-        """The keyword arguments of `Prompts.render`.
+        """Return the keyword arguments of `Prompts.render`.
 
         Raises OutriderError(INVALID_VALUE) if the options contradict each other.
         """

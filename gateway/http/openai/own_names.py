@@ -19,7 +19,7 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
-    """The error with another API's names of a chat's parameters.
+    """Return the error with another API's names of a chat's parameters.
 
     `names` has that API's name for each chat parameter, the longest parameter first. Only for tools
     the path below the parameter is kept, because other parameters have another shape in that API.

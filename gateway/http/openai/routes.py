@@ -16,7 +16,7 @@ _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 def routes(generation: Generation, *, metrics: bool) -> APIRouter:
-    """The endpoints that generate text. With `metrics`, all answers report speculation."""
+    """Return the endpoints that generate text. With `metrics`, all answers report speculation."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", responses=json_responses(*_ERRORS, also=STREAMED))

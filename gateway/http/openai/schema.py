@@ -58,7 +58,7 @@ _PromptForms = (
 
 
 def _speculation(name: str) -> Any:
-    """A parameter with the default and the range of a field of SpeculationOptions."""
+    """Return a parameter with the default and the range of a field of SpeculationOptions."""
     default = getattr(SpeculationOptions(), name)
     return Field(default=default, json_schema_extra=dict(SPECULATION_RANGES[name].json_schema))
 
@@ -122,7 +122,7 @@ class PredictionBody(Body):
 
 
 def _stops(value: object) -> object:
-    """OpenAI's forms of `stop` (null, a string or a list) as a list."""
+    """Return OpenAI's forms of `stop` (null, a string or a list) as a list."""
     if isinstance(value, str):
         return [value]
     return [] if value is None else value
@@ -299,7 +299,7 @@ class ChatBody(GenerationBody, TemplateOptions):
     )
 
     def rendering(self) -> dict[str, Any]:
-        """The keyword arguments of `Prompts.render`."""
+        """Return the keyword arguments of `Prompts.render`."""
         options = super().rendering()
         options["variables"] = self.template_variables
         options["tools"] = [tool.for_template() for tool in self.tools or ()]

@@ -61,7 +61,10 @@ def _by_id(token: LogprobToken) -> Json | None:
 
 
 def attribution(tokens: Sequence[AttributedToken]) -> Json:
-    """The `speculation` field of a choice: its tokens with their sources. Empty without tokens."""
+    """Return the `speculation` field of a choice: its tokens with their sources.
+
+    Empty without tokens.
+    """
     if not tokens:
         return {}
     return {"speculation": {"tokens": [_attributed(token) for token in tokens]}}
@@ -77,7 +80,8 @@ def _attributed(token: AttributedToken) -> Json:
 
 
 def _finish(finish: FinishInfo | None) -> Json:
-    """The fields of a choice that say why it ended; a null reason for a choice that goes on."""
+    """Return the fields of a choice that say why it ended; a null reason for a choice that goes on.
+    """
     if finish is None:
         return {"finish_reason": None}
     incomplete = {"grammar_incomplete": True} if finish.grammar_incomplete else {}
@@ -125,7 +129,7 @@ class ResponseShape(ABC):
         totals: UsageTotals,
         shown: Sequence[Sequence[LogprobToken]],
     ) -> Json:
-        """The answer to a request that does not stream.
+        """Return the answer to a request that does not stream.
 
         `shown` has each choice's tokens with log probabilities.
         """
@@ -147,17 +151,17 @@ class ResponseShape(ABC):
         finish: FinishInfo | None = None,
         logprobs: Json | None = None,
     ) -> Json:
-        """A chunk with one choice."""
+        """Return a chunk with one choice."""
         choice = {"index": index, **content, "logprobs": logprobs, **_finish(finish)}
         return self._answer(self.chunk_object, [choice])
 
     def usage_chunk(self, usage: Json) -> Json:
-        """A stream's last chunk, which holds the usage."""
+        """Return a stream's last chunk, which holds the usage."""
         return self._answer(self.chunk_object, []) | {"usage": usage}
 
     @abstractmethod
     def _whole_choice(self, given: WholeChoice) -> Json:
-        """The content of a choice of a whole answer."""
+        """Return the content of a choice of a whole answer."""
 
     @abstractmethod
     def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
@@ -165,11 +169,14 @@ class ResponseShape(ABC):
 
     @abstractmethod
     def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
-        """OpenAI's `logprobs` object of tokens; None without tokens. `listed` builds each list."""
+        """Return OpenAI's `logprobs` object of tokens; None without tokens.
+
+        `listed` builds each list.
+        """
 
     @abstractmethod
     def delta(self, part: Part) -> Json:
-        """The content of a chunk with a part of the answer."""
+        """Return the content of a chunk with a part of the answer."""
 
 
 class CompletionShape(ResponseShape):
@@ -184,7 +191,7 @@ class CompletionShape(ResponseShape):
             choice["prompt_logprobs"] = _prompt_logprobs(prompt)
 
     def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
-        """Lists with an entry for each token, as in OpenAI's completions."""
+        """Return lists with an entry for each token, as in OpenAI's completions."""
         if not shown:
             return None
         return {
@@ -198,7 +205,7 @@ class CompletionShape(ResponseShape):
         return {"text": given.text}
 
     def delta(self, part: Part) -> Json:
-        """The text itself."""
+        """Return the text itself."""
         return {"text": part.text if isinstance(part, Content) else ""}
 
 
@@ -217,7 +224,7 @@ class ChatShape(ResponseShape):
         answer["prompt_logprobs"] = _prompt_logprobs(prompts[0])
 
     def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
-        """A list with an object for each token, as in OpenAI's chats."""
+        """Return a list with an object for each token, as in OpenAI's chats."""
         return {"content": listed(_with_top, shown), "refusal": None} if shown else None
 
     def _whole_choice(self, given: WholeChoice) -> Json:
@@ -250,7 +257,7 @@ def _call(begin: CallBegin, arguments: str) -> Json:
 
 
 def _whole_calls(parts: Sequence[Part]) -> list[Json]:
-    """The calls among the parts."""
+    """Return the calls among the parts."""
     begins = [part for part in parts if isinstance(part, CallBegin)]
     pieces: dict[int, list[str]] = {begin.index: [] for begin in begins}
     for part in parts:
@@ -289,7 +296,7 @@ class ChunkMaker:
         return self._open_count == 0
 
     def chunks(self, index: int, delta: TextDelta) -> list[Json]:
-        """The chunks for a delta; none if it has nothing to show.
+        """Return the chunks for a delta; none if it has nothing to show.
 
         A delta may have log probabilities without text, while the text is held back.
         """
@@ -318,7 +325,8 @@ class ChunkMaker:
         return made
 
     def _usage(self, index: int) -> Json:
-        """The `usage` field of a chunk: vLLM's usage of the choice so far, or OpenAI's null."""
+        """Return the `usage` field of a chunk: vLLM's usage of the choice so far, or OpenAI's null.
+        """
         if not self._options.include_usage:
             return {}
         if not self._options.continuous_usage_stats:
@@ -333,7 +341,7 @@ class ChunkMaker:
         return {"usage": usage}
 
     def _closing(self, index: int, finish: FinishInfo) -> list[Json]:
-        """The chunks that end a choice, and after the last choice also the stream."""
+        """Return the chunks that end a choice, and after the last choice also the stream."""
         closing = self._shape.chunk(index, self._shape.closing, finish) | self._usage(index)
         self._open_count -= 1
         if self._open_count:

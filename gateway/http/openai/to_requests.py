@@ -90,7 +90,7 @@ def _answer_options(body: ChatBody) -> AnswerOptions:
 
 
 def coalesces(body: GenerationBody) -> bool:
-    """Whether a chunk may hold the whole answer.
+    """Return whether a chunk may hold the whole answer.
 
     It may not if the caller reads the answer as it grows, or if a stop string may end it early.
     """
@@ -98,7 +98,7 @@ def coalesces(body: GenerationBody) -> bool:
 
 
 def answer_limit(body: CompletionBody | ChatBody) -> AnswerLimit:
-    """The limit of tokens that the body sets; nothing is checked yet."""
+    """Return the limit of tokens that the body sets; nothing is checked yet."""
     scores_prompt = _prompt_alternatives(body) is not None
     if isinstance(body, CompletionBody):
         return AnswerLimit(body.max_tokens, "max_tokens", _COMPLETION_MAX_TOKENS, scores_prompt)
@@ -168,7 +168,7 @@ def _sampling(body: GenerationBody, vocab_size: int) -> m.SamplingParams:
 
 
 def _logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    """OpenAI's object, whose keys are token ids written as strings."""
+    """Return OpenAI's object, whose keys are token ids written as strings."""
     for key in given:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise invalid("logit_bias", f"must have token ids as keys, not {key[:40]!r}")
@@ -197,7 +197,10 @@ def _stop_token_ids(ids: list[int], vocab_size: int) -> frozenset[int]:
 
 
 def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
-    """How many alternatives the request wants with each token; None for no log probabilities."""
+    """Return how many alternatives the request wants with each token.
+
+    Return None for no log probabilities.
+    """
     if isinstance(body, CompletionBody):
         check_logprobs("logprobs", body.logprobs)
         return body.logprobs
@@ -210,7 +213,10 @@ def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
 
 
 def _prompt_logprobs(body: GenerationBody) -> int | None:
-    """How many alternatives the request wants with each token of the prompt; None for no scores."""
+    """Return how many alternatives the request wants with each token of the prompt.
+
+    Return None for no scores.
+    """
     check_logprobs("prompt_logprobs", body.prompt_logprobs)
     if body.prompt_logprobs is not None and body.stream:
         message = "is not for stream: true; a completion's echo and logprobs stream a prompt's"
@@ -219,7 +225,7 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
 
 
 def _prompt_alternatives(body: GenerationBody) -> int | None:
-    """The number of alternatives with each token of the prompt, unchecked.
+    """Return the number of alternatives with each token of the prompt, unchecked.
 
     With `echo`, a token of the prompt has as many alternatives as a generated token, unless
     `prompt_logprobs` is given.
@@ -243,7 +249,8 @@ def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
 
 
 def _grammars(body: GenerationBody) -> dict[str, Grammar]:
-    """All grammars of the body, keyed by field: OpenAI's response_format, and vLLM's fields."""
+    """Return all grammars of the body, keyed by field: OpenAI's response_format, and vLLM's fields.
+    """
     structured = body.structured_outputs or StructuredOutputs()
     texts = {
         "regex": (GrammarKind.REGEX, structured.regex),
@@ -265,7 +272,7 @@ def _grammars(body: GenerationBody) -> dict[str, Grammar]:
 
 
 def _json(value: JsonValue | None) -> str | None:
-    """The value as JSON. A string is JSON already."""
+    """Return the value as JSON. A string is JSON already."""
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value)

@@ -45,7 +45,7 @@ class ToolBody(Body):
         return Tool(function.name, function.parameters, bool(function.strict))
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
+        """Return the tool as chat templates expect it."""
         named = self.function.model_dump(include={"name", "description", "parameters"})
         shown = {name: value for name, value in named.items() if value is not None}
         return {"type": "function", "function": shown}
@@ -76,7 +76,7 @@ _OBJECT: TypeAdapter[_Named | _Allowed] = TypeAdapter(
 
 
 def _tool_choice(value: object) -> ToolChoice | None:
-    """OpenAI's forms of `tool_choice`. Raises OutriderError(INVALID_VALUE)."""
+    """Return OpenAI's forms of `tool_choice`. Raises OutriderError(INVALID_VALUE)."""
     if value is None:
         return None
     if value in ("none", "auto", "required"):

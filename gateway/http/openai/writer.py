@@ -48,7 +48,7 @@ class OpenAIWriter:
         return self._maker.complete
 
     def whole(self, choices: list[WholeChoice]) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """Return the answer to a request that does not stream."""
         totals = self._answer.totals
         shown = [choice.shown for choice in choices]
         if self._lists_prompt:
@@ -64,10 +64,10 @@ class OpenAIWriter:
         return answer
 
     def events(self, index: int, delta: TextDelta) -> bytes:
-        """The chunks of a choice's next delta, and [DONE] after the last chunk."""
+        """Return the chunks of a choice's next delta, and [DONE] after the last chunk."""
         out = b"".join(map(event, self._maker.chunks(index, delta)))
         return out + _DONE if self.is_complete else out
 
     def failure(self, error: OutriderError) -> bytes:
-        """The error in OpenAI's shape and, as in vLLM, [DONE]."""
+        """Return the error in OpenAI's shape and, as in vLLM, [DONE]."""
         return event(error_body(error)) + _DONE

@@ -59,7 +59,10 @@ class TextFormat(Body):
     strict: bool | None = None
 
     def for_chat(self) -> Json:
-        """A chat's `response_format`. Raises OutriderError(INVALID_VALUE) without a schema."""
+        """Return a chat's `response_format`.
+
+        Raises OutriderError(INVALID_VALUE) without a schema.
+        """
         if self.type != "json_schema":
             return {"type": self.type}
         if self.schema_ is None:
@@ -67,7 +70,7 @@ class TextFormat(Body):
         return {"type": self.type, "json_schema": {"schema": self.schema_}}
 
     def shown(self) -> Json:
-        """The format as an answer repeats it."""
+        """Return the format as an answer repeats it."""
         if self.type != "json_schema":
             return {"type": self.type}
         return self.model_dump(by_alias=True) | {"strict": self.strict is not False}
@@ -103,7 +106,7 @@ def _include(values: list[str]) -> list[str]:
 
 
 def _metadata(values: dict[str, str]) -> dict[str, str]:
-    """OpenAI's limits. The answer repeats the metadata."""
+    """Return OpenAI's limits. The answer repeats the metadata."""
     if len(values) > 16:
         raise ValueError("must hold at most 16 entries")
     if any(len(key) > 64 or len(value) > 512 for key, value in values.items()):
@@ -143,7 +146,7 @@ class PromptBody(Body):
         return _NAMES | tools
 
     def chat(self, items: Sequence[Item], **more: Any) -> ChatBody:
-        """The same request as a chat, with the whole conversation's items and `more` fields.
+        """Return the same request as a chat, with the whole conversation's items and `more` fields.
 
         Raises OutriderError that names a parameter as a chat does, see `names`.
         """
@@ -212,14 +215,14 @@ class ResponsesBody(PromptBody, SamplingBody):
         return self.store is not False
 
     def asked(self, items: Sequence[Item]) -> ChatBody:
-        """The same request as a chat, like `PromptBody.chat`, with all settings."""
+        """Return the same request as a chat, like `PromptBody.chat`, with all settings."""
         same = ["stream", "seed", "speculation", "structured_outputs", "timeout"]
         same += SamplingBody.model_fields
         settings = {name: getattr(self, name) for name in same}
         return self.chat(items, max_completion_tokens=self.max_output_tokens, **settings)
 
     def shown(self) -> Json:
-        """The parameters that an answer repeats, with their defaults."""
+        """Return the parameters that an answer repeats, with their defaults."""
         text = TextOptions() if self.text is None else self.text
         form = TextFormat(type="text") if text.format is None else text.format
         reasoning = Reasoning() if self.reasoning is None else self.reasoning

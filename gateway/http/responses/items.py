@@ -79,7 +79,7 @@ def _joined(name: str, kinds: Mapping[str, type[Any]], form: Any) -> Any:
     """The type of the field of this name: a text, or a list of parts that are joined to a text."""
 
     def join(value: object) -> object:
-        """The text of a list of parts. Raises OutriderError that names the part."""
+        """Return the text of a list of parts. Raises OutriderError that names the part."""
         if not isinstance(value, list):
             return value
         parts = [parsed(part, kinds, f"{name}[{index}]") for index, part in enumerate(value)]
@@ -164,7 +164,10 @@ _INPUT_ITEMS: dict[str, type[InputItem]] = {**_ITEMS, "item_reference": ItemRefe
 
 
 def input_items(value: object) -> list[InputItem]:
-    """The items of `input`; a text is one item. Raises OutriderError that names the place."""
+    """Return the items of `input`; a text is one item.
+
+    Raises OutriderError that names the place.
+    """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -175,19 +178,22 @@ def input_items(value: object) -> list[InputItem]:
 
 
 def kept_item(value: Json, path: str) -> Item:
-    """An item from its kept JSON, for a request that names it at this path."""
+    """Return an item from its kept JSON, for a request that names it at this path."""
     return parsed(value, _ITEMS, path)
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name under which the model knows a function of a namespace."""
+    """Return the name under which the model knows a function of a namespace."""
     if not namespace:
         return name
     return f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
 
 
 def messages_of(items: Iterable[Item]) -> list[Json]:
-    """A chat's messages. An answer's thought, text and calls are one message, as in chats."""
+    """Return a chat's messages.
+
+    An answer's thought, text and calls are one message, as in chats.
+    """
     messages: list[Json] = []
     for item in items:
         if isinstance(item, FunctionCallOutput):

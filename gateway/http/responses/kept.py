@@ -93,7 +93,10 @@ def _no_response(response_id: str) -> OutriderError:
 
 
 def _replay(found: bytes, deltas: Sequence[Sequence[int]], after: int | None) -> Response:
-    """A response's events as a stream. Raises OutriderError(INVALID_VALUE) for a large response."""
+    """Return a response's events as a stream.
+
+    Raises OutriderError(INVALID_VALUE) for a large response.
+    """
     if len(found) > MAX_REPLAYED_BYTES:
         problem = f"is for responses of at most {MAX_REPLAYED_BYTES} bytes, not {len(found)}"
         raise invalid("stream", problem)
@@ -104,7 +107,7 @@ def _replay(found: bytes, deltas: Sequence[Sequence[int]], after: int | None) ->
 async def _events(
     response: Json, deltas: Sequence[Sequence[int]], begin: int
 ) -> AsyncGenerator[bytes, None]:
-    """The response's events from number `begin` on. Other tasks run between them."""
+    """Yield the response's events from number `begin` on. Other tasks run between them."""
     for number, made in islice(enumerate(replayed(response, deltas)), begin, None):
         if number % _EVENTS_AT_ONCE == 0:
             await asyncio.sleep(0)
@@ -119,7 +122,7 @@ class _Items:
         self._response_id = response_id
 
     async def page(self, after: str | None, limit: int, *, is_ascending: bool) -> Json:
-        """The page after the item of id `after`. Raises OutriderError(INVALID_VALUE)."""
+        """Return the page after the item of id `after`. Raises OutriderError(INVALID_VALUE)."""
         places = range(len(self._kept))
         if not is_ascending:
             places = places[::-1]

@@ -54,7 +54,7 @@ class OutputItems:
         self._texts: list[str] = []
 
     def add(self, part: Part) -> list[Json]:
-        """The events of the answer's next part."""
+        """Return the events of the answer's next part."""
         if isinstance(part, CallBegin):
             return [*self.end("completed"), *self._begin(_CALL, self._call(part))]
         if not part.text:
@@ -67,7 +67,7 @@ class OutputItems:
         return [*made, self._delta(part.text)]
 
     def again(self, item: Json, deltas: Sequence[int]) -> list[Json]:
-        """The events in which a complete item has grown, with deltas of these lengths."""
+        """Return the events in which a complete item has grown, with deltas of these lengths."""
         kind = _KINDS[item["type"]]
         text = item["content"][0]["text"] if kind.part else item["arguments"]
         empty: Json = {"content": []} if kind.part else {"arguments": ""}
@@ -79,7 +79,7 @@ class OutputItems:
         return [*made, *self.end(item["status"])]
 
     def end(self, status: Status) -> list[Json]:
-        """The events that end the item under way, if any, with this status."""
+        """Return the events that end the item under way, if any, with this status."""
         if self._kind is None:
             return []
         kind, text = self._kind, "".join(self._texts)
@@ -100,7 +100,7 @@ class OutputItems:
         return made
 
     def end_all(self, status: Status) -> list[Json]:
-        """The events that end the output.
+        """Return the events that end the output.
 
         A complete answer holds at least a message, perhaps an empty one, or a call.
         """
@@ -135,7 +135,7 @@ class OutputItems:
         return self._event("delta", delta=text)
 
     def _event(self, name: str, **content: Any) -> Json:
-        """An event of the item's text."""
+        """Return an event of the item's text."""
         assert self._kind is not None
         logprobs: Json = {"logprobs": []} if self._kind is _MESSAGE else {}
         return {"type": f"{self._kind.events}.{name}", **self._place(), **content, **logprobs}
@@ -154,7 +154,7 @@ class OutputItems:
 
 
 def replayed(response: Json, deltas: Sequence[Sequence[int]]) -> Iterator[Json]:
-    """The events of a kept response's stream, without their numbers.
+    """Yield the events of a kept response's stream, without their numbers.
 
     `deltas` has the lengths of the deltas of each item of the output.
     """

@@ -41,7 +41,7 @@ class _Conversation(NamedTuple):
 
 
 def _conversation(body: PromptBody, store: ResponseStore, tenant: str) -> _Conversation:
-    """The kept conversation that the body continues, and the items of its input.
+    """Return the kept conversation that the body continues, and the items of its input.
 
     Raises OutriderError(INVALID_VALUE) for what is not kept, and for more than a body could hold.
     """
@@ -104,7 +104,7 @@ class ResponseCall(ChatCall):
         self._store = store
 
     def writer(self, answer: TextAnswer) -> AnswerWriter:
-        """The Responses API's answer, which is kept unless the body says `store: false`."""
+        """Return the Responses API's answer, which is kept unless the body says `store: false`."""
 
         def keep(response: Json, deltas: Sequence[Sequence[int]]) -> None:
             """Keep a complete answer."""
@@ -116,7 +116,7 @@ class ResponseCall(ChatCall):
 
 
 def routes(generation: Generation, *, metrics: bool) -> APIRouter:
-    """The endpoints of the Responses API. With `metrics`, all answers report speculation."""
+    """Return the endpoints of the Responses API. With `metrics`, all answers report speculation."""
     router = APIRouter(route_class=JsonRoute)
     store = ResponseStore()
 

@@ -147,7 +147,7 @@ class ResponseStore:
         return True
 
     def _used(self, tenant: str, answer_id: str) -> _Kept | None:
-        """A kept answer. It becomes the most recently used answer."""
+        """Return a kept answer. It becomes the most recently used answer."""
         if (tenant, answer_id) not in self._order:
             return None
         self._order.move_to_end((tenant, answer_id))
@@ -156,12 +156,13 @@ class ResponseStore:
         return answers[answer_id]
 
     def conversation(self, tenant: str, answer_id: str) -> Sequence[bytes] | None:
-        """The items of a conversation up to a kept answer, as JSON; None if it is not kept."""
+        """Return the items of a conversation up to a kept answer, as JSON; None if it is not kept.
+        """
         kept = self._used(tenant, answer_id)
         return None if kept is None else [*kept.before, *kept.output]
 
     def item(self, tenant: str, item_id: str) -> bytes | None:
-        """An item of a kept answer as JSON; None if it is not kept."""
+        """Return an item of a kept answer as JSON; None if it is not kept."""
         of_tenant = self._tenants.get(tenant)
         if of_tenant is None or item_id not in of_tenant.items:
             return None
@@ -170,18 +171,21 @@ class ResponseStore:
         return item
 
     def before(self, tenant: str, answer_id: str) -> Sequence[bytes] | None:
-        """The items of the conversation before a kept answer, as JSON; None if it is not kept."""
+        """Return the items of the conversation before a kept answer, as JSON.
+
+        Return None if it is not kept.
+        """
         kept = self._used(tenant, answer_id)
         return None if kept is None else kept.before
 
     def deltas(self, tenant: str, answer_id: str) -> list[list[int]]:
-        """The lengths of the deltas of each item of a kept answer's output."""
+        """Return the lengths of the deltas of each item of a kept answer's output."""
         kept = self._used(tenant, answer_id)
         found: list[list[int]] = [] if kept is None else json.loads(kept.deltas)
         return found
 
     def response(self, tenant: str, answer_id: str) -> bytes | None:
-        """A kept response as JSON; None if it is not kept."""
+        """Return a kept response as JSON; None if it is not kept."""
         kept = self._used(tenant, answer_id)
         if kept is None:
             return None
@@ -194,5 +198,5 @@ def _json(value: Any) -> bytes:
 
 
 def _members(values: dict[str, Any]) -> bytes:
-    """The object's members without its braces."""
+    """Return the object's members without its braces."""
     return _json(values)[1:-1]

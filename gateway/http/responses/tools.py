@@ -75,7 +75,7 @@ class Flat(NamedTuple):
         return flat_name(self.namespace, self.function.name)
 
     def for_chat(self) -> Json:
-        """The tool in a chat's body."""
+        """Return the tool in a chat's body."""
         function = self.function.model_dump(
             include={"description", "parameters", "strict"}, exclude_none=True
         )
@@ -111,7 +111,7 @@ def _dumped(tool: Body) -> Json:
 
 
 def _tools(value: object) -> Tools:
-    """The functions of `tools`. Raises OutriderError that names the place."""
+    """Return the functions of `tools`. Raises OutriderError that names the place."""
     if value is None:
         return Tools()
     if not isinstance(value, list):
@@ -166,7 +166,10 @@ _CHOICE: TypeAdapter[_Choice] = TypeAdapter(_Choice)
 
 
 def _tool_choice(value: object) -> object:
-    """The value itself. Raises OutriderError(UNSUPPORTED_PARAMETER) if it is no known choice."""
+    """Return the value itself.
+
+    Raises OutriderError(UNSUPPORTED_PARAMETER) if it is no known choice.
+    """
     if value is None:
         return None
     try:
@@ -186,7 +189,7 @@ ToolChoiceField = Annotated[
 
 
 def chat_choice(value: Any) -> Any:
-    """A checked `tool_choice` as a chat has it."""
+    """Return a checked `tool_choice` as a chat has it."""
     if not isinstance(value, dict):
         return value
     if value["type"] == "function":

@@ -55,14 +55,14 @@ class ResponseWriter:
         self.is_complete = False
 
     def whole(self, choices: list[WholeChoice]) -> Json:
-        """The answer to a request that does not stream."""
+        """Return the answer to a request that does not stream."""
         for part in choices[0].parts:
             self._output.add(part)
         self._output.end_all(self._status())
         return self._finished()
 
     def events(self, index: int, delta: TextDelta) -> bytes:
-        """The events of the answer's next delta."""
+        """Return the events of the answer's next delta."""
         made: list[Json] = []
         if self._sequence_number == 0:
             made += [self._event(name) for name in ("created", "in_progress")]
@@ -77,7 +77,8 @@ class ResponseWriter:
         return self._written(made)
 
     def failure(self, error: OutriderError) -> bytes:
-        """An error event with our code, and the response with the nearest of OpenAI's codes."""
+        """Return an error event with our code, and the response with the nearest of OpenAI's codes.
+        """
         error = renamed(error, self._body.names)
         limited = error.reason.kind.http == 429
         code = "rate_limit_exceeded" if limited else "server_error"
@@ -127,7 +128,10 @@ class ResponseWriter:
 
 
 def _usage(chats: Json) -> Json:
-    """A chat's usage in the Responses API's names. A thought's tokens have no separate count."""
+    """Return a chat's usage in the Responses API's names.
+
+    A thought's tokens have no separate count.
+    """
     return {
         "input_tokens": chats["prompt_tokens"],
         "input_tokens_details": {**chats["prompt_tokens_details"], "cache_write_tokens": 0},

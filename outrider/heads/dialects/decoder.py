@@ -98,12 +98,12 @@ def _rope(keys: Keys, by_transformers: bool) -> dict[str, Any]:
 
 
 def _rotary(keys: Keys) -> Keys:
-    """The section about the rotary embedding."""
+    """Return the section about the rotary embedding."""
     return keys.section("rope_parameters" if keys.is_set("rope_parameters") else "rope_scaling")
 
 
 def _rotary_size(keys: Keys, size: int) -> int | None:
-    """How many channels of a head the file says to rotate; None for all."""
+    """Return how many channels of a head the file says to rotate; None for all."""
     name = "partial_rotary_factor"
     part = _rotary(keys) if name in _rotary(keys) else keys
     count = size * part.number(name, 1.0)
@@ -114,16 +114,17 @@ def _rotary_size(keys: Keys, size: int) -> int | None:
 
 
 def partly_turned(keys: Keys, decoder: Decoder) -> Decoder | None:
-    """The decoder with as many rotated channels as the file states; None if it has them already.
+    """Return the decoder with as many rotated channels as the file states.
 
-    The code that trained the head rotated all channels, and vLLM rotates the stated number.
+    Return None if it has them already. The code that trained the head rotated all channels, and
+    vLLM rotates the stated number.
     """
     count = _rotary_size(keys, decoder.head_size)
     return None if count == decoder.rotary_size else replace(decoder, rotary_size=count)
 
 
 def _yarn_scales(stated: Keys, numbers: Mapping[str, Any], by_transformers: bool) -> dict[str, Any]:
-    """How yarn cuts off its range of frequencies, and its factor for cosines and sines.
+    """Return how yarn cuts off its range of frequencies, and its factor for cosines and sines.
 
     The factors of DeepSeek's formula may be 0. `transformers` then leaves both out; SpecForge's
     EAGLE-3 computes with them.
@@ -216,7 +217,7 @@ def take_vocabulary(
 
 
 def other_vocabulary(keys: Keys, size: int, target: TargetShape) -> Exception:
-    """The error for a head whose vocabulary has another size than its target's."""
+    """Return the error for a head whose vocabulary has another size than its target's."""
     why = (
         f"is {size}, but the target has {target.vocab_size} tokens; name the target that the head"
         f" was made for"
@@ -257,7 +258,7 @@ def _target_ids(weights: Weights, size: int, whole: int, vocab_size: int) -> tor
 
 
 def aux_layer_count(weights: Weights, target: TargetShape) -> int:
-    """How many auxiliary layers fc reads. Raises OutriderError for a broken number."""
+    """Return how many auxiliary layers fc reads. Raises OutriderError for a broken number."""
     width = weights.width("fc.weight")
     if width % target.hidden_size:
         why = (
@@ -299,14 +300,14 @@ def choose_aux_layers(
 
 
 def after(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The auxiliary layers whose inputs are the outputs of the layers `ids`."""
+    """Return the auxiliary layers whose inputs are the outputs of the layers `ids`."""
     return tuple(i + 1 for i in ids)
 
 
 def possible_aux_layers(
     stated: tuple[int, ...] | None, of_layers: tuple[int, ...] | None, default: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The auxiliary layers that the ids of a file may mean, the likeliest first.
+    """Return the auxiliary layers that the ids of a file may mean, the likeliest first.
 
     `stated` are auxiliary layers, but heads that were converted to that form often kept the ids of
     layers. `of_layers` are ids of layers, whose outputs enter the layers after them. A file without

@@ -121,7 +121,7 @@ def _refuse_variants(keys: Keys, own: Keys) -> None:
 def _candidates(
     keys: Keys, own: Keys, decoder: Decoder, target: TargetShape
 ) -> list[tuple[int, ...]]:
-    """The aux_layers that the file may mean, the likeliest first."""
+    """Return the aux_layers that the file may mean, the likeliest first."""
     default = after(_even(target.layer_count, decoder.layer_count))
     stated = keys.ids("aux_hidden_state_layer_ids") or own.ids("layer_ids")
     of_layers = own.ids("target_layer_ids") or keys.ids("target_layer_ids")
@@ -129,7 +129,7 @@ def _candidates(
 
 
 def _even(target_layers: int, layers: int) -> tuple[int, ...]:
-    """The layers that a file without ids means: evenly spread over the target's layers."""
+    """Return the layers that a file without ids means: evenly spread over the target's layers."""
     if layers == 1:
         return (target_layers // 2,)
     span = target_layers - 4

@@ -101,7 +101,10 @@ def _aux_layers(
     target: TargetShape,
     layers: tuple[int, ...] | None,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The layers that fc reads, and others that the file may mean; none for a head without fc."""
+    """Return the layers that fc reads, and others that the file may mean.
+
+    None for a head without fc.
+    """
     if not nested.flag("use_aux_hidden_state", True):
         return (), ()
     count = aux_layer_count(weights, target)
@@ -118,7 +121,7 @@ def _refuse_modelopt(nested: Keys) -> None:
 
 
 def _candidates(keys: Keys, nested: Keys, target: TargetShape) -> list[tuple[int, ...]]:
-    """The aux_layers that the file may mean, the likeliest first.
+    """Return the aux_layers that the file may mean, the likeliest first.
 
     Top-level ids are auxiliary layers, nested ids are ids of layers.
     """

@@ -50,14 +50,17 @@ def read_medusa(keys: Keys, weights: Weights, target: TargetShape) -> Head:
 
 
 def _plain_name(name: str, blocks: int) -> str:
-    """A tensor's name in Medusa's own files; vLLM's files have blocks and lm_heads."""
+    """Return a tensor's name in Medusa's own files; vLLM's files have blocks and lm_heads."""
     name = re.sub(r"^medusa_heads?\.", "", name)
     name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
     return re.sub(r"^lm_heads\.(\d+)\.weight$", rf"\1.{blocks}.weight", name)
 
 
 def _token_map(keys: Keys, weights: Weights, target: TargetShape) -> torch.Tensor | None:
-    """The target's ids of a reduced vocabulary in vLLM's form; None for the whole vocabulary."""
+    """Return the target's ids of a reduced vocabulary in vLLM's form.
+
+    Return None for the whole vocabulary.
+    """
     if "token_map" not in weights:
         return None
     size = keys.integer("truncated_vocab_size", target.vocab_size, most=target.vocab_size)

@@ -14,7 +14,7 @@ COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
 def is_mtp_weight(name: str) -> bool:
-    """Whether a tensor of MiMo's files belongs to its MTP layers."""
+    """Return whether a tensor of MiMo's files belongs to its MTP layers."""
     return name.startswith(PREFIX)
 
 

@@ -55,7 +55,7 @@ class AutoregressiveModel(HeadModel):
 
     @abstractmethod
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
-        """Float32 scores [B, draft vocabulary] of the next token."""
+        """Return the Float32 scores [B, draft vocabulary] of the next token."""
 
     def read_as(self, spec: HeadSpec) -> None:
         """Like HeadModel.read_as; graphs of another reading are dropped."""
@@ -130,5 +130,5 @@ class AutoregressiveModel(HeadModel):
 
 
 def _lists(best: torch.Tensor, shares: torch.Tensor) -> list[Any]:
-    """Both tensors as lists, after one wait for the device."""
+    """Return both tensors as lists, after one wait for the device."""
     return [array.tolist() for array in fetch([best, shares])]

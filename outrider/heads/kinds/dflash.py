@@ -109,7 +109,7 @@ class DFlash(HeadModel):
         return torch.cat((text_BQK, block_QQ.expand(len(lengths_B), size, size)), dim=-1)
 
     def _attentions(self) -> list[tuple[Attention, list[torch.Tensor]]]:
-        """Each layer's attention with the arrays of its keys and values."""
+        """Return each layer's attention with the arrays of its keys and values."""
         assert self.cache is not None
         caches = self.cache.layers
         modules = [layer.self_attn for layer in self.layers if isinstance(layer, Layer)]

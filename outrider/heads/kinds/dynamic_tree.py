@@ -69,7 +69,7 @@ class Tree:
         return new
 
     def slice(self, new: int) -> SequenceSlice:
-        """All rows, of which the last `new` are read."""
+        """Return all rows, of which the last `new` are read."""
         kv = self._sequence.kv
         tokens = [node.path[-1] for node in self.rows]
         parents = [node.parent for node in self.rows]

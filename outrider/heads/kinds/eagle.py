@@ -32,9 +32,9 @@ class Eagle(AutoregressiveModel):
         return x
 
     def recycle(self, states: torch.Tensor) -> torch.Tensor:
-        """The states as they are."""
+        """Return the states as they are."""
         return states
 
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
-        """Scores of the vocabulary."""
+        """Return scores of the vocabulary."""
         return self.scores(states)

@@ -116,7 +116,8 @@ class PagedAttention:
 
     @staticmethod
     def supports(keys: torch.Tensor, values: torch.Tensor, softmax: Softmax) -> bool:
-        """Whether the library was built and supports a layer with such caches and softmax."""
+        """Return whether the library was built and supports a layer with such caches and softmax.
+        """
         if softmax.softcap is not None:
             return False
         if keys.device.type != "cpu" or keys.shape != values.shape:

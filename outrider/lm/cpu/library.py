@@ -94,7 +94,7 @@ def _can(question: str) -> bool:
 
 
 def _is_arm_with_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16; torch's names for ARM do not say."""
+    """Return whether the processor multiplies bfloat16; torch's names for ARM do not say."""
     return platform.machine() == "aarch64" and bool(_hwcap2() & HWCAP2_BF16)
 
 

@@ -111,7 +111,7 @@ class TiledLinear(torch.nn.Module):
 
     @classmethod
     def supports(cls, weight: torch.Tensor) -> bool:
-        """Whether the library was built and supports such a weight [out, in]."""
+        """Return whether the library was built and supports such a weight [out, in]."""
         is_whole = weight.shape[1] % cls.BLOCK == 0
         return is_whole and _gemm_function(_name(weight.dtype)) is not None
 
@@ -234,7 +234,7 @@ def fastest_dtype() -> torch.dtype:
 
 
 def int8_is_faster() -> bool:
-    """Whether int8 weights are faster than bfloat16 for few rows and for many.
+    """Return whether int8 weights are faster than bfloat16 for few rows and for many.
 
     They are where the library has dot products of int8, of which a line of weights interleaves
     four, and no AMX. AMX multiplies a prompt's rows by bfloat16 faster than vectors by int8.

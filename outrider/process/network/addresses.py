@@ -18,7 +18,7 @@ _RESOLVE_S = 2.0
 
 
 def is_name(address: str) -> bool:
-    """Whether the address stands for all replicas of a name."""
+    """Return whether the address stands for all replicas of a name."""
     return address.startswith(_PREFIX)
 
 
@@ -92,7 +92,7 @@ class Addresses:
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """All addresses of a host, sorted, each with the port. Raises OSError.
+    """Return all addresses of a host, sorted, each with the port. Raises OSError.
 
     If the host has IPv4 and IPv6 addresses, the IPv6 addresses are left out, since each replica
     probably has an address of each kind.

@@ -17,7 +17,7 @@ _candidates = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that nothing listens on now.
+    """Return a port of `host` that nothing listens on now.
 
     Raises OSError if none is free, or if the address is not this machine's.
     """

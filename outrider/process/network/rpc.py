@@ -66,7 +66,7 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 def dial(
     address: str, tls: Tls | None = None, server: Role | None = Role.VERIFIER
 ) -> grpc.aio.Channel:
-    """A channel to `host:port` or `unix:/path`, with mutual TLS if files are given.
+    """Return a channel to `host:port` or `unix:/path`, with mutual TLS if files are given.
 
     With TLS, the server's certificate must have the role that `server` names. If `server` is None,
     it must have the name of the host. The files are read now; a channel keeps what they held.

@@ -54,7 +54,7 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """The method's handler, made to refuse such calls and requests."""
+        """Return the method's handler, made to refuse such calls and requests."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:
@@ -97,7 +97,7 @@ def handler_within(
     check: Callable[[Any], Any] = lambda request: request,
     parse: Callable[[bytes], Any] | None = None,
 ) -> Any:
-    """A handler like the given handler, whose calls run within `enter(context)`.
+    """Return a handler like the given handler, whose calls run within `enter(context)`.
 
     There `check` changes the request or the stream of requests, or raises. `parse` replaces the
     handler's deserializer. The behaviour stays an asynchronous generator or a coroutine function:
@@ -124,7 +124,7 @@ def handler_within(
 
 
 def refusal(error: OutriderError) -> Any:
-    """A handler that ends each call with this error."""
+    """Return a handler that ends each call with this error."""
 
     # A stream of requests suits every method: a single request is a stream of one request.
     async def refuse(_requests: Any, context: _Context) -> None:
@@ -134,7 +134,7 @@ def refusal(error: OutriderError) -> Any:
 
 
 def _parsed(parse: Callable[[bytes], Any], most_bytes: int, data: bytes) -> Any:
-    """The message, or the error that takes its place."""
+    """Return the message, or the error that takes its place."""
     if len(data) > most_bytes:
         message = f"the message has {len(data)} bytes; at most {most_bytes} are allowed"
         return OutriderError(Reason.REQUEST_TOO_LARGE, message)

@@ -23,7 +23,7 @@ _RETRY_KEY = "retry"
 
 
 def status_of(error: OutriderError) -> status_pb2.Status:
-    """The google.rpc.Status of an error.
+    """Return the google.rpc.Status of an error.
 
     Its details are ErrorInfo, BadRequest if the error names a field, and RetryInfo if it has a
     delay after which a retry may succeed. The retry class is in ErrorInfo.metadata, for clients
@@ -56,7 +56,7 @@ def status_of(error: OutriderError) -> status_pb2.Status:
 def error_of(
     failure: grpc.aio.AioRpcError, otherwise: Reason = Reason.VERIFIER_UNAVAILABLE
 ) -> OutriderError:
-    """The error that a peer reported with a call's status.
+    """Return the error that a peer reported with a call's status.
 
     `otherwise` is the reason for a failure without Outrider's error details.
     """
@@ -71,7 +71,7 @@ def error_of(
 
 
 def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> OutriderError:
-    """The error that a peer reported in a message, as a serialized google.rpc.Status.
+    """Return the error that a peer reported in a message, as a serialized google.rpc.Status.
 
     `otherwise` is the reason if the status has none of Outrider's error details.
     """
@@ -83,7 +83,7 @@ def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> Outrider
 
 
 def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderError:
-    """The error with reason, metadata, field and delay from the status' details."""
+    """Return the error with reason, metadata, field and delay from the status' details."""
     info = error_details_pb2.ErrorInfo()
     bad = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
@@ -111,7 +111,7 @@ def _describe(error: OutriderError, info: error_details_pb2.ErrorInfo) -> None:
 
 
 def _cut(text: str) -> str:
-    """The beginning of a text, as much as a call's metadata has room for."""
+    """Return the beginning of a text, as much as a call's metadata has room for."""
     return text.encode()[:_MAX_ERROR_BYTES].decode(errors="ignore")
 
 

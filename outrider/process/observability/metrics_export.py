@@ -132,7 +132,7 @@ def pushing_metrics(
 def _observe(
     registry: CollectorRegistry, series: str, options: CallbackOptions
 ) -> Iterator[Observation]:
-    """The values of one series now, one for each set of labels."""
+    """Yield the values of one series now, one for each set of labels."""
     for family in registry.collect():
         for sample in family.samples:
             if sample.name == series:

@@ -33,7 +33,7 @@ class Output(io.TextIOBase):
         self._thread.start()
 
     def isatty(self) -> bool:
-        """Whether the descriptor is a terminal."""
+        """Return whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def write(self, text: str, /) -> int:

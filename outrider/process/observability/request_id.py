@@ -12,7 +12,7 @@ _OWN = re.compile(r"[!-~]{1,96}")
 
 
 def request_id(headers: Mapping[str, str], prefix: str) -> str:
-    """The caller's own id, or a new id that begins with the prefix.
+    """Return the caller's own id, or a new id that begins with the prefix.
 
     The caller's id is the header `x-request-id`, of 1 to 96 visible ASCII characters. Any other
     value is ignored. `headers` has names in lower case, or finds names in any case.

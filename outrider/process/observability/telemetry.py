@@ -122,7 +122,7 @@ NO_SPAN = Span(None)
 
 
 def enabled() -> bool:
-    """Whether this process exports spans at all."""
+    """Return whether this process exports spans at all."""
     return _tracer is not None
 
 

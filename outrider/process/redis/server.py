@@ -43,7 +43,10 @@ class Credentials(CredentialProvider):
         self._password_file = password_file
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """The arguments of AUTH. Raises OSError or UnicodeDecodeError if the file is unreadable."""
+        """Return the arguments of AUTH.
+
+        Raises OSError or UnicodeDecodeError if the file is unreadable.
+        """
         password = self._password
         if self._password_file is not None:
             password = read_file(self._password_file).decode().rstrip("\r\n")
@@ -71,7 +74,7 @@ class RedisServer:
     """redis-py's keyword arguments for credentials and TLS."""
 
     def reason(self, error: Exception) -> str:
-        """The error's text, with its cause in TLS if there is one."""
+        """Return the error's text, with its cause in TLS if there is one."""
         if "ssl" not in self.options:
             return str(error)
         return explain(str(error), self.tls)
@@ -84,7 +87,7 @@ class RedisServer:
         return Tls(Path(cert), Path(key), ca and Path(ca)) if cert and key else None
 
     def client(self, timeout_s: float, connect_s: float, **own: Any) -> Client:
-        """redis-py's client, which connects with its first command and bounds each reply.
+        """Return redis-py's client, which connects with its first command and bounds each reply.
 
         `timeout_s` bounds each command and `connect_s` each connection. `own` are further arguments
         of redis-py.
@@ -147,7 +150,7 @@ class RedisServer:
 
 
 def _parsed(url: str) -> dict[str, Any]:
-    """redis-py's arguments for a URL.
+    """Return redis-py's arguments for a URL.
 
     Raises OutriderError(INVALID_VALUE) if the text is no such URL, or has options other than TLS's.
     """
@@ -167,7 +170,7 @@ def _parsed(url: str) -> dict[str, Any]:
 
 
 def _tls(use_tls: bool, tls: Tls | None) -> dict[str, Any]:
-    """redis-py's arguments for TLS with this process's files; empty without TLS."""
+    """Return redis-py's arguments for TLS with this process's files; empty without TLS."""
     if not use_tls:
         return {}
     own: dict[str, Any] = {"ssl": True}
@@ -194,7 +197,7 @@ def _check_authorities(file: str | None) -> None:
 
 
 def _credentials(user: str, password: str, password_file: Path | None) -> dict[str, Any]:
-    """redis-py's argument for the URL's user and the password; empty without both."""
+    """Return redis-py's argument for the URL's user and the password; empty without both."""
     if password_file is not None and password:
         raise invalid("redis-password-file", "must not be given where the URL has a password")
     provider = Credentials(user, password, password_file)

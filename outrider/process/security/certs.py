@@ -82,12 +82,12 @@ class Authority:
     def issue(
         self, kind: str, name: str, hosts: Sequence[str], valid_for: timedelta
     ) -> tuple[bytes, bytes]:
-        """A certificate of one of `NAMES` and its key, as PEM.
+        """Return a certificate of one of `NAMES` and its key, as PEM.
 
         `name` is its common name. `hosts` are DNS names and IP addresses, besides `LOCAL_NAMES` and
-        the name of its role. A drafter's certificate has only the name of its role.
-        For tests, the certificate may have expired already. It ends when the authority's
-        certificate ends, or earlier.
+        the name of its role. A drafter's certificate has only the name of its role. For tests, the
+        certificate may have expired already. It ends when the authority's certificate ends, or
+        earlier.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         role = Role(kind)
@@ -152,7 +152,7 @@ def run(
 
 
 def _authority(directory: Path) -> Authority:
-    """The authority of the directory; a new authority if the directory has none."""
+    """Return the authority of the directory; a new authority if the directory has none."""
     if (directory / "ca.pem").exists() or (directory / "ca.key").exists():
         return Authority.load(directory)
     authority = Authority.new()
@@ -174,7 +174,10 @@ def _subject(name: str) -> x509.Name:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    """The alternative name of a host. Raises OutriderError(INVALID_VALUE) for any other text."""
+    """Return the alternative name of a host.
+
+    Raises OutriderError(INVALID_VALUE) for any other text.
+    """
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

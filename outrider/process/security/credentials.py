@@ -18,7 +18,7 @@ class ClientCredentials(NamedTuple):
 
 
 def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCredentials:
-    """Credentials for a server at this address.
+    """Return credentials for a server at this address.
 
     The server's certificate must have the role `server` or, if this is None, the address' name.
     Raises OutriderError(INVALID_VALUE) if the files are bad.
@@ -41,7 +41,7 @@ def name_options(address: str, server: Role | None) -> list[tuple[str, str]]:
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Credentials that each new connection reads again if the files have changed.
+    """Return credentials that each new connection reads again if the files have changed.
 
     Clients need a certificate if the files have authorities. Raises OutriderError(INVALID_VALUE) if
     the files are bad.
@@ -54,7 +54,7 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     watched = WatchedTls(tls, load)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """The new files; None if they are as before. gRPC calls it from its own threads."""
+        """Return the new files; None if they are as before. gRPC calls it from its own threads."""
         return watched.current if watched.refresh() else None
 
     return grpc.dynamic_ssl_server_credentials(

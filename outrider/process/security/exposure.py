@@ -35,26 +35,26 @@ def check_verifier_exposure(host: str, *, has_tls: bool, is_open: bool, remedy: 
 
 
 def host_of(listen: str) -> str:
-    """The host of host:port, without brackets; unix:/path as it is."""
+    """Return the host of host:port, without brackets; unix:/path as it is."""
     if listen.startswith("unix:"):
         return listen
     return listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
 def is_local(host: str) -> bool:
-    """Whether only processes of this machine reach what listens on `host`."""
+    """Return whether only processes of this machine reach what listens on `host`."""
     return host.startswith("unix:") or is_loopback(host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is an address of the loopback interface, or localhost."""
+    """Return whether a host is an address of the loopback interface, or localhost."""
     if is_address(host):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def is_address(name: str) -> bool:
-    """Whether a name is an IP address."""
+    """Return whether a name is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

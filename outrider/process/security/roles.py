@@ -89,7 +89,7 @@ class Peer:
 
 
 def peer_of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Peer | None:
-    """The peer of a gRPC call by its context; None on a connection without TLS.
+    """Return the peer of a gRPC call by its context; None on a connection without TLS.
 
     Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for a certificate with an unknown role or several.
     """
@@ -101,7 +101,7 @@ def peer_of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Peer | None:
 
 
 def peer_of_ssl(certificate: Mapping[str, Any] | None) -> Peer:
-    """The peer by its certificate, as `ssl.SSLSocket.getpeercert` returns it.
+    """Return the peer by its certificate, as `ssl.SSLSocket.getpeercert` returns it.
 
     Raises OutriderError(CERTIFICATE_NOT_ALLOWED) as above.
     """
@@ -113,7 +113,7 @@ def peer_of_ssl(certificate: Mapping[str, Any] | None) -> Peer:
 
 
 def peer_of(name: str, uris: Iterable[str]) -> Peer:
-    """The peer with a certificate of these alternative names.
+    """Return the peer with a certificate of these alternative names.
 
     Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for an unknown role or several.
     """

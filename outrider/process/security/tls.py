@@ -65,7 +65,7 @@ class Tls:
 
     @classmethod
     def of(cls, cert: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
-        """The three files; None if no file is named.
+        """Return the three files; None if no file is named.
 
         Raises OutriderError(INVALID_VALUE) if only some are named, if a name is not a file's, or if
         the key does not belong to the certificate.
@@ -84,9 +84,10 @@ class Tls:
     def of_server(
         cls, cert: Path | None, key: Path | None, ca: Path | None, prefix: str
     ) -> Tls | None:
-        """Certificate, key and, if clients need certificates, their authorities; None without any.
+        """Return certificate, key and, if clients need certificates, their authorities.
 
-        `prefix` begins the names of the settings. Raises OutriderError(INVALID_VALUE) as above.
+        Return None without any. `prefix` begins the names of the settings. Raises
+        OutriderError(INVALID_VALUE) as above.
         """
         if cert is None or key is None:
             if (cert, key, ca) == (None, None, None):
@@ -98,7 +99,7 @@ class Tls:
         return tls
 
     def read(self, prefix: str = "tls") -> Pems:
-        """The files' contents. `prefix` begins the names of the settings in errors.
+        """Return the files' contents. `prefix` begins the names of the settings in errors.
 
         Raises OutriderError(INVALID_VALUE) that names a file that cannot be read or holds no PEM,
         or a key that does not belong to the certificate.
@@ -131,12 +132,12 @@ class Tls:
         context.load_cert_chain(self.cert, self.key, password=b"")
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """A value that differs once a file has changed."""
+        """Return a value that differs once a file has changed."""
         paths = [self.cert, self.key, *([] if self.ca is None else [self.ca])]
         return tuple(map(_stamp, paths))
 
     def common_name(self) -> str:
-        """The common name of the certificate's subject.
+        """Return the common name of the certificate's subject.
 
         Raises OutriderError(INVALID_VALUE) if it has none.
         """
@@ -164,9 +165,9 @@ class Tls:
             raise invalid("tls-cert", f"{self.cert} has the role {role.value}, not {wanted}")
 
     def own_problem(self) -> str | None:
-        """Why peers would refuse this certificate, as far as these files tell; None if they agree.
+        """Return why peers would refuse this certificate, as far as these files tell.
 
-        Peers may have other authorities than `ca`.
+        Return None if they agree. Peers may have other authorities than `ca`.
         """
         from cryptography import x509  # loaded only for an explanation
 
@@ -261,7 +262,7 @@ class WatchedTls(Generic[_Loaded]):
 
 
 def http_context(tls: Tls) -> ssl.SSLContext:
-    """TLS of an HTTP server; each handshake takes the files as they are then.
+    """Return TLS of an HTTP server; each handshake takes the files as they are then.
 
     If the files have authorities, a client's certificate that none of them signed, or that has
     expired, ends the handshake. Whether a client needs a certificate is up to the server, which can
@@ -293,7 +294,7 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
 
 
 def explain(details: str, tls: Tls | None, *, is_known: bool = False) -> str:
-    """The details of a failed connection, after its cause in TLS if there is one.
+    """Return the details of a failed connection, after its cause in TLS if there is one.
 
     A peer that `is_known` has accepted a connection before, so that a closed connection needs no
     explanation. gRPC tells a client why it refused a server, but not why a server refused the

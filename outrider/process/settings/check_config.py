@@ -82,14 +82,14 @@ def check_file(setting: str, path: Path) -> None:
 
 
 def _shown(settings: ServiceSettings) -> dict[str, Any]:
-    """The settings, keyed by name, as a file of `--config` has them."""
+    """Return the settings, keyed by name, as a file of `--config` has them."""
     given = settings.model_dump(mode="json", exclude=_OWN)
     shown = {name: _masked(value) for name, value in given.items() if value not in (None, "", [])}
     return shown | ({"keys": _HIDDEN} if "keys" in shown else {})
 
 
 def _masked(value: Any) -> Any:
-    """The value, without what may be a secret in URLs: passwords, tokens and options."""
+    """Return the value, without what may be a secret in URLs: passwords, tokens and options."""
     if isinstance(value, list):
         return [_masked(item) for item in value]
     if not isinstance(value, str) or (url := _URL.match(value)) is None:

@@ -93,7 +93,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources in their order of precedence."""
+        """Return the sources in their order of precedence."""
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
 
     @field_validator("*", mode="before")
@@ -198,7 +198,7 @@ def _titles(schema: type[Settings]) -> dict[str, str]:
 
 
 def _parameters(schema: type[Settings], names: Iterable[str]) -> list[click.Parameter]:
-    """A flag for each of the settings that `names` names."""
+    """Return a flag for each of the settings that `names` names."""
     parameters = [_option(name, schema.model_fields[name]) for name in names]
     if schema.argument is not None:
         metavar = f"[{schema.argument.upper()}]"
@@ -210,7 +210,10 @@ def _parameters(schema: type[Settings], names: Iterable[str]) -> list[click.Para
 def _given(
     schema: type[Settings], context: click.Context, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings on the command line. Raises UsageError for a setting that is given twice."""
+    """Return the settings on the command line.
+
+    Raises UsageError for a setting that is given twice.
+    """
     commandline = click.core.ParameterSource.COMMANDLINE
     given = {
         field: value
@@ -270,7 +273,7 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic only from cli
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """The completions of `incomplete`."""
+        """Return the completions of `incomplete`."""
         if not self._choices:
             return [CompletionItem(incomplete, type="file")]
         return [CompletionItem(choice) for choice in self._choices if choice.startswith(incomplete)]
@@ -297,12 +300,12 @@ def _option(field: str, info: FieldInfo) -> click.Parameter:
 
 
 def _flag(field: str) -> str:
-    """A setting's flag without its dashes."""
+    """Return a setting's flag without its dashes."""
     return field.replace("_", "-")
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The types of a setting's value without None; for a list, the types of its items."""
+    """Return the types of a setting's value without None; for a list, the types of its items."""
     if get_origin(annotation) in (Union, types.UnionType, list):
         return [kind for kind in get_args(annotation) if kind is not types.NoneType]
     return [annotation]
@@ -328,7 +331,7 @@ def _items(text: Any, *, is_text: bool) -> Iterator[Any]:
 
 
 def _problem(schema: type[Settings], details: ErrorDetails) -> str:
-    """One line that names the setting and the problem."""
+    """Return one line that names the setting and the problem."""
     name = ".".join(map(str, details["loc"]))
     if details["type"] == "extra_forbidden":
         return f"there is no setting {name}{suggestion(name, schema.model_fields)}"

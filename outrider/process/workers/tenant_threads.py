@@ -161,7 +161,7 @@ class _Budgets:
             self._whole_at = {name: at for name, at in self._whole_at.items() if at > now}
 
     def is_slow(self, tenant: str) -> bool:
-        """Whether the tenant has used up its budget."""
+        """Return whether the tenant has used up its budget."""
         now = self._clock()
         return (self._whole_at.get(tenant, now) - now) * _BACK_S > _BUDGET_S
 

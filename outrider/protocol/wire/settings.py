@@ -125,7 +125,8 @@ def _plain(value: Any) -> Any:
 
 
 def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:
-    """The enum's member with this value; `otherwise` for 0 and for a later version's values."""
+    """Return the enum's member with this value; `otherwise` for 0 and for a later version's values.
+    """
     try:
         return kind(value)
     except ValueError:
@@ -133,14 +134,17 @@ def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:
 
 
 def optional(proto: Message, field: str) -> Any:
-    """The value of an optional field; None if the sender left it out."""
+    """Return the value of an optional field; None if the sender left it out."""
     if not proto.HasField(field):
         return None
     return getattr(proto, field)
 
 
 def proto_enum(value: int) -> Any:
-    """A value for a proto's enum field. Typed Any, since the stubs give each enum its own type."""
+    """Return a value for a proto's enum field.
+
+    Typed Any, since the stubs give each enum its own type.
+    """
     return int(value)
 
 

@@ -14,7 +14,7 @@ Points = list[tuple[float, Spread]]
 
 
 def answers(results: Results) -> list[str]:
-    """Sentences, the most important first."""
+    """Return sentences, the most important first."""
     costs = results.costs
     if not costs and results.experiment.costs:
         costs = results.about["machine"]["processor"].partition(". ")[0]
@@ -29,7 +29,7 @@ def answers(results: Results) -> list[str]:
 
 
 def rated_cells(results: Results) -> list[tuple[str, Spread]]:
-    """Drafted cells in words, with their speed over plain decoding if that is plausible."""
+    """Return drafted cells in words, with their speed over plain decoding if that is plausible."""
     found = []
     for cell, source in results.found():
         if results.is_disturbed(cell, source):
@@ -84,7 +84,7 @@ def _texts(results: Results) -> Iterator[str]:
 
 
 def _predictions(results: Results) -> Iterator[str]:
-    """The errors of predicted tokens/s, as shares of measured tokens/s."""
+    """Yield the errors of predicted tokens/s, as shares of measured tokens/s."""
     errors = []
     for cell in results.cells:
         for way in (PLAIN, DRAFTED):
@@ -112,7 +112,8 @@ def _errors(results: Results) -> Iterator[str]:
 
 
 def axis_of(results: Results) -> str | None:
-    """The path on the x axis of plots: a swept round trip, else another number, else None."""
+    """Return the path on the x axis of plots: a swept round trip, else another number, else None.
+    """
     sweep = results.experiment.sweep
     numeric = [
         path

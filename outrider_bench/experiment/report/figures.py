@@ -24,12 +24,12 @@ Figures = dict[str, float]
 
 
 def figures_of(measurement: Measurement) -> Figures:
-    """The figures of one repetition."""
+    """Return the figures of one repetition."""
     return {**sample_figures(measurement.sample), **_costs(measurement)}
 
 
 def sample_figures(sample: Sample) -> Figures:
-    """The figures of a load, without bytes on links and CPU time."""
+    """Return the figures of a load, without bytes on links and CPU time."""
     return {
         "tokens_per_s": sample.tokens_per_s,
         **_latencies(sample),
@@ -51,7 +51,7 @@ def _quotients(parts: Mapping[str, tuple[float, float]]) -> Figures:
 
 
 def _latencies(sample: Sample) -> Figures:
-    """Times to the first token and per output token, in ms, over all requests."""
+    """Return the times to the first token and per output token, in ms, over all requests."""
     found: Figures = {}
     for name in ("ttft", "tpot"):
         values = getattr(sample, name)
@@ -63,7 +63,7 @@ def _latencies(sample: Sample) -> Figures:
 
 
 def _drafts(counters: Mapping[str, float]) -> Figures:
-    """Acceptance as vLLM defines it, and commits for each state of the next draft."""
+    """Return acceptance as vLLM defines it, and commits for each state of the next draft."""
     tokens = counters.get("generation_tokens", 0.0)
     drafted = counters.get("spec_decode_num_draft_tokens", 0.0)
     accepted = counters.get("spec_decode_num_accepted_tokens", 0.0)
@@ -104,7 +104,7 @@ def _acceptance(counters: Mapping[str, float]) -> dict[str, tuple[float, float]]
 
 
 def _apart(counters: Mapping[str, float], kinds: Mapping[str, Mapping[str, float]]) -> Figures:
-    """Acceptance for each drafter family (`family_`) and each kind of prompt (`kind_`)."""
+    """Return acceptance for each drafter family (`family_`) and each kind of prompt (`kind_`)."""
     groups: dict[str, Mapping[str, float]] = {
         f"kind_{kind or 'any'}": own for kind, own in kinds.items()
     }
@@ -121,7 +121,7 @@ def _apart(counters: Mapping[str, float], kinds: Mapping[str, Mapping[str, float
 
 
 def _step(counters: Mapping[str, float]) -> Figures:
-    """Mean milliseconds of each phase of a step, from the verifier's counters."""
+    """Return the mean milliseconds of each phase of a step, from the verifier's counters."""
     steps = counters.get("step_seconds_count", 0.0)
     phases_s = {phase: counters.get(f"step_phase_seconds.{phase}", 0.0) for phase in PHASES}
     found = _quotients({f"step_{name}_ms": (1000 * s, steps) for name, s in phases_s.items()})

@@ -52,7 +52,7 @@ def write_plot(results: Results, path: Path, console: Console) -> None:
 
 
 def figure_rows(results: Results) -> list[dict[str, Any]]:
-    """A dictionary for each cell, source, decoding mode and repetition, all with equal keys.
+    """Return a dictionary for each cell, source, decoding mode and repetition, all with equal keys.
 
     Values of the sweep have the keys `sweep.<path>`. A missing figure is None.
     """

@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float], *, predicted: bool = False) -> Spread:
-        """The median and its interval by bootstrap."""
+        """Return the median and its interval by bootstrap."""
         return cls(median(values), *interval(values), len(values), predicted)
 
     @property
@@ -49,7 +49,7 @@ class Spread:
         return shown_by(self.low, self.high)
 
     def words(self, digits: int = 2) -> str:
-        """The median, with the interval of several repetitions."""
+        """Return the median, with the interval of several repetitions."""
         middle, low, high = (f"{v:.{digits}f}" for v in (self.median, self.low, self.high))
         return middle if self.count == 1 else f"{middle} ({low}–{high})"
 
@@ -82,7 +82,7 @@ class Results:
         return [(cell, of[0]) for cell, of in zip(self.cells, known, strict=True) if of]
 
     def values(self, cell: Cell, source: Source, way: str, figure: str) -> list[float]:
-        """The values of a figure, one for each repetition that has the figure."""
+        """Return the values of a figure, one for each repetition that has the figure."""
         wanted = (cell.key, source, way)
         return [
             row.figures[figure]
@@ -91,12 +91,13 @@ class Results:
         ]
 
     def spread(self, cell: Cell, source: Source, way: str, figure: str) -> Spread | None:
-        """A figure over the repetitions; None if no repetition has it."""
+        """Return a figure over the repetitions; None if no repetition has it."""
         values = self.values(cell, source, way, figure)
         return Spread.of(values, predicted=source == "predicted") if values else None
 
     def is_disturbed(self, cell: Cell, source: Source) -> bool:
-        """Whether the speed over plain decoding exceeds what its tokens per forward allow."""
+        """Return whether the speed over plain decoding exceeds what its tokens per forward allow.
+        """
         share = self.spread(cell, source, DRAFTED, "times_plain_of_allowed")
         return share is not None and share.median > MOST_OF_ALLOWED
 
@@ -162,12 +163,12 @@ def _add_ratios(results: Results) -> None:
 
 
 def words(value: Any) -> str:
-    """A value of a sweep, as tables show it."""
+    """Return a value of a sweep, as tables show it."""
     return " + ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def point_words(point: Mapping[str, Any]) -> str:
-    """A cell's values in words, such as `model, round_trip_ms 20, mbit_s 100`."""
+    """Return a cell's values in words, such as `model, round_trip_ms 20, mbit_s 100`."""
     shown = [
         words(value) if path == "use" else f"{path.rpartition('.')[2]} {words(value)}"
         for path, value in point.items()

@@ -107,7 +107,7 @@ _NOTES = {
 
 
 def tables(results: Results) -> Iterator[Table]:
-    """All tables that the run has figures for."""
+    """Yield all tables that the run has figures for."""
     cells = [_Subject("", cell, source) for cell, source in results.found()]
     ways = [replace(subject, head=w, way=w) for subject in cells for w in OURS]
     groups = [
@@ -127,7 +127,7 @@ def tables(results: Results) -> Iterator[Table]:
 def _filled(
     results: Results, title: str, columns: Sequence[_Column], subjects: Sequence[_Subject]
 ) -> Iterator[Table]:
-    """The table without empty columns and lines; nothing if all are empty."""
+    """Yield the table without empty columns and lines; nothing if all are empty."""
     grid = [[_text(results, subject, column) for column in columns] for subject in subjects]
     kept = [place for place in range(len(columns)) if any(line[place] for line in grid)]
     lines = []

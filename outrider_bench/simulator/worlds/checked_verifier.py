@@ -85,7 +85,7 @@ class CheckedVerifier(EngineActor):
             self._warm_up()
 
     def clock(self) -> float:
-        """The clock that the engine reads."""
+        """Return the clock that the engine reads."""
         return _EPOCH_S + self._events.now + self.skew_s
 
     def _warm_up(self) -> None:
@@ -113,7 +113,7 @@ class CheckedVerifier(EngineActor):
         return sequence
 
     def text_of(self, sequence_id: int, prompt_length: int, tokens: list[int]) -> list[int]:
-        """The target's text of a sequence, for drafters that know it."""
+        """Return the target's text of a sequence, for drafters that know it."""
         return [*tokens[:prompt_length], *self._truths[sequence_id].answer.token_ids]
 
     def join(self, hello: Hello, sink: Callable[[StepBatch | OutriderError], None]) -> Drafter:

@@ -57,7 +57,7 @@ FORGERIES: tuple[Forge, ...] = (*REFUSED, _future, _past, _unknown_sequence, _ce
 
 
 def guess(draw: Random, sequence_id: int, base_length: int, most: int) -> drafts_pb2.Proposal:
-    """A proposal of random tokens, a chain or a tree."""
+    """Return a proposal of random tokens, a chain or a tree."""
     count = draw.randint(1, most)
     proposal = drafts_pb2.Proposal(
         sequence_id=sequence_id,

@@ -37,7 +37,7 @@ class Truth:
 
 
 def compares(request: TokenRequest, *, sampled_drafts: bool) -> bool:
-    """Whether the text of a request does not depend on drafters at all."""
+    """True if the text of a request does not depend on drafters at all."""
     sampling = request.sampling
     return sampling.greedy or sampling.seed is not None or not sampled_drafts
 
@@ -101,7 +101,7 @@ def _check_trie(sequence: Sequence, assignment: Assignment) -> None:
 
 
 def _size(trie: Trie) -> tuple[int, int]:
-    """The number of a trie's guesses, and the length of their longest path."""
+    """Return the number of a trie's guesses, and the length of their longest path."""
     count = depth = 0
     level = [trie.root]
     while level := [child for node in level for child in node.children.values()]:
@@ -182,7 +182,7 @@ def expected_counts(
 
 
 def _is_opened(sequence: Sequence, drafter: Drafter) -> bool:
-    """Whether the drafter has the sequence, and was told so."""
+    """Return whether the drafter has the sequence, and was told so."""
     assignment = sequence.assignments.get(drafter.id)
     return assignment is not None and assignment.opened
 

@@ -76,7 +76,7 @@ class RandomDrafter:
         self.world.events.after(after_s, connect)
 
     def clock(self) -> float:
-        """The clock that its session reads."""
+        """Return the clock that its session reads."""
         return self.world.events.now + self.skew_s
 
     @property

@@ -45,7 +45,10 @@ class Answer:
 
 @cache
 def request_of(number: int) -> TokenRequest:
-    """The catalogue's request `number`. Many prompts begin alike, to test the prefix cache."""
+    """Return the catalogue's request `number`.
+
+    Many prompts begin alike, to test the prefix cache.
+    """
     draw = Random(f"request {number}")
     stem = Random(f"stem {draw.randrange(3)}").choices(range(VOCAB), k=_LONGEST_PROMPT - 8)
     prompt = stem[: draw.choice([0, 5, len(stem)])]
@@ -83,14 +86,14 @@ def _sampling(draw: Random) -> SamplingParams:
 
 
 def wanted_tokens(number: int) -> int:
-    """The most tokens that a request can have, prompt included."""
+    """Return the most tokens that a request can have, prompt included."""
     request = request_of(number)
     return len(request.prompt) + request.max_tokens
 
 
 @cache
 def modulus_of(number: int) -> int:
-    """The modulus of a request's grammar; 0 without one."""
+    """Return the modulus of a request's grammar; 0 without one."""
     draw = Random(f"grammar {number}")
     if draw.random() < 0.85 or request_of(number).sampling.adjusts:
         return 0
@@ -98,7 +101,8 @@ def modulus_of(number: int) -> int:
 
 
 def matcher_of(number: int, committed: Sequence[int]) -> ResidueMatcher | None:
-    """The state of a request's grammar after the committed tokens; None without a grammar."""
+    """Return the state of a request's grammar after the committed tokens; None without a grammar.
+    """
     if modulus_of(number) == 0:
         return None
     matcher = ResidueMatcher(modulus_of(number))
@@ -142,7 +146,7 @@ class ResidueMatcher:
 
 @cache
 def answer_of(number: int) -> Answer:
-    """The target's answer. Raises OutriderError if the engine refuses the request."""
+    """Return the target's answer. Raises OutriderError if the engine refuses the request."""
     events = Events()
     page_count = -(-(_LONGEST_PROMPT + _MOST_TOKENS) // _PAGE_SIZE)
     pool = PagePool(page_count, _PAGE_SIZE)

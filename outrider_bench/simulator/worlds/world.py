@@ -22,11 +22,12 @@ class World:
         self.verifiers = {name: self.new_verifier(name) for name in plan.verifiers}
 
     def new_verifier(self, name: str) -> CheckedVerifier:
-        """A verifier with the plan's settings."""
+        """Return a verifier with the plan's settings."""
         return CheckedVerifier(self.events, name, self.plan.engine, self.counts)
 
     def random(self, name: str) -> Random:
-        """The random numbers of one actor: the absence of another actor changes few of them."""
+        """Return the random numbers of one actor: the absence of another actor changes few of them.
+        """
         return Random(f"{self.plan.seed} {name}")
 
     def note(self, what: str) -> None:
@@ -39,7 +40,7 @@ class World:
         return self._digest.hexdigest()
 
     def least_loaded(self, but: CheckedVerifier | None) -> CheckedVerifier | None:
-        """The serving verifier with the fewest requests; not `but`, if there is another."""
+        """Return the serving verifier with the fewest requests; not `but`, if there is another."""
         serving = [each for each in self.verifiers.values() if each.serving]
         others = [each for each in serving if each is not but]
         return min(others or serving, key=lambda each: each.open_requests, default=None)

@@ -28,7 +28,7 @@ def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tens
 def relaxed(
     probs_NV: torch.Tensor, draft_N: torch.Tensor, topk_N: torch.Tensor, delta_N: torch.Tensor
 ) -> torch.Tensor:
-    """TensorRT-LLM's relaxed acceptance, bool [N] (its blog on DeepSeek-R1 with MTP).
+    """Return TensorRT-LLM's relaxed acceptance, bool [N] (its blog on DeepSeek-R1 with MTP).
 
     Accepts a draft token if it is among the `topk` likeliest, at most `delta` less likely than the
     likeliest, and of a probability above 0. The caller passes only positions in the thinking phase.

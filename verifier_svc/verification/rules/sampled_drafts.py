@@ -91,7 +91,7 @@ def block(drafts: SparseDrafts) -> AcceptedPrefixes:
 
 
 def _prob_of_end(drafts: SparseDrafts, i: int, weight_B: torch.Tensor) -> torch.Tensor:
-    """The probability that a block can end before position i, s / (s + 1 - w)."""
+    """Return the probability that a block can end before position i, s / (s + 1 - w)."""
     target_BE = drafts.target_BKE[:, i]
     draft_BE = drafts.draft_BKE[:, i]
     outside_B = weight_B * (1 - target_BE.sum(-1)).clamp(min=0)
