@@ -30,7 +30,7 @@ def run(
     serve: Callable[[_Settings, VerifierMetrics], Coroutine[Any, Any, None]] = _serve,
     check: Callable[[_Settings], None] = check,
 ) -> None:
-    """Run the verifier; exits with status 1 and one sentence if the target cannot be served.
+    """Run the verifier; exit with status 1 and an error sentence if the target cannot be served.
 
     `check` is what `--check-config` calls.
     """

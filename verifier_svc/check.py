@@ -1,4 +1,4 @@
-"""What `--check-config` checks of a verifier besides its settings' types."""
+"""Checks a verifier's settings for `--check-config`, beyond their types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verifier_svc.config import VerifierSettings
 
 
 def check(settings: VerifierSettings) -> None:
-    """Raise OutriderError that names a setting which the verifier could not start with.
+    """Raise OutriderError that names a setting with which the verifier could not start.
 
     Whether the weights are good and fit the device's memory shows only when the target is loaded.
     """

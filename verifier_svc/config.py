@@ -193,7 +193,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     @property
     def acceptance_settings(self) -> dict[str, str]:
-        """The settings that decide how drafts are drawn and tokens are chosen, keyed by flag.
+        """Return the settings that decide how drafts and tokens are drawn, keyed by flag.
 
         Only a verifier with equal settings may continue this verifier's answers. For example, a
         drafter may know the noise of an answer that began without sampled drafts.
@@ -211,5 +211,5 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     @property
     def served_names(self) -> list[str]:
-        """The target's names in requests; answers have the first."""
+        """The names by which requests may call the target. Answers contain the first name."""
         return self.model_name or [self.target]

@@ -292,14 +292,17 @@ class VerifierMetrics:
         self._verified.clear()
 
     def _add_shape(self, shape: str, count: int, drafted: int, emitted: int) -> None:
-        """Add `count` drafts of a shape, each with `drafted` tokens and `emitted` committed."""
+        """Add `count` drafts of a shape.
+
+        Each draft has `drafted` tokens, and its step committed `emitted` tokens.
+        """
         labels = (self._model_name, shape)
         self._add(self._of_shapes.drafts, labels, count)
         self._add(self._of_shapes.draft_tokens, labels, count * drafted)
         self._add(self._of_shapes.emitted_tokens, labels, count * emitted)
 
     def _add_branch(self, branch: str, accepted: int) -> None:
-        """Add tokens that were accepted on the main path, or beside it."""
+        """Add `accepted` tokens: those on the main path, or those beside it, as `branch` says."""
         self._add(self._of_shapes.accepted_tokens_by_branch, (self._model_name, branch), accepted)
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
@@ -410,7 +413,7 @@ class VerifierMetrics:
         self._pauses[reason] = self._pauses.get(reason, 0) + count
 
     def occupancy(self, now: Occupancy) -> None:
-        """Record the sequences and pages in use, and what the scheduler has counted."""
+        """Record the sequences and pages in use, and the scheduler's counts."""
         self._running.set(now.running)
         self._waiting.set(now.waiting)
         self._unread.set(now.unread)

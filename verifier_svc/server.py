@@ -53,7 +53,7 @@ _TRIAL_CONTEXT = 256
 # Processor seconds that a request's masks may take beyond 20 ms each: a grammar that needs more is
 # an attack or a mistake.
 _MASK_S = 2.0
-# The tokens between which relaxed acceptance applies, as reasoning models have them.
+# Relaxed acceptance applies between these tokens, which reasoning models have.
 _THINKING = ("<think>", "</think>")
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ async def serve(
     """Serve until SIGTERM or SIGINT.
 
     Raises OutriderError if the target cannot be served, if the engine stopped with an error, or if
-    the device failed under a drafter of this process.
+    a drafter in this process lost the device.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -120,10 +120,10 @@ async def serve(
 def _drafting(
     drafter: OwnDrafter, verifier: OwnVerifier, lost: asyncio.Future[str]
 ) -> asyncio.Task[None]:
-    """Run a drafter of this process, which the verifier can do without.
+    """Run a drafter in this process; the verifier goes on without it if it fails.
 
-    If the device fails under the drafter, `lost` gets the drafter's name. The target uses that
-    device too, but without a request it would not notice the failure.
+    If the drafter finds that the device has failed, `lost` gets the drafter's name. The target uses
+    that device too, but without a request it would not notice the failure.
     """
     name = f"the drafter {drafter.name} in this process"
 
@@ -150,7 +150,7 @@ def _loader(
 
 
 class EngineLoader(Protocol):
-    """Builds an engine on its thread. Afterwards `info` and `grammars` are the model's."""
+    """Builds an engine on its thread. After that, `info` and `grammars` are the model's."""
 
     info: ModelInfo
     grammars: GrammarCompiler | None
@@ -259,7 +259,7 @@ class Loader:
         )
 
     def _watch(self, runner: ModelRunner) -> None:
-        """Have the graphs keep the states of the settings and of the process's own drafters.
+        """Make the graphs keep the states that the settings and this process's drafters name.
 
         Raises OutriderError(INVALID_VALUE).
         """

@@ -117,7 +117,7 @@ class DraftMessage:
 
 
 def _new_depth(parents: list[int], merged: int) -> int:
-    """Return the depth of a tree's new part, in tokens, below the main path that the tree repeats.
+    """Return how many tokens deep a tree's new part is, below the main path that the tree repeats.
 
     Branches are drafted side by side, so their tokens do not add up. `merged` tokens of the tree
     belong to an earlier draft.
@@ -238,7 +238,7 @@ def main_path_count(rows: SequenceOf[int]) -> int:
 def outcomes_by_drafter(
     draft: DraftTree, drafter_id: str, rows: SequenceOf[int]
 ) -> dict[str, tuple[int, list[int]]]:
-    """Each drafter's number of tokens in a tree, and the places of its accepted tokens in the path.
+    """Return each drafter's token count in a tree, and its accepted tokens' places in the path.
 
     If the tree names no drafters, all tokens are `drafter_id`'s.
     """

@@ -30,7 +30,7 @@ from verifier_svc.state.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.state.target_device import NO_DEVICE, TargetDevice
 from verifier_svc.state.trie import CommitWalk, Trie
 
-# How long a drafter of unknown speed counts as busy, if it does not answer.
+# A drafter of unknown speed that does not answer counts as busy for this long.
 _FIRST_ANSWER_S = 0.2
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class DraftExchange:
 
     @property
     def busy_until(self) -> float:
-        """When all drafters should have filled their windows (seconds)."""
+        """The time when all drafters should have filled their windows (seconds)."""
         return max([drafter.busy_until for drafter in self.roster.connected.values()], default=0.0)
 
     # --- drafters come and go ---
@@ -89,11 +89,11 @@ class DraftExchange:
         holder: str = "",
         source: str = "",
     ) -> Drafter:
-        """Register a drafter, and assign to it sequences that have no drafter of its family.
+        """Register a drafter, and assign it to sequences that have no drafter of its family.
 
         `trusted` says whether sampled drafts may be accepted by the distributions that this drafter
-        claims. With `is_local`, its features are tensors. For `holder` and `source` see `Drafter`.
-        Raises as `Roster.join` and `FeatureSender.grant` do.
+        claims. With `is_local`, the drafter gets its features as tensors. For `holder` and `source`
+        see `Drafter`. Raises as `Roster.join` and `FeatureSender.grant` do.
         """
         drafter = Drafter(hello, sink, holder, source, is_local=is_local, trusted=trusted)
         self.features.grant(drafter)
@@ -126,7 +126,7 @@ class DraftExchange:
     def reject(self, drafter: Drafter, error: OutriderError) -> None:
         """End the drafter's stream with `error`, and count a protocol violation.
 
-        INTERNAL is a fault of our own and does not count. The drafter's sequences go to other
+        INTERNAL is a fault of this verifier and does not count. The drafter's sequences go to other
         drafters. No effect if the drafter is not connected.
         """
         if self.roster.connected.get(drafter.id) is not drafter:
@@ -160,7 +160,10 @@ class DraftExchange:
                 self._open(sequence, assignment, wanted)
 
     def close(self, sequence: Sequence) -> None:
-        """Tell the sequence's drafters that its present id is over. It may go on under a new id."""
+        """Tell the sequence's drafters that its present id has ended.
+
+        It may go on under a new id.
+        """
         for assignment in sequence.assignments.values():
             _tell_closed(sequence, assignment)
         sequence.assignments.clear()
@@ -273,7 +276,7 @@ class DraftExchange:
             self.assign(sequence)
 
     def record_walks(self) -> None:
-        """Record how long the drafts at the last commits were, and how far the texts followed."""
+        """Record the lengths of the drafts at the last commits, and how much was committed."""
         for assignment, offered, length, walk, counts in self._walks:
             assignment.observe_length(offered, length, walk.on_main_path)
             if counts:
@@ -283,7 +286,7 @@ class DraftExchange:
     def count_messages(self) -> None:
         """Count the messages that are about to be sent, and look for drafters that fell silent.
 
-        A silent drafter's sequences go to other drafters if there are any.
+        A silent drafter's sequences are assigned to other drafters if there are any.
         """
         now = self._clock()
         for drafter in self.roster.connected.values():
@@ -296,7 +299,7 @@ class DraftExchange:
                     self.assign(self._sequences[sequence_id])
 
     def _watch_pause(self, drafter: Drafter) -> None:
-        """Set the metric of paused drafting when plans begin or cease to ask the drafter."""
+        """Set the metric of paused drafting when plans start or stop asking the drafter."""
         if drafter not in self.plan.considered:
             return
         paused = drafter not in self.plan.paying
@@ -305,7 +308,7 @@ class DraftExchange:
             self._metrics.drafting_paused(drafter, paused)
 
     def _watch_acceptance(self, drafter: Drafter, now: float) -> None:
-        """Log and export that a drafter's acceptance fell, or recovered."""
+        """Log and export it if a drafter's acceptance has fallen or recovered."""
         watch = drafter.acceptance_watch
         if not watch.look(drafter.verified_count, drafter.accepted_count, now):
             return
@@ -397,7 +400,7 @@ def _tell_closed(sequence: Sequence, assignment: Assignment) -> None:
 
 
 def _make_room(sequence: Sequence, most: int) -> None:
-    """Take the sequence from doubtful drafters until at most `most` drafters have it."""
+    """Remove doubtful drafters from the sequence until it has at most `most` drafters."""
     doubtful = [each for each in sequence.assignments.values() if each.drafter.is_doubtful]
     for assignment in doubtful[: max(len(sequence.assignments) - most, 0)]:
         _tell_closed(sequence, assignment)
@@ -406,7 +409,7 @@ def _make_room(sequence: Sequence, most: int) -> None:
 
 
 def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> int:
-    """Draft tokens that the plan asks of a drafter; 0 if it does not ask."""
+    """Return how many draft tokens the plan asks of a drafter; 0 if it does not ask."""
     if sequence.id in plan.planned_ids:
         return plan.asks.get(assignment, 0)
     # The sequence was admitted, or got this drafter, after the step was planned.
@@ -416,7 +419,7 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
 def _observe_siblings(
     sequence: Sequence, verified: Assignment, new_token_ids: list[int], threshold: float
 ) -> None:
-    """Measure the siblings of main guesses, or their lack, before the tries' roots move."""
+    """Measure whether siblings of main guesses were right, or absent, before the roots move."""
     if is_sampled(sequence):
         return  # its drafts stay chains
     if is_branched(sequence):
@@ -426,7 +429,7 @@ def _observe_siblings(
 
 
 def _mark_sent(assignment: Assignment, now: float) -> None:
-    """Note that a message goes to the drafter now, and until when the drafter computes."""
+    """Note that a message is sent to the drafter now, and when the drafter will be done."""
     drafter = assignment.drafter
     drafter.may_answer(assignment.window.token_count)
     assignment.told_at = now

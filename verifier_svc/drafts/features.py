@@ -22,8 +22,8 @@ from verifier_svc.verification.batch import Verified
 # The largest entry of a message. It is so small that a message with such an entry has room for the
 # rest of its step.
 _MAX_ENTRY_BYTES = 2**20
-# The most tokens whose features wait for a drafter that is not asked; then they are dropped. Two
-# probes are often further apart.
+# Features of at most this many tokens wait for a drafter that is not asked; further features are
+# dropped. Two probes are often further apart.
 _MAX_HELD_TOKENS = 64
 
 
@@ -46,7 +46,7 @@ class FeatureSource(Protocol):
     ) -> bytes:
         """Return the watched `states` of the last forward's `rows`: each row's states, in order.
 
-        With the name of a projection, the projection's result for each row.
+        With the name of a projection, return the projection's result for each row.
         """
 
     def share_states(
@@ -135,7 +135,7 @@ class FeatureSender:
     ) -> None:
         """Fetch the features for equal requests, for all sequences at once.
 
-        Features for a drafter of this process stay on the device. For other drafters they are
+        Features for a drafter in this process stay on the device. For other drafters they are
         copied.
         """
         assert self._source is not None
@@ -178,7 +178,7 @@ def _part(
     assignment: Assignment,
     request: FeatureRequest,
 ) -> _Part:
-    """The tokens of a step that are committed after it, and whose features the drafter lacks.
+    """Return the tokens of a step that will be committed, and whose features the drafter lacks.
 
     `first_row` is the row of the sequence's first token in the forward.
     """
@@ -203,7 +203,7 @@ def _part(
 
 
 def _send_or_hold(part: _Part, data: FeatureRows, size: int) -> None:
-    """Send or hold the features in `data`, which has `size` bytes or entries for each token."""
+    """Send or keep the features in `data`, which has `size` bytes or entries for each token."""
     assignment = part.assignment
     assignment.feature_position = part.first_position + len(part.rows)
     each = max(1, _MAX_ENTRY_BYTES // size)

@@ -1,4 +1,4 @@
-"""Makes assignments of sequences to drafters, and says how far ahead a drafter may run."""
+"""Assigns sequences to drafters, and decides how far ahead a drafter may run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KNOWN_POSITIONS = 16
 
 
 def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -> Assignment:
-    """Return an assignment that the drafter has not been told of yet.
+    """Return a new assignment, of which the drafter has not been told yet.
 
     `sampled_drafts` says whether the verifier accepts sampled drafts at all.
     """
@@ -62,7 +62,7 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
     """Return the kind of traffic, within which a drafter's acceptance should be alike.
 
-    Whether the request is greedy, has a grammar, and has a prediction.
+    The kind says whether the request is greedy, has a grammar, and has a prediction.
     """
     request = sequence.request
     return request.sampling.greedy, request.grammar is not None, bool(request.prediction)
@@ -73,10 +73,10 @@ def run_ahead_window(
 ) -> Window:
     """Return how far a drafter may run ahead.
 
-    It is asked for `draft_tokens`, or a tree of `tree_tokens`. The window covers a draft for each
-    step of `step_s` seconds until the next verdict reaches the drafter, if the trie has room. On
-    the target's cores it covers only the draft, since running ahead would slow down the forward.
-    For a probe, which asks for 0 tokens, it covers one token.
+    The drafter is asked for `draft_tokens`, or for a tree of `tree_tokens`. The window covers a
+    draft for each step of `step_s` seconds until the next verdict reaches the drafter, if the trie
+    has room. On the target's cores it covers only the draft, since running ahead would slow down
+    the forward. For a probe, which asks for 0 tokens, it covers one token.
     """
     drafter = assignment.drafter
     most = assignment.trie.window

@@ -15,17 +15,17 @@ from verifier_svc.state.drafter import Drafter
 _FAULTS_TO_QUARANTINE = 3
 _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
-# After this time a drafter that found no room should try again.
+# A drafter that was refused for lack of room should try again after this time.
 _FULL_S = 5.0
-# For how many names the roster remembers faults.
+# The roster remembers faults for this many names.
 _REMEMBERED = 256
 MOST_LOST = 32
 """How many drafters that left are remembered: pages, metrics and /readyz name them."""
 _MAX_DRAFTERS = 64
 # The part of all connections that drafters of one source may have, so that nobody has all of them.
 _SOURCE_SHARE = 0.25
-# The most drafters of a sequence. This bounds what drafters cost a step, however many are
-# connected.
+# The maximum number of drafters of a sequence. It bounds the cost of drafters in a step, however
+# many are connected.
 PLACES = 4
 
 
@@ -40,7 +40,7 @@ class Roster:
         self.max_drafters = _MAX_DRAFTERS
         self.connected: dict[str, Drafter] = {}
         """Keyed by id."""
-        # Maps the id of a drafter that left to the time (seconds); the longest gone comes first.
+        # Maps the id of a drafter to the time when it left (seconds); the longest gone comes first.
         self._gone: dict[str, tuple[float, Drafter]] = {}
         self._turns = 0
         # Times of violations, keyed by `Drafter.blamed`.
@@ -108,7 +108,7 @@ class Roster:
         _drop_oldest(self._faults)
 
     def _quarantine_left_s(self, name: str) -> float:
-        """Return the seconds for which the id or certificate's name is still refused.
+        """Return for how many seconds the id or certificate's name is still refused.
 
         `_FAULTS_TO_QUARANTINE` violations within `_QUARANTINE_S` start a quarantine of that
         duration.
@@ -121,7 +121,7 @@ class Roster:
     def choose(
         self, request: TokenRequest, assigned: Iterable[str], past: Collection[str] = ()
     ) -> list[Drafter]:
-        """The drafters to assign a sequence to besides `assigned`, without those in `past` (ids).
+        """Return the drafters to add to a sequence's `assigned` drafters, except the ids in `past`.
 
         The request allows each of them, and has a grammar if they require it. A sequence has at
         most `PLACES` drafters in all. Assigned drafters that became doubtful do not count: the
@@ -208,7 +208,7 @@ def _allows(request: TokenRequest, drafter: Drafter) -> bool:
 
 
 def _next_turn(drafter: Drafter) -> tuple[int, int]:
-    """Orders drafters: those with the fewest sequences, then those that waited longest."""
+    """Return the sort key of a drafter: fewest sequences first, then the longest wait."""
     return len(drafter.sequence_ids), drafter.turn
 
 
@@ -224,6 +224,6 @@ def _by_family(drafters: list[Drafter], present: list[Drafter]) -> list[Drafter]
 
 
 def _drop_oldest(names: dict[str, Any]) -> None:
-    """Keep the last `_REMEMBERED` entries, since drafters choose their ids."""
+    """Keep only the last `_REMEMBERED` entries, since drafters choose their ids without limit."""
     while len(names) > _REMEMBERED:
         del names[next(iter(names))]

@@ -38,7 +38,7 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
 def cut_at_grammars_end(matcher: Matcher, new: list[int]) -> bool:
     """Advance a grammar by `new`, and cut `new` after the token that ends the grammar's text.
 
-    Returns whether the text ends. Raises OutriderError(INTERNAL) for a token that the grammar
+    Returns True if the text ends. Raises OutriderError(INTERNAL) for a token that the grammar
     forbids.
     """
     for i, token in enumerate(new):
@@ -52,7 +52,9 @@ def cut_at_grammars_end(matcher: Matcher, new: list[int]) -> bool:
 
 
 def sources_of(draft: DraftTree, rows: SequenceOf[int], count: int) -> list[TokenSource]:
-    """Return who wrote each of the `count` tokens that a step committed; the step accepted `rows`.
+    """Return the source of each of the `count` tokens that a step committed.
+
+    The step accepted the draft's `rows`.
     """
     if not draft.token_ids:
         return [TokenSource.PLAIN] * count
@@ -91,7 +93,7 @@ def chunk_of(
 
 
 def _branch_token_count(parents: list[int]) -> int:
-    """Return how many tokens of a tree are beside its main path; 0 for a chain."""
+    """Return the number of a tree's tokens that are not on its main path; 0 for a chain."""
     if not parents:
         return 0
     return len(parents) - len(main_path(parents))

@@ -36,7 +36,7 @@ and why the sequence ends."""
 
 
 class Committer:
-    """For one engine, on its thread."""
+    """Commits the steps of one engine, on the engine's thread."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Committer:
         spans: StepSpans,
         eos_token_ids: SequenceOf[int],
     ) -> None:
-        """`eos_token_ids` are the model's. No other tokens end the text of a grammar."""
+        """`eos_token_ids` are the model's end tokens. No other tokens end the text of a grammar."""
         self._pool = context.scheduler.pool
         self._drafting = context.drafting
         self._outbox = context.outbox
@@ -168,7 +168,7 @@ class Committer:
     ) -> bool:
         """Give `new` to a sequence's grammar, and cut `new` where the grammar's text ends.
 
-        Returns whether the text ends; then nothing may follow, even with ignore_eos. Raises
+        Returns True if the text ends; then nothing may follow, even with ignore_eos. Raises
         OutriderError for a token that the grammar forbids.
         """
         may_end = finish_reason is not None or not self._eos_token_ids.isdisjoint(new)

@@ -51,6 +51,6 @@ class EngineConfig:
 
     @property
     def largest_draft(self) -> int:
-        """The most draft tokens of a sequence in one step, unless its request names a number."""
+        """The maximum number of a sequence's draft tokens in a step, if its request names none."""
         most = self.draft_tokens_policy.max_draft_tokens
         return max(most, MAX_TREE_TOKENS) if self.draft_trees else most

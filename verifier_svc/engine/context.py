@@ -15,7 +15,10 @@ from verifier_svc.state.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """Only for the engine's thread. `sequences` maps ids to queued and running sequences."""
+    """What the parts of one engine share.
+
+    Only the engine's thread uses it. `sequences` maps ids to queued and running sequences.
+    """
 
     sequences: dict[int, Sequence]
     scheduler: Scheduler

@@ -1,4 +1,4 @@
-"""Says how much longer a step should wait for its pending drafts; the engine's caller sleeps.
+"""Decides how much longer a step waits for its pending drafts; the engine's caller sleeps.
 
 `verifier_svc/policy/waits.py` decides the longest wait, which the plan holds as `wait_s`. `poll`
 ends the wait earlier, once no missing draft would improve the step. A drafter whose draft does not
@@ -61,7 +61,7 @@ class DraftWait:
         self._planner = planner
         self._step_clock = step_clock
         self._step = 0
-        # The plan of the next step, and when it was made.
+        # The plan of the next step, and the time when it was made.
         self._plan: Plan | None = None
         self._began = 0.0
         # The outline of that plan, if `outline` made one, and the count of assignments then.
@@ -157,7 +157,7 @@ class DraftWait:
         return remaining_s
 
     def _awaited(self, plan: Plan) -> list[Assignment]:
-        """The missing drafts of `plan.wait_for` that are still better than the drafts that came."""
+        """Return the missing drafts of `plan.wait_for` that promise more than the present ones."""
         awaited: list[Assignment] = []
         if not plan.wait_for:
             return awaited

@@ -56,11 +56,11 @@ class FairQueue:
                 del self._by_tenant[tenant]
 
     def to_displace(self, tenant: str) -> Sequence | None:
-        """The sequence that loses its place in a full queue to a sequence of `tenant`, if any.
+        """Return the sequence that a sequence of `tenant` displaces from a full queue, or None.
 
-        The tenant with the most waiting sequences loses its youngest sequence that has not begun,
-        here or at another verifier. After that it must still have at least as many waiting
-        sequences as `tenant`, so that the two tenants cannot displace each other in turns.
+        The tenant with the most waiting sequences loses its youngest sequence that never ran, here
+        or at another verifier. After that it must still have at least as many waiting sequences as
+        `tenant`, so that the two tenants cannot displace each other in turns.
         """
         longest = max(self._by_tenant.values(), key=len, default=deque())
         own = len(self._by_tenant.get(tenant, ()))

@@ -1,4 +1,4 @@
-"""Takes what other threads post, queues requests as sequences, and assigns drafters to them."""
+"""Runs work that other threads post, queues requests as sequences, and assigns drafters to them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Inbox:
 class Intake:
     """Checks and queues the requests of one engine, on its thread.
 
-    `thinking_ids` begin and end the model's thinking phase; None if the model has no such phase.
+    `thinking_ids` are the tokens that begin and end the model's thinking phase, or None.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Intake:
         span: Span,
         matcher: Matcher | None,
     ) -> Sequence:
-        """Queue a request and admit what fits; raise OutriderError, see `Engine.submit`."""
+        """Queue a request and admit the sequences that fit; raises as `Engine.submit` does."""
         self._check(request)
         sequence = new_sequence(
             self._book.new_id(),

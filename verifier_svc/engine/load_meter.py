@@ -1,4 +1,4 @@
-"""How busy the engine is, for its gateways: its queue, and how long sequences take."""
+"""Measures for gateways how busy the engine is: its queue, and how long sequences take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _FIRST_FORWARDS = 128.0
 
 
 class LoadMeter:
-    """For one engine, on its thread. `running` and `waiting` hold its sequences."""
+    """Measures the load of one engine, on its thread.
+
+    `running` and `waiting` hold its sequences.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class LoadMeter:
         self._prompt_tokens += share * (computed - self._prompt_tokens)
 
     def load(self) -> Load:
-        """Return the load now.
+        """Return the engine's present load.
 
         Some sequences may have ended since the last admission. Waiting sequences count as running
         in their places, because they will be in the next step.

@@ -1,9 +1,9 @@
 """The engine: a step chooses a batch, verifies its drafts, and commits what the target agrees to.
 
 The engine runs on its own thread; other threads only `post` work to it. It sends messages through
-sinks: to drafters after each step, to clients when the next forward begins. A device that computes
-asynchronously gets the forward first. Meanwhile the host does the work that no step waits for. The
-engine knows token ids and drafters; not text, protobuf or grpc.
+sinks: to drafters after each step, to clients when the next forward begins. With a device that
+computes asynchronously, the forward is launched first, and meanwhile the host does the work that no
+step waits for. The engine knows token ids and drafters; not text, protobuf or grpc.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Engine:
         self.sequences: dict[int, Sequence] = {}
         self.cost = ForwardCost()
         self.scheduler = Scheduler(pool, config, model.vocab_size, self.cost)
-        self.isolated_cost = ForwardCost()  # learns only from trial forwards
+        self.isolated_cost = ForwardCost()  # it learns only from trial forwards
         budget = SpeculationBudget(self.isolated_cost)
         policy = config.draft_tokens_policy
         trees = config.draft_trees
@@ -144,7 +144,7 @@ class Engine:
         self._endings = Endings(shared)
         self._committer = Committer(shared, self._endings, self._spans, model.eos_token_ids)
         self._left_out = False  # whether the step in progress has to be repeated for a sequence
-        self._baseline = False  # whether no drafter computes during the step in progress
+        self._baseline = False  # true if no drafter computes during the step in progress
 
     # --- from other threads ---
 
@@ -258,7 +258,7 @@ class Engine:
         return 0.0
 
     def _wake(self) -> None:
-        """Let `advance` be called soon; from any thread."""
+        """Wake the thread so that it calls `advance` soon. Any thread may call this."""
         self._inbox.post(_only_wake)
 
     def _end_overdue(self) -> None:
@@ -271,7 +271,7 @@ class Engine:
                     self._endings.fail(sequence, error)
 
     def drain_inbox(self) -> None:
-        """Run everything that was posted."""
+        """Run all work that was posted."""
         self._inbox.run_all()
         if not (self._launches and self.scheduler.has_work):
             self._metrics.flush()
@@ -344,7 +344,7 @@ class Engine:
             found = verify(logits_RV, masked())
             clock.end("accept")
         except torch.AcceleratorError:
-            raise  # this process cannot use the device again; its supervisor restarts the process
+            raise  # the device is lost for this process; its supervisor restarts it
         except (RuntimeError, OutriderError) as error:
             log.exception("a forward failed", extra={"traceparent": self._spans.traceparent})
             if not isinstance(error, OutriderError):
@@ -469,7 +469,7 @@ def _may_succeed_without_draft(error: OutriderError, draft: DraftTree) -> bool:
 
 
 def _only_wake() -> None:
-    """Work that only wakes the engine."""
+    """Do nothing: posting this only wakes the engine."""
 
 
 def _slice(scheduled: ScheduledSequence) -> SequenceSlice:

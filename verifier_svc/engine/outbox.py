@@ -17,8 +17,9 @@ Delivery = tuple[Callable[..., None], object]
 
 
 class Outbox:
-    """Only for the engine's thread. `deliver` runs the sinks, in production on the event loop.
+    """Holds outgoing messages.
 
+    Only the engine's thread uses it. `deliver` runs the sinks, in production on the event loop.
     A sink may change the engine only through `Engine.post`, because clients are notified in the
     middle of a step. Clients are notified late because a step has many chunks. Sending and reading
     them at once would delay the drafters' answers while the target waits.
@@ -32,7 +33,7 @@ class Outbox:
 
     @property
     def holds_chunks(self) -> bool:
-        """Whether client messages, or work that may make client messages, wait."""
+        """True if client messages wait, or work that may make client messages."""
         return bool(self._to_clients or self._later)
 
     def later(self, work: Callable[[], object]) -> None:

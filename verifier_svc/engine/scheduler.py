@@ -96,7 +96,7 @@ class Scheduler:
             del self.tenants[tenant]
 
     def charge(self, batch: Iterable[ScheduledSequence], seconds: float, now: float) -> None:
-        """Note who has used a step of `seconds` that ends `now`."""
+        """Charge tenants for a step of `seconds` that ends `now`."""
         rows: dict[str, int] = {}
         if self._only_tenant is not None:
             rows[self._only_tenant] = 1
@@ -108,7 +108,7 @@ class Scheduler:
         self.use.charge(rows, seconds, now)
 
     def occupancy(self) -> Occupancy:
-        """Return the numbers of sequences and pages now, and the counts since the start."""
+        """Return the present numbers of sequences and pages, and the counts since the start."""
         return Occupancy(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -137,8 +137,8 @@ class Scheduler:
     ) -> list[ScheduledSequence]:
         """Build the next batch from the admitted sequences; empty when there is nothing to do.
 
-        `trees` and `draft_tokens` are keyed by sequence id. A sequence without a draft in `trees`
-        has its best chain of at most its `draft_tokens`. A sequence that waits for masks keeps the
+        `trees` and `draft_tokens` are keyed by sequence id. A sequence that is not in `trees` gets
+        its best chain, of at most its `draft_tokens`. A sequence that waits for masks keeps the
         draft for which they were requested.
         """
         batch: dict[int, ScheduledSequence] = {}
@@ -174,8 +174,7 @@ class Scheduler:
     def _parts(
         self, draft_tokens: Mapping[int, int], trees: Mapping[int, ChosenDraft]
     ) -> StepParts:
-        """Return the running sequences that the step serves, and how much of each prompt it reads.
-        """
+        """Return the running sequences in the step, and how much of each prompt the step reads."""
 
         def drafted(sequence: Sequence) -> int:
             if sequence.mask_work is not None:
@@ -197,7 +196,7 @@ class Scheduler:
         return self._shares.divide(ready, tenants, drafted)
 
     def draft_room(self) -> int:
-        """Return the most draft tokens of all decoding sequences together in the next batch."""
+        """Return how many draft tokens the next batch has room for, in all decoding sequences."""
         pending = [sequence.num_uncomputed_tokens for sequence in self.ready()]
         decoding = pending.count(1)
         return max(
@@ -207,7 +206,7 @@ class Scheduler:
     def _for_prompts(self, pending: int) -> int:
         """Return the tokens of a batch that drafts leave to prompts.
 
-        `pending` tokens of prompts are left.
+        The batch could read `pending` tokens of prompts.
         """
         return min(pending, int(self._max_batch_tokens * _PROMPTS_SHARE))
 
@@ -222,7 +221,7 @@ class Scheduler:
     ) -> ScheduledSequence | None:
         """Add `count` of the sequence's tokens to the batch, and a draft after the last token.
 
-        The draft has at most `room` tokens. Returns None if the sequence was preempted.
+        The draft has at most `room` tokens. Returns None if the sequence was preempted instead.
         """
         if sequence.id not in self.running:
             return None  # this step preempted it for an older sequence
@@ -261,7 +260,8 @@ class Scheduler:
     def _page_victim_for_running(self, batch: Mapping[int, ScheduledSequence]) -> Sequence:
         """Return the sequence to preempt when a running sequence lacks a page.
 
-        Among those not in the batch, it is the youngest of the tenant with the most pages.
+        It is the youngest of the sequences that are not in the batch and belong to the tenant with
+        the most pages.
         """
         held = self._pages_held()
         others = [each for each in self.running.values() if each.id not in batch]
@@ -324,9 +324,9 @@ class Scheduler:
     def _place_victim_for_admission(self, tenant: str) -> Sequence | None:
         """Return the sequence that loses its place to `tenant`.
 
-        Return None if no tenant has 2 places more. It is the youngest sequence of the tenant with
-        the most places. That tenant keeps at least as many places as `tenant` then has, and so
-        cannot take the place back.
+        It is the youngest sequence of the tenant with the most places. That tenant keeps at least
+        as many places as `tenant` then has, and so cannot take the place back. Return None if no
+        tenant has at least 2 places more than `tenant`.
         """
         most, count = self.tenants.most_common(1)[0]
         if count <= self.tenants[tenant] + 1:
@@ -396,7 +396,9 @@ class Scheduler:
         return victims if missing <= 0 else []
 
     def _pages_held(self) -> Counter[str]:
-        """Return each tenant's pages of running sequences; a shared page counts once per sequence.
+        """Return the number of pages that each tenant's running sequences hold.
+
+        A shared page counts once for each sequence.
         """
         held: Counter[str] = Counter()
         for sequence in self.running.values():
@@ -414,7 +416,7 @@ class Scheduler:
 def _chosen(
     sequence: Sequence, planned: int, room: int, trees: Mapping[int, ChosenDraft]
 ) -> ChosenDraft:
-    """Return the draft of a sequence for which a token is drawn."""
+    """Return the draft that the step verifies for a sequence for which a token is drawn."""
     if sequence.mask_work is not None:
         return chosen_before(sequence, sequence.mask_work)
     if trees and (tree := trees.get(sequence.id)) is not None:
@@ -427,7 +429,7 @@ def _arrival(sequence: Sequence) -> int:
 
 
 def _scorable(sequence: Sequence, pending: int, rows: int) -> int:
-    """Return how many pending tokens a step can take that has `rows` logits rows for scoring."""
+    """Return how many pending tokens fit in a step that has `rows` logits rows for scoring."""
     unscored = sequence.unscored
     if len(unscored) <= rows:
         return pending
@@ -435,8 +437,7 @@ def _scorable(sequence: Sequence, pending: int, rows: int) -> int:
 
 
 def _scored(sequence: Sequence, start: int, count: int) -> range:
-    """Return the unscored prompt positions that follow one of the `count` tokens from `start` on.
-    """
+    """Return the prompt positions to score after each of the `count` tokens from `start` on."""
     unscored = sequence.unscored
     if not unscored:
         return unscored

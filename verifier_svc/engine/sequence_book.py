@@ -17,9 +17,11 @@ from verifier_svc.state.sequence import Sequence
 
 
 class SequenceBook:
-    """Only for the engine's thread. `max_waiting` bounds the queue and, separately, unread answers.
+    """Keeps an engine's sequences.
 
-    `unread` maps ids to sequences whose callers do not read, the longest unread first.
+    Only the engine's thread uses it. `max_waiting` bounds the queue and, separately, the number
+    of unread answers. `unread` maps ids to sequences whose callers do not read, the longest unread
+    first.
     """
 
     def __init__(
@@ -42,8 +44,8 @@ class SequenceBook:
     def check_room(self, waiting: int, request: TokenRequest, load: Callable[[], Load]) -> None:
         """Raise OutriderError(OVERLOADED) if the queue of `waiting` sequences has no room.
 
-        Another verifier has accepted a continued request before, so it may go beyond the bound for
-        new requests.
+        A continued request may exceed the bound for new requests, because another verifier has
+        accepted it before.
         """
         most = self._max_waiting * (2 if request.committed else 1)
         if waiting >= most:
@@ -75,7 +77,7 @@ class SequenceBook:
     def resume(self, sequence: Sequence) -> bool:
         """Let an unread sequence go on; False if it is not unread.
 
-        It gets a new id, because a drafter may be told of an id only once.
+        The sequence gets a new id, because a drafter may be told of an id only once.
         """
         if self.unread.pop(sequence.id, None) is None or sequence.unread_at is None:
             return False

@@ -45,7 +45,7 @@ class StepParts(NamedTuple):
 
 
 class StepShares:
-    """For one engine, on its thread."""
+    """Divides the steps of one engine, on the engine's thread."""
 
     def __init__(self, cost: ForwardCost, use: TenantUse, max_batch_tokens: int) -> None:
         self._cost = cost
@@ -60,7 +60,7 @@ class StepShares:
     def divide(
         self, running: List[Sequence], tenants: Mapping[str, int], drafted: Drafted
     ) -> StepParts:
-        """Return the parts of the next step.
+        """Return the sequences and prompt tokens of the next step.
 
         `tenants` maps a tenant to its number of running sequences.
         """
@@ -78,7 +78,9 @@ class StepShares:
         return parts
 
     def _bounded(self, parts: StepParts, light: frozenset[str], drafted: Drafted) -> StepParts:
-        """Return a step of bounded time: what light tenants want, then what adds little time to it.
+        """Return a step of bounded time.
+
+        It has all that light tenants want, and then what adds little time to it.
         """
         fill = _Fill(self._cost, self._max_batch_tokens, drafted)
         room_s = _LONGEST * self._cost.estimate(1, 1)
@@ -111,10 +113,10 @@ class _Fill:
         return self._cost.estimate(len(self.decoding), rows) if self.decoding else 0.0
 
     def add(self, parts: StepParts, room_s: float, last_id: int) -> int:
-        """Add work that lengthens the step by at most `room_s`; prompts, if any, get half the time.
+        """Add work that lengthens the step by at most `room_s`.
 
-        Decoding begins after the sequence `last_id`. Returns the id of the last sequence that
-        had room, or `last_id` if all had room.
+        If there are prompts, they get half. Decoding begins after the sequence `last_id`. Returns
+        the id of the last sequence that had room, or `last_id` if all had room.
         """
         before_s = self.seconds
         decoding_s = room_s / 2 if parts.prefill else room_s
@@ -144,7 +146,7 @@ class _Fill:
 
 
 def _all_of(running: List[Sequence]) -> StepParts:
-    """Return everything that these sequences could take."""
+    """Return a step with all tokens that these sequences need."""
     parts = StepParts([], [])
     for sequence in running:
         pending = sequence.num_uncomputed_tokens
@@ -166,7 +168,7 @@ def _split(parts: StepParts, light: frozenset[str]) -> tuple[StepParts, StepPart
 
 
 def _cut(prefill: list[PromptPart], most: int) -> list[PromptPart]:
-    """Return the prompts with at most `most` tokens together, shared between their tenants."""
+    """Return the prompts cut to at most `most` tokens in all, shared between their tenants."""
     wanted: dict[str, int] = {}
     for part in prefill:
         tenant = part.sequence.request.tenant
@@ -183,9 +185,9 @@ def _cut(prefill: list[PromptPart], most: int) -> list[PromptPart]:
 
 
 def max_min(wanted: Mapping[str, int], total: int) -> dict[str, int]:
-    """Share `total` so that nobody can get more unless somebody with less loses (max-min).
+    """Divide `total` so that a tenant can gain only if a tenant with less loses (max-min).
 
-    Whoever wants less than an equal share gets what it wants, and the others share the rest.
+    A tenant that wants less than an equal share gets what it wants, and the others share the rest.
     """
     shares: dict[str, int] = {}
     left = total

@@ -1,4 +1,4 @@
-"""How much of the steps each tenant has used recently; who has used little goes first.
+"""Measures how much of the steps each tenant has used recently; tenants with little use go first.
 
 The measure is the time of steps, as in a fair-share scheduler: it counts prompts, decoding and
 drafts alike. It decays, so that use of long ago is forgotten and no tenant can save up time.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-# Use decays to 1/e in this time (seconds). A tenant without a step for twice this time is
-# forgotten.
+# A tenant's use decays to 1/e in this time (seconds). A tenant without a step for twice this time
+# is forgotten.
 _MEMORY_S = 2.0
 # A tenant is light if it has used less than this part of an equal share. Tenants with about the
 # same use keep their common steps, which compute more tokens a second than separate steps.
@@ -20,7 +20,7 @@ _LARGEST = 50.0
 
 
 class TenantUse:
-    """For one engine, on its thread. Times are in seconds of its clock."""
+    """Measures the tenants of one engine, on its thread. Times are in seconds of its clock."""
 
     def __init__(self) -> None:
         # Keyed by tenant; the tenant that was served longest ago comes first in `_used`.
@@ -44,7 +44,10 @@ class TenantUse:
             del self._served_at[first]
 
     def _move_epoch(self, now: float, power: float) -> None:
-        """Let stored values count from `now`. A clock that was set back decays nothing."""
+        """Rescale stored values so that they count from `now`.
+
+        A clock that was set back decays nothing.
+        """
         factor = math.exp(-max(power, 0.0))
         self._used = {tenant: factor * used for tenant, used in self._used.items()}
         self._served_at = {tenant: min(at, now) for tenant, at in self._served_at.items()}

@@ -1,4 +1,4 @@
-"""Trial forwards before the first request: they choose kernels and start the cost model."""
+"""Runs trial forwards before the first request: they choose kernels and start the cost model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class WarmUp:
     def _trial_s(
         self, batch: int, count: int, context: int, logit_count: int, *, branched: bool = False
     ) -> float:
-        """Time in seconds of one forward of `batch` sequences; the faster of two runs.
+        """Return the seconds of one forward of `batch` sequences: the faster of two runs.
 
         Each sequence has `count` new tokens after `context` zeros, and `logit_count` logits rows.
         If `branched`, all new tokens but the first are children of the first.

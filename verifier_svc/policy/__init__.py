@@ -1,1 +1,1 @@
-"""How many draft tokens to verify, which drafters to ask, and how long to wait for them."""
+"""Decides how many draft tokens to verify, which drafters to ask, and how long to wait for them."""

@@ -1,4 +1,4 @@
-"""Whom a step asks for drafts, and for how many tokens, once the planner knows what pays."""
+"""Chooses the drafters that a step asks, and for how many tokens, from what the planner found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Drafts = list[tuple[Sequence, Assignment, int]]
 
 
 def draft_tokens(drafts: Drafts) -> dict[int, int]:
-    """Return the most draft tokens to verify, keyed by sequence id."""
+    """Return the maximum number of draft tokens to verify, keyed by sequence id."""
     found: dict[int, int] = {}
     for sequence, _, count in drafts:
         longest = max(count, found.get(sequence.id, 0))
@@ -28,7 +28,7 @@ def draft_tokens(drafts: Drafts) -> dict[int, int]:
 
 
 def asked_tokens(drafts: Drafts, waits: bool, decode_step_s: float) -> dict[Assignment, int]:
-    """Draft tokens to ask for, keyed by assignment.
+    """Return how many draft tokens to ask for, keyed by assignment.
 
     If the engine does not wait for the drafts, a draft must also cover the tokens that are
     committed before the draft arrives.
@@ -48,7 +48,7 @@ def trials(
     asked: Drafts,
     unprobed: frozenset[Drafter],
 ) -> Drafts:
-    """Return one draft token from each drafter on trial that is not asked anyway.
+    """Return requests for one draft token, to each drafter on trial that is not asked anyway.
 
     A drafter on trial is asked beside a proven drafter, or until it has answered. Nobody waits for
     the token, so it costs only a message. A drafter on the target's cores would cost more, and is
@@ -82,7 +82,7 @@ def listened(
     decode_step_s: float,
     step: int,
 ) -> Drafts:
-    """Return drafts that no step waits for, from the quick drafters among `drafters`.
+    """Return drafts to ask of the quick drafters among `drafters`, for which no step waits.
 
     A draft has at most `limit` tokens. A quick drafter, such as an n-gram lookup, is mostly right
     too seldom to be worth a wait. But where a text begins to repeat itself, the commit shows that a
@@ -114,7 +114,7 @@ def listened(
 
 
 def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> Drafts:
-    """Return drafts of companions: drafters whose guesses join the chosen drafter's in one tree.
+    """Return the drafts of companions, whose guesses join the chosen drafter's in one tree.
 
     If the chosen drafter's draft does not come, companions' guesses replace it. Only drafters that
     pay without others and take no time of the target's cores are companions, so a companion costs
@@ -140,7 +140,7 @@ def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> 
 
 
 def _prob_beside(other: Assignment, chosen: Assignment) -> float:
-    """The probability that the first token of `other` is right while `chosen` has no right one."""
+    """Return the probability that `other` has a right first token where `chosen` has none."""
     right = other.rate.by_position[0]
     claim = (1.0 - chosen.rate.by_position[0]) * right
     chance = chosen.chance

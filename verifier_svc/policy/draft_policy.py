@@ -1,7 +1,7 @@
-"""When an engine drafts: where drafts pay, or always. One policy is chosen when the engine starts.
+"""Decides when an engine drafts: where drafts pay, or always. It is chosen when the engine starts.
 
-A request may ask for every draft too (`always_draft` in protos/outrider/v1/common.proto). Its
-steps are planned by `EveryDraft`.
+A request may ask for every draft too (`always_draft` in protos/outrider/v1/common.proto). Its steps
+are planned by `EveryDraft`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ draft tokens)."""
 
 
 class DraftPolicy(ABC):
-    """When an engine drafts, and what it waits for."""
+    """Decides when an engine drafts, and for which drafts it waits."""
 
     most_tokens: ClassVar[bool]
     """Whether drafts have the most tokens that they may have, whatever the tokens cost."""
@@ -32,8 +32,7 @@ class DraftPolicy(ABC):
 
     @abstractmethod
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:
-        """Return whether the next steps should be without drafts, to measure steps of this batch.
-        """
+        """True if the next steps should have no drafts, to measure plain steps of this batch."""
 
     @abstractmethod
     def may_draft(self, drafter: Drafter) -> bool:
@@ -51,7 +50,7 @@ class DraftPolicy(ABC):
 
     @abstractmethod
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """Choose the drafters' offers that a sequence takes."""
+        """Choose which of the drafters' offers a sequence takes."""
 
     @abstractmethod
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
@@ -83,14 +82,13 @@ class PayingDrafts(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """Return the drafters of `known` that have used up their budget, or the budget of probes.
-        """
+        """Return the drafters of `known` that have used up their budget or the budget of probes."""
         if not budget.allows(batch, paying):
             return known - paying
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])
 
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """The best offer: proven drafters come before others, and then the greatest gain counts.
+        """Return the best offer: of a proven drafter if there is one, then by the greatest gain.
 
         So a new drafter's first drafts do not displace drafts of drafters that were right before.
         """
@@ -127,7 +125,7 @@ class EveryDraft(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """Return no drafters, since every drafter is asked anyway."""
+        """Return an empty set, since every drafter is asked anyway."""
         return frozenset()
 
     def pick(self, offers: list[Offer]) -> list[Offer]:

@@ -38,7 +38,7 @@ ChosenDraft = tuple[Assignment | None, DraftTree]
 
 
 def best_chain(sequence: Sequence, draft_tokens: int) -> ChosenDraft:
-    """The ready path of at most `draft_tokens` tokens with the most expected accepted tokens."""
+    """Return the ready path, cut to `draft_tokens`, that promises the most accepted tokens."""
     if draft_tokens <= 0:
         return None, NO_DRAFT
     best = _best_path(sequence, draft_tokens)
@@ -48,7 +48,7 @@ def best_chain(sequence: Sequence, draft_tokens: int) -> ChosenDraft:
 def grow_trees(
     in_turn: Callable[[], Collection[Sequence]], plan: Plan, room: Callable[[], int]
 ) -> dict[int, ChosenDraft]:
-    """Return the drafts of a step that verifies trees, keyed by sequence id; empty for chains only.
+    """Return the tree drafts of a step, keyed by sequence id; empty if the step has only chains.
 
     A sequence that is missing in the result, such as a sequence with sampled drafts, has its best
     chain. `in_turn` returns the sequences that may have trees, and `room` the most draft tokens of
@@ -72,8 +72,8 @@ def _is_planned(sequence: Sequence, plan: Plan) -> bool:
 def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
     """Return the assignment whose main path promises the most accepted tokens.
 
-    Return None without any path. The expectation comes from the path's length and its drafter's
-    acceptance rate. A sampled path counts as complete, see `Assignment.ready_tokens`.
+    Return None if no assignment has a path. The expectation comes from the path's length and its
+    drafter's acceptance rate. A sampled path counts as complete, see `Assignment.ready_tokens`.
     """
     best: Assignment | None = None
     most = 0.0
@@ -89,7 +89,7 @@ def _best_path(sequence: Sequence, draft_tokens: int) -> Assignment | None:
 class _Tree:
     """The tree of one sequence while it grows. Its rows are in the order in which they were taken.
 
-    With `fixed`, the tree takes the most tokens that it may have, whatever they cost.
+    With `fixed`, the tree takes as many tokens as it may have, whatever they cost.
     """
 
     assignment: Assignment
@@ -193,7 +193,7 @@ class TreeBuilder:
                 heappush(self._next, offer)
 
     def _token_cost(self) -> float:
-        """Return the cost of the next token, in tokens.
+        """Return how many committed tokens the next draft token costs.
 
         It rises with the number of tokens taken.
         """
@@ -209,7 +209,7 @@ def tree_tokens(
     threshold: float,
     step: int,
 ) -> dict[Assignment, int]:
-    """How many draft tokens to ask for, all branches of a tree together, keyed by assignment.
+    """Return how many draft tokens to ask for, branches included, keyed by assignment.
 
     `drafts` are (sequence, assignment, draft tokens). `asks` has the draft tokens of one path to
     ask for. A drafter is asked for a chain if siblings of its main guesses are not worth their

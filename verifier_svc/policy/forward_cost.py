@@ -118,7 +118,7 @@ class ForwardCost:
     def estimate(self, sequence_count: int, token_count: int) -> float:
         """Return the seconds of a forward, interpolated between measured forwards.
 
-        Return 0 before the first.
+        Return 0 before the first measured forward.
         """
         if not self._grid:
             return 0.0
@@ -135,7 +135,7 @@ class ForwardCost:
         return known
 
     def further_tokens_s(self, sequence_count: int) -> list[tuple[int, float]]:
-        """Marginal costs of draft tokens, rising: (up to this many draft tokens, seconds of each).
+        """Return draft tokens' rising marginal costs: (up to this many tokens, seconds of each).
 
         Where the duration grows in jumps, as with graphs of fixed sizes, the cost of a jump is
         spread over all tokens that it makes room for.
@@ -157,7 +157,9 @@ def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
 
 
 def _neighbours(xs: list[float], x: float) -> list[float]:
-    """Return the two neighbours of `x` in the sorted `xs`, clamped at its ends; one if it has one.
+    """Return the two neighbours of `x` in the sorted `xs`, clamped at the ends of `xs`.
+
+    Return only one if `xs` has only one.
     """
     i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
     return xs[max(i - 1, 0) : i + 1]
@@ -179,7 +181,7 @@ def _interpolate(xs: list[float], points: dict[float, float], x: float) -> float
 
 
 def _shares(points: list[float], x: float) -> dict[float, float]:
-    """How far the two points around `x` must move for the line between them to move by 1 at `x`.
+    """Return how far the points around `x` must move to move the line between them by 1 at `x`.
 
     It is the least-squares solution.
     """

@@ -76,8 +76,8 @@ def acceptance_threshold(accept_probs: list[float], token_costs: list[tuple[int,
 def steps_meanwhile(wait_s: float, decode_step_s: float) -> int:
     """Return how many steps to take before the engine waits for a draft that is due in `wait_s`.
 
-    A step takes `decode_step_s` seconds. At least 1; 0 before anything was measured. The number is
-    rounded, so after these steps the wait is at most half a step.
+    A step takes `decode_step_s` seconds. The number is at least 1, but 0 before anything was
+    measured. The number is rounded, so after these steps the wait is at most half a step.
     """
     return max(math.floor(wait_s / decode_step_s + 0.5), 1) if decode_step_s > 0.0 else 0
 
@@ -90,7 +90,7 @@ def goodput(
     plain: tuple[float, float],
     prob_all_accepted: float,
 ) -> tuple[float, bool]:
-    """Tokens a second with drafts that arrive after `wait_s`, and whether to wait for them.
+    """Return tokens a second with drafts that arrive after `wait_s`, and whether to wait for them.
 
     Compares two plans. The first waits before each forward of `forward_s` seconds, which commits
     `tokens`. The second takes plain steps meanwhile, `plain` = (tokens, seconds) each, and then

@@ -15,7 +15,10 @@ _ANSWERS = 0.5
 
 
 def pause_reason(sequence: Sequence, plan: Plan, budget: SpeculationBudget) -> PauseReason:
-    """Why the step of this plan verified no draft of the sequence, before its verdict is sent."""
+    """Return why the step of this plan verified no draft of the sequence.
+
+    Call it before the step\'s verdict is sent.
+    """
     assignments = sequence.assignments.values()
     if not assignments:
         return PauseReason.NO_DRAFTER

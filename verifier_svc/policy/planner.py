@@ -101,7 +101,7 @@ class Planner:
         self.budget = budget
         self._draft_policy = draft_policy
         self._trees = trees
-        # Whether to draft the policy's maximum even where it costs throughput.
+        # True to draft the policy's maximum even where it costs throughput.
         self._by_limit = policy.kind != "goodput" or draft_policy.most_tokens
         # Plans the steps of requests with `always_draft`.
         self._always_draft_planner: Planner | None = None
@@ -147,7 +147,7 @@ class Planner:
         return replace(plan, draft_tokens=draft_tokens, wait_for=wait_for, wait_s=wait_s)
 
     def holds(self, outline: Outline) -> bool:
-        """Whether the policy's answer to `measures` is the same as when the outline was made."""
+        """True if the policy's answer to `measures` has not changed since the outline was made."""
         plan = outline.plan
         if plan.always_draft_requested:
             return True
@@ -218,7 +218,7 @@ class Planner:
         costs: StepCosts,
         step: int,
     ) -> Drafts:
-        """`asks.listened`, if steps with these drafters have not exhausted their budget."""
+        """Return the drafts of `asks.listened`; none if their budget is exhausted."""
         step_s = costs.decode_step_s
         if self._by_limit or step_s == 0.0:
             return []
@@ -230,7 +230,7 @@ class Planner:
         return found if self.budget.allows(costs.batch, together) else []
 
     def _ready_tokens(self, drafts: Drafts, listened: Drafts, costs: StepCosts) -> dict[int, int]:
-        """Draft tokens to verify, keyed by sequence id, if `listened` drafts that came are used."""
+        """Return the draft tokens to verify, keyed by sequence id, with `listened` drafts."""
         ready = [
             (sequence, assignment, there)
             for sequence, assignment, count in listened
@@ -258,7 +258,7 @@ class Planner:
         return found if gain >= least else {}
 
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
-        """A plan that asks no drafter, either to measure baseline steps or because there is none.
+        """Return a plan that asks no drafter, to measure baseline steps or for lack of drafters.
 
         It keeps what the last plan decided about drafters.
         """
@@ -285,7 +285,7 @@ class Planner:
         return frozenset([d for d in known if d.proven or d.on_target_device])
 
     def first_draft_tokens(self, sequence: Sequence, assignment: Assignment, last: Plan) -> int:
-        """Draft tokens to ask for with a new sequence; 0 if the drafter does not pay in `last`."""
+        """Return how many draft tokens to ask for with a new sequence; 0 if that does not pay."""
         drafter = assignment.drafter
         if drafter in last.considered and drafter not in last.paying:
             return 0
@@ -332,7 +332,7 @@ class Planner:
     def _choice_of(
         self, decoding: list[Sequence], drafters: frozenset[Drafter], costs: StepCosts
     ) -> _Choice:
-        """Return the drafts that are worth their places in a forward if these drafters draft."""
+        """Return the choice of these drafters, with the drafts that are worth their places."""
         accept_probs: list[float] = []
         for sequence in decoding:
             asked = [a for a in sequence.assignments.values() if a.drafter in drafters]
@@ -351,9 +351,9 @@ class Planner:
     def _accept_probs(
         self, sequence: Sequence, assignment: Assignment, costs: StepCosts
     ) -> list[float]:
-        """For each token that could be drafted, the probability that it is committed.
+        """Return for each token that could be drafted the probability that it is committed.
 
-        1 for tokens that the request demands at any cost.
+        The probability counts as 1 for tokens that the request demands at any cost.
         """
         fixed = sequence.request.speculation.draft_tokens
         most = assignment.drafter.hello.max_draft_tokens
@@ -362,7 +362,7 @@ class Planner:
         return assignment.rate.cumulative[: min(costs.limit, most)]
 
     def _pick(self, sequence: Sequence, choice: _Choice, costs: StepCosts) -> Drafts:
-        """Return the sequence's drafts that gain over their cost, as the policy picks them."""
+        """Return the sequence's drafts that are worth their cost, as the policy picks them."""
         offers: list[Offer] = []
         for assignment in sequence.assignments.values():
             if assignment.drafter in choice.drafters:
@@ -383,7 +383,7 @@ class Planner:
         choice: _Choice,
         costs: StepCosts,
     ) -> Drafts:
-        """Return drafts of sequences whose prompt is not finished.
+        """Return the drafts to ask for sequences whose prompt is not finished.
 
         A draft may follow the prompt's last token. `unknown` drafters, about which no plan has
         decided yet, count as paying.
@@ -407,7 +407,7 @@ class Planner:
         return assignment.rate.tokens_worth(threshold, min(costs.limit, most))
 
     def _goodput(self, drafts: Drafts, threshold: float, costs: StepCosts) -> tuple[float, bool]:
-        """`goodput` of steps with these drafts; sequences without a draft decode plainly.
+        """Return `goodput` of steps with these drafts; sequences without a draft decode plainly.
 
         The rate is 0 before anything was measured.
         """
@@ -456,7 +456,7 @@ def _all_have_always_draft(running: Collection[Sequence]) -> bool:
 
 
 def _first_token(assignment: Assignment) -> tuple[int, float]:
-    """Return the probability that asking yields a right first token; proven drafters come first."""
+    """Return a sort key: proven drafters come first, then by the chance of a right first token."""
     return assignment.drafter.right_guesses, assignment.chance * assignment.rate.cumulative[0]
 
 

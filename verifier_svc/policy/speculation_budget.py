@@ -25,7 +25,7 @@ _MOST_STEPS = 32.0
 # An exhausted budget opens again when it has this many steps. The number is small, so that drafting
 # soon goes on when a link or a drafter recovers. A trial that fails loses no more than these steps.
 _REOPEN_STEPS = 1.5
-# A step that was held up says little, so no step loses more than this.
+# A step may be slow for a reason outside the engine, so no step counts as a larger loss.
 _WORST_STEP = 2.0
 # Baseline steps that are measured in a row. The next row follows after `_FIRST_GAP` steps, and each
 # further gap is twice as long, up to `_LONGEST_GAP`. Rows repeat because contexts grow, and other
@@ -33,8 +33,8 @@ _WORST_STEP = 2.0
 _BASELINE_STEPS = 4
 _FIRST_GAP = 128
 _LONGEST_GAP = 1024
-# A row of baseline steps that is not complete after this many steps is given up, since some drafter
-# computes all the time.
+# A row of baseline steps that is not complete after this many steps is abandoned, since some
+# drafter computes all the time.
 _LONGEST_ROW = 128
 # Least weight of a baseline step in the mean.
 _BASELINE_WEIGHT = 1 / 32
@@ -49,7 +49,7 @@ _LEAST_STEPS = 1.0
 
 @dataclass(slots=True)
 class _Budget:
-    """How many baseline steps a drafter set may still lose."""
+    """The number of baseline steps that a drafter set may still lose."""
 
     steps: float
     most: float
@@ -70,7 +70,7 @@ class _Budget:
             self.open = True
 
     def reset(self) -> None:
-        """If exhausted, begin anew with half the capacity, unless that is below `_LEAST_STEPS`."""
+        """Halve and refill an exhausted budget, unless half of it is below `_LEAST_STEPS`."""
         half = self.most / 2.0
         if not self.open and half >= _LEAST_STEPS:
             self.most = half
@@ -100,7 +100,7 @@ class _Baseline:
     def measure(self, slowdown: float) -> bool:
         """Add a baseline step that took `slowdown` times its isolated forward.
 
-        Returns whether the load has grown. If so, only the recent steps count from now on.
+        Returns True if the load has grown. Then only the recent steps count from now on.
         """
         if self.recent_count == 0:
             self.before = self.slowdown or slowdown
@@ -122,7 +122,7 @@ class _Baseline:
         return grown
 
     def interrupt(self) -> None:
-        """Forget the recent baseline steps: another kind of step came, or there were enough."""
+        """Forget the recent baseline steps: there were enough, or another kind of step came."""
         self.recent, self.recent_count = 0.0, 0
 
     def tick(self) -> None:
@@ -160,7 +160,7 @@ class SpeculationBudget:
         self._budgets: dict[frozenset[Drafter], dict[int, _Budget]] = {}
 
     def needs_baseline(self, batch: int) -> bool:
-        """True if no drafter should be asked now, so that baseline steps can be measured."""
+        """True if the next steps should ask no drafter, so that baseline steps can be measured."""
         baseline = self._baselines.get(_bucket(batch))
         return baseline.due > 0 if baseline is not None else self._isolated.known
 
@@ -200,7 +200,7 @@ class SpeculationBudget:
         self._refill(size, min(steps, _WORST_STEP))
 
     def forget(self, drafter: Drafter) -> None:
-        """Drop the budgets of a drafter that has left."""
+        """Drop the budgets of all sets with a drafter that has left."""
         self._budgets = {
             drafters: sizes for drafters, sizes in self._budgets.items() if drafter not in drafters
         }
@@ -244,13 +244,14 @@ class SpeculationBudget:
 
 
 def _bounded(slowdown: float, usual: float) -> float:
-    """Return a step's slowdown.
+    """Return a step's slowdown, within a bound.
 
-    A step that was held up counts as at most `_WORST_STEP` usual steps.
+    A step that was slow for a reason outside the engine counts as at most `_WORST_STEP` usual
+    steps.
     """
     return min(slowdown, _WORST_STEP * (usual or slowdown))
 
 
 def _bucket(batch: int) -> int:
-    """Return log2(batch), rounded: all batches of about one size share a number."""
+    """Return log2(batch), rounded, so that batches of about the same size share a budget."""
     return ((2 * batch * batch).bit_length() - 1) // 2

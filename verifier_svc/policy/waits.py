@@ -45,7 +45,7 @@ def drafts_to_wait_for(
     """Return the pending drafts that may still pay, and how many seconds of waiting they are worth.
 
     `draft_tokens` maps a sequence id to the number of tokens that the step verifies. `rate` is the
-    tokens a second that the batch commits with the planned drafts. A policy may wait for every
+    tokens a second that the batch commits with the planned drafts. Some policies wait for every
     pending draft.
     """
     late = _pending_drafts(decoding, draft_tokens, costs, rate, now_s, policy)

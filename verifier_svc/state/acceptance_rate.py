@@ -26,7 +26,7 @@ _SHARE_DECAY = 0.99
 
 
 class _FixedRate:
-    """A prior that never changes. It has a rate for the first position only."""
+    """A prior that never changes. It has only a rate for the first position."""
 
     __slots__ = ("by_position", "version")
 
@@ -58,10 +58,10 @@ class AcceptanceRate:
     ) -> None:
         """Keep `count` positions. The prior weighs 4 drafts, observations at most 1 / (1 - decay).
 
-        If the prior is another rate, each position follows the same position of the prior, which
-        may change. If the prior is a number, or lacks the position, a position without data
-        inherits the estimate of the position before it. Otherwise positions that are never reached
-        would keep an optimistic prior.
+        If the prior is an AcceptanceRate, each position uses the same position of the prior, even
+        after the prior has changed. If the prior is a number, or lacks the position, a position
+        without data inherits the estimate of the position before it. Otherwise positions that are
+        never reached would keep an optimistic prior.
         """
         self._prior = _FixedRate(prior) if isinstance(prior, float) else prior
         self._decay = decay
@@ -93,14 +93,14 @@ class AcceptanceRate:
 
     @property
     def by_position(self) -> list[float]:
-        """The rates of all positions."""
+        """The acceptance rates of all positions."""
         if self._valid != self.version + self._prior.version:
             self._refresh()
         return self._rates
 
     @property
     def cumulative(self) -> list[float]:
-        """Probability that at least 1, 2, … draft tokens are accepted."""
+        """The probabilities that at least 1, 2, … draft tokens are accepted."""
         if self._valid != self.version + self._prior.version:
             self._refresh()
         return self._cumulative
@@ -120,10 +120,11 @@ class AcceptanceRate:
         self._expected = list(accumulate(self._cumulative, initial=1.0))
 
     def expected_tokens(self, count: int) -> float:
-        """Tokens that a step should commit with `count` draft tokens, the target's own included.
+        """Return how many tokens a step with `count` draft tokens commits on average.
 
-        One plus the sum of the cumulative acceptances. With one rate a for all positions it is
-        (1 - a^(k+1)) / (1 - a) for k draft tokens (Leviathan et al. 2023, eq. 1).
+        This is one, for the target's own token, plus the sum of the cumulative acceptances. With
+        one rate a for all positions it is (1 - a^(k+1)) / (1 - a) for k draft tokens (Leviathan et
+        al. 2023, eq. 1).
         """
         if self._valid != self.version + self._prior.version:
             self._refresh()
@@ -143,7 +144,7 @@ class AcceptanceRate:
         return cumulative[count - 1] if count < len(cumulative) else cumulative[-1]
 
     def tokens_worth(self, threshold: float, limit: int) -> int:
-        """How many draft tokens, at most `limit`, have at least `threshold` cumulative acceptance.
+        """Return how many of `limit` draft tokens have at least `threshold` cumulative acceptance.
 
         Cumulative acceptance falls with each position, so these are the first draft tokens.
         """
@@ -156,7 +157,7 @@ class AcceptanceRate:
 
 
 class SiblingRates:
-    """How far one drafter's claims about siblings of the main guess hold at each depth and rank.
+    """Measures how far one drafter's claims about siblings hold at each depth and rank.
 
     A claim is an estimate, made before the commit, of the probability that a guess is right if its
     parent is right. The claim is the drafter's confidence, or a prior. A factor corrects claims:
@@ -190,10 +191,10 @@ class SiblingRates:
         return min(claim * factor, 1.0)
 
     def added_tokens(self, prob_wrong: float) -> float:
-        """Expected tokens that a tree adds to a main path that is wrong with `prob_wrong`.
+        """Return how many tokens a tree adds on average to a path that is wrong with `prob_wrong`.
 
-        Only the first token beside the path counts. Tokens after it would add more, but each has
-        its cost too.
+        Only the first token beside the path counts. Later tokens would add more, but each has its
+        cost too.
         """
         return prob_wrong * self.rescued_share
 
@@ -212,8 +213,8 @@ def _place(depth: int, rank: int) -> int:
 class Latency:
     """Median of the last few durations of one kind, in seconds; 0 before the first.
 
-    A median, because a drafter should be asked again after one answer that was late for a special
-    reason, such as a cold start or a long prompt.
+    It is a median because one answer that was late for a special reason, such as a cold start or a
+    long prompt, should not keep the drafter from being asked.
     """
 
     __slots__ = ("_samples", "value")

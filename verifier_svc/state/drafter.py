@@ -12,7 +12,7 @@ from outrider.protocol.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency, SiblingRates
 from verifier_svc.state.acceptance_watch import AcceptanceWatch
 
-# Right guesses that a new drafter must make before it counts as much as the others.
+# A new drafter must make this many right guesses before it counts as proven.
 _TEST_GUESSES = 8
 # A new drafter becomes doubtful when it was told of this many steps since its last right guess: the
 # first number is for a drafter that never answered, the second for a drafter that answers.
@@ -45,7 +45,7 @@ if it reads a thousand steps of 64 sequences at once."""
 
 
 def held_bytes(byte_count: int, batch: DraftBatch | None = None) -> int:
-    """Return roughly the memory that the engine needs for a message of `byte_count` on the wire.
+    """Return about how much memory the engine needs for a message of `byte_count` on the wire.
 
     The engine's time for a batch grows with its tokens and entries, so this bounds that time too.
     """
@@ -99,8 +99,8 @@ class Drafter:
     busy_until: float = 0.0
     """Until when it is expected to draft, to fill all windows that it was told (seconds)."""
     draining: bool = False
-    # One more than the messages to it allow, so that an id that was never opened gets the error
-    # about ids.
+    # One more entry than the messages to the drafter allow. So an id that was never opened gets the
+    # error about ids.
     proposals_left: int = 1
     """Proposals that it may send before it gets a further message."""
     skips_left: int = 1
@@ -129,7 +129,7 @@ class Drafter:
 
     @property
     def id(self) -> str:
-        """The id by which it registered."""
+        """The id with which the drafter registered."""
         return self.hello.drafter_id
 
     @property
@@ -139,19 +139,19 @@ class Drafter:
 
     @property
     def answered(self) -> bool:
-        """Whether it has sent any message since it joined."""
+        """True if the drafter has sent any message since it joined."""
         return self.taken_bytes > 0
 
     @property
     def on_trial(self) -> bool:
-        """Whether it is still to show what its guesses are worth."""
+        """True if the drafter has yet to show what its guesses are worth."""
         return not self.proven and not self.is_doubtful
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it fell silent, or failed its trial because it was late, wrong or skipped.
+        """True if the drafter fell silent, or failed its trial by being late, wrong or skipped.
 
-        It is only probed, on one sequence at a time.
+        A doubtful drafter is only probed, on one sequence at a time.
         """
         if self.silent or self.proven:
             return self.silent
@@ -160,7 +160,7 @@ class Drafter:
 
     @property
     def merit(self) -> float:
-        """How often asking it yields a right first token, to compare drafters.
+        """How often asking the drafter yields a right first token, to compare drafters.
 
         Quick drafters are right more often within a run, which does not count here.
         """
@@ -168,7 +168,7 @@ class Drafter:
         return self.answer_rate * max(rates, default=0.0)
 
     def tell(self, now: float, step_s: float) -> None:
-        """Count a step of `step_s` seconds that sends it a message at `now` (seconds)."""
+        """Count a step of `step_s` seconds, which sent the drafter a message at `now` (seconds)."""
         self.told_steps += not self.proven
         if self.silent_at == math.inf:
             # A wait that ends without a draft raises the drafter's latency afterwards. It must
@@ -184,7 +184,7 @@ class Drafter:
         return True
 
     def may_answer(self, window_tokens: int) -> None:
-        """Let it answer one more Opened or Verdict, whose window has room for `window_tokens`.
+        """Let the drafter answer another Opened or Verdict, with a window of `window_tokens`.
 
         An answer may have one skip, and a proposal for each token that the drafter runs ahead.
         """
@@ -194,7 +194,8 @@ class Drafter:
     def count_entries(self, batch: DraftBatch) -> None:
         """Count the entries of a message: many entries cost the engine time and change little.
 
-        Raises OutriderError(PROTOCOL_VIOLATION) for more entries than the messages to it allow.
+        Raises OutriderError(PROTOCOL_VIOLATION) for more entries than the messages to the drafter
+        allow.
         """
         # A message without entries counts as one proposal.
         self.proposals_left -= max(len(batch.proposals), 1 - _entry_count(batch))
@@ -207,7 +208,7 @@ class Drafter:
             )
 
     def hear(self) -> None:
-        """Note that it answers, or that its guesses are right."""
+        """Note that the drafter has answered, or that its guesses were right."""
         self.silent_at = math.inf
         self.silent = False
 
@@ -227,15 +228,18 @@ class Drafter:
         self.answer_rate += _RECENT_ANSWER * (drafted - self.answer_rate)
 
     def latency(self, draft_tokens: float) -> float:
-        """Return the seconds from a verdict to a draft of `draft_tokens` tokens."""
+        """Return how many seconds after a verdict a draft of `draft_tokens` tokens arrives."""
         return self.round_trip.value + draft_tokens * self.token_time.value
 
     def busy_s(self, draft_tokens: float) -> float:
-        """Seconds that the target loses while this drafter drafts `draft_tokens` on its device."""
+        """Return how many seconds the target loses while the drafter drafts `draft_tokens`.
+
+        They are above 0 if both compute on one device.
+        """
         return draft_tokens * self.token_time.value if self.on_target_device else 0.0
 
     def is_quick(self, decode_step_s: float) -> bool:
-        """True if its drafts take almost no time of plain steps of `decode_step_s` seconds.
+        """True if a draft takes little time beside a plain step of `decode_step_s` seconds.
 
         A drafter within the verifier's process is not quick, since it uses the target's device.
         """
@@ -244,12 +248,12 @@ class Drafter:
 
     @property
     def accepts_sequences(self) -> bool:
-        """Whether it may get another sequence."""
+        """True if the drafter may get another sequence."""
         limit = self.hello.max_sequence_count
         return not self.draining and (limit == 0 or len(self.sequence_ids) < limit)
 
     def info(self, connected: bool) -> DrafterInfo:
-        """Return the API's record of it; None for fields that were not measured yet."""
+        """Return the API's record of the drafter; None for fields that were not measured yet."""
         hello = self.hello
         rate = self.accepted_count / self.verified_count if self.verified_count else None
         return DrafterInfo(

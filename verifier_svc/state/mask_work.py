@@ -21,7 +21,7 @@ class MaskWork:
     """
 
     def __init__(self, compute: Compute, draft: DraftTree, drafter_id: str) -> None:
-        """`compute` gives the masks of `draft`, whose main path `drafter_id` proposed."""
+        """`compute` returns the masks of `draft`, whose main path `drafter_id` proposed."""
         self.draft = draft
         self.drafter_id = drafter_id
         self.mask: npt.NDArray[np.int32] | None = None
@@ -37,19 +37,19 @@ class MaskWork:
 
     @property
     def done(self) -> bool:
-        """Whether the masks are there, or cannot be computed."""
+        """True if the masks are there, or cannot be computed."""
         return self._done.is_set()
 
     @property
     def seconds(self) -> float:
-        """The processor time that it has taken so far."""
+        """The processor time that the work has taken so far."""
         clock = self._clock
         if clock is None:
             return self._seconds
         return clock() - self._began
 
     def run(self) -> None:
-        """Compute the masks on this thread, unless nobody wants them by now."""
+        """Compute the masks on this thread, unless the work was cancelled."""
         if self._cancelled:
             self._done.set()
             return
@@ -69,15 +69,15 @@ class MaskWork:
             wake()
 
     def cancel(self) -> None:
-        """Keep the work from beginning."""
+        """Cancel the work if it has not started."""
         self._cancelled = True
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is done, for at most `seconds`; return whether it is."""
+        """Wait for at most `seconds`; return whether the work is done."""
         return self._done.wait(seconds)
 
     def wake_when_done(self, wake: Callable[[], object]) -> None:
-        """Have `wake` called when it is done; at once if it is."""
+        """Call `wake` when the work is done, or at once if it already is."""
         self._wake = wake
         if self.done:
             wake()

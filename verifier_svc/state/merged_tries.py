@@ -33,7 +33,7 @@ class MergedGuess(NamedTuple):
 
 
 def is_branched(sequence: Sequence) -> bool:
-    """Return whether its tries together may be more than a chain."""
+    """Return whether the sequence's tries together may be more than a chain."""
     found = False
     for assignment in sequence.assignments.values():
         trie = assignment.trie
@@ -45,7 +45,7 @@ def is_branched(sequence: Sequence) -> bool:
 
 
 def is_sampled(sequence: Sequence) -> bool:
-    """Return whether a drafter samples its drafts.
+    """Return whether one of the sequence's drafters samples its drafts.
 
     The rules for sampled drafts know only chains.
     """
@@ -54,7 +54,7 @@ def is_sampled(sequence: Sequence) -> bool:
 
 
 def roots(sequence: Sequence, first: Assignment) -> Nodes:
-    """Return the last committed token in each trie that has guesses.
+    """Return the root of each trie that has guesses.
 
     The trie of `first` comes first.
     """
@@ -146,6 +146,6 @@ def _claim(guess: MergedGuess, depth: int, main_rate: float) -> float:
 
 
 def _rate(assignment: Assignment, depth: int) -> float:
-    """Return acceptance of a drafter's main guess after `depth` accepted guesses."""
+    """Return the acceptance rate of a drafter's main guess after `depth` accepted guesses."""
     rates = assignment.rate.by_position
     return rates[depth] if depth < len(rates) else rates[-1]

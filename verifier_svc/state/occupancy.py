@@ -1,4 +1,4 @@
-"""How full the verifier is, as its metrics say."""
+"""The record of how full the verifier is, for its metrics."""
 
 from __future__ import annotations
 

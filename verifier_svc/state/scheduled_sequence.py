@@ -43,6 +43,6 @@ class ScheduledSequence:
 
     @property
     def logit_count(self) -> int:
-        """Rows of logits that this part needs."""
+        """The number of logits rows that this part needs."""
         drawn = len(self.draft.token_ids) + 1 if self.samples else 0
         return len(self.scored) + drawn

@@ -41,7 +41,7 @@ RUN_CLASSES = len(_RUNS) + 1
 
 
 def run_class(run: int) -> int:
-    """Return which acceptance rate a draft after a run of right guesses has."""
+    """Return the index of the acceptance rate that holds after a run of right guesses."""
     return bisect_right(_RUNS, run)
 
 
@@ -118,14 +118,14 @@ class Assignment:
         self.rate = self.rates[0]
 
     def set_run(self, run: int) -> None:
-        """Note how many of the last committed tokens it has guessed in a row."""
+        """Note how many of the last committed tokens the drafter has guessed in a row."""
         self.run = run
         self.rate = self.rates[run_class(run)]
 
     def follow(self, guessed: int, right: int, decode_step_s: float, *, skipped: bool) -> None:
         """Update a quick drafter's run after a commit that judged `guessed` of its main guesses.
 
-        The first `right` of these guesses were right. If there was no guess, the run goes on,
+        The first `right` of these guesses were right. If there was no guess, the run continues,
         unless the drafter `skipped`.
         """
         if not self.drafter.is_quick(decode_step_s):
@@ -150,14 +150,15 @@ class Assignment:
     def prob_all_accepted(self, count: int, draft_tokens: int) -> float:
         """Return the probability that the next `count` tokens of a draft are right.
 
-        0 if the trie has no room for these tokens after `draft_tokens` other tokens.
+        The probability is 0 if the trie has no room for these tokens after `draft_tokens` other
+        tokens.
         """
         if draft_tokens + count > self.trie.window.depth:
             return 0.0
         return self.rate.prob_all_accepted(count)
 
     def promise(self, draft_tokens: int) -> tuple[float, float]:
-        """How many tokens, and how many right tokens, to expect if `draft_tokens` are asked for.
+        """Return how many tokens, and right tokens, to expect if `draft_tokens` are asked for.
 
         A drafter that sends few tokens is credited with few, even if they are nearly always right.
         """
@@ -190,11 +191,11 @@ class Assignment:
             self.drafter.lengths.observe(seen, there)
 
     def ready_tokens(self, draft_tokens: int) -> int:
-        """Tokens of its ready path, at most `draft_tokens`, for every choice between drafts.
+        """Return the length of the ready path, at most `draft_tokens`, to choose between drafts.
 
-        A sampled path counts as complete. Its drafter may stop after a token because of the
-        token's value, and that value must not decide which path is verified: a sampled path,
-        another path, or a path that is still waited for.
+        A sampled path counts as complete. Its drafter may stop after a token because of the token's
+        value, and that value must not decide which path is verified: a sampled path, another path,
+        or a path that is still waited for.
         """
         length = min(len(self.trie.main_path), draft_tokens)
         if length and self.distribution is DraftDistribution.SPARSE:
@@ -213,14 +214,14 @@ class Assignment:
         self.drafter_rates[place].observe(drafted, accepted)
 
     def judge(self, drafted: int, accepted: int) -> None:
-        """Note what the next message to the drafter depends on: whether its draft was right."""
+        """Note whether the drafter's draft was right: the next message to it depends on that."""
         if drafted:
             self.drafter.count_guess(accepted > 0)
         if 0 < drafted == accepted and not self.asked:
             self.backoff = _EAGER_BACKOFF
 
     def expect_answer(self, committed_length: int) -> None:
-        """Start to time the drafter's answer to the message just written.
+        """Start timing the drafter's answer to the message just written.
 
         The message had this committed length.
         """
@@ -246,9 +247,9 @@ class Assignment:
         return max(at - asked_at, 0.0)
 
     def count_silence(self, now: float) -> None:
-        """Count an answer without a draft if the drafter is overdue by many times its latency.
+        """Count a drafter that is overdue by many times its latency as an answer without a draft.
 
-        Call it only while the drafter owes an answer.
+        Call this only while the drafter owes an answer.
         """
         latency_s = self.drafter.latency(self.draft_tokens)
         if latency_s > 0.0 and self.due_s(now) < -_SILENT_LATENCIES * latency_s:
@@ -260,7 +261,7 @@ class Assignment:
 
     @property
     def chance(self) -> float:
-        """Probability that asking yields a draft, to compare drafters.
+        """The probability that asking yields a draft, to compare drafters.
 
         It is never near 0, because a drafter whose texts are hard for a while costs little and
         should still be asked.
@@ -268,7 +269,7 @@ class Assignment:
         return max(self.answer_rate, _LEAST_CHANCE)
 
     def due_s(self, now: float) -> float:
-        """Return the seconds until the drafter's next message should arrive.
+        """Return in how many seconds the drafter's next message should arrive.
 
         The number is below 0 when it is late.
         """
@@ -333,22 +334,22 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it ever ran, here or at another verifier."""
+        """True if the sequence ever ran, here or at another verifier."""
         return self.admitted or bool(self.request.committed)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Committed tokens that no forward has processed; 1 when decoding."""
+        """The number of committed tokens that no forward has processed; 1 when decoding."""
         return len(self.tokens) - self.kv.num_computed_tokens
 
     @property
     def most_draft_tokens(self) -> int:
-        """Draft tokens that one step could commit, besides the target's own token."""
+        """How many draft tokens one step could commit, besides the target's own token."""
         left = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
         return left - 1 if left > 1 else 0
 
     def opened_for(self, assignment: Assignment) -> Opened:
-        """Return the announcement to a drafter."""
+        """Return the message that announces the sequence to a drafter."""
         # Only a drafter that draws with the coupled noise gets the seed of that noise.
         coupled = assignment.distribution is DraftDistribution.COUPLED
         return Opened(

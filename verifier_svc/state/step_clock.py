@@ -20,12 +20,12 @@ class StepTimes:
 
     @property
     def step_s(self) -> float:
-        """Its duration, without the wait before it."""
+        """The step's duration, without the wait before it."""
         return sum(self.phases_s.values())
 
 
 class StepClock:
-    """One object serves all steps of an engine. All times are in seconds.
+    """Times the phases of all steps of an engine, in seconds.
 
     A clock that was set back makes a phase take no time, since neither a counter nor the cost model
     may see a negative time.
@@ -71,13 +71,13 @@ class StepClock:
         return max(now - before, 0.0)
 
     def idle(self) -> bool:
-        """Note that the engine has nothing to do; return whether it was at work."""
+        """Note that the engine has nothing to do; return whether it was working until now."""
         has_worked = self._ended[1] > -math.inf
         self._ended = (-math.inf, -math.inf)
         return has_worked
 
     def undisturbed_since(self, busy_until: float) -> bool:
-        """Whether drafters that computed until `busy_until` were done when the last step began."""
+        """True if the drafters, busy until `busy_until`, were done when the last step began."""
         return busy_until <= self._ended[0]
 
     def times(self) -> StepTimes:

@@ -1,4 +1,4 @@
-"""Where the target computes, and which drafters share that device with it."""
+"""Tells where the target computes, and which drafters share that device with it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from outrider.protocol.model_info import Placement
 
 @dataclass(frozen=True, slots=True)
 class TargetDevice:
-    """Where the target computes, as far as a drafter on the same device would slow it down.
+    """The device where the target computes, if a drafter on the same device would slow it down.
 
-    `cores` are this host's, empty if the target computes on a GPU or leaves cores to drafters.
+    `cores` are cores of this host; empty if the target computes on a GPU or leaves cores to
+    drafters.
     """
 
     cores: frozenset[int] = frozenset()

@@ -1,8 +1,8 @@
 """The verifier's copy of one drafter's guesses for one sequence.
 
-A trie below the last committed token. Knows tokens and committed lengths; not models, streams or
-drafters. The contract is in protos/outrider/v1/drafts.proto. `DraftTree` is the part of a trie that
-one forward verifies.
+The trie's root is the last committed token. It knows tokens and committed lengths; not models,
+streams or drafters. The contract is in protos/outrider/v1/drafts.proto. `DraftTree` is the part of
+a trie that one forward verifies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DraftTree:
     """Length of a main path that a grammar cut; None if it consists of the first children."""
 
     def first(self, count: int) -> DraftTree:
-        """Return the first `count` tokens, which are a tree as well."""
+        """Return a tree of the first `count` tokens."""
         if len(self.token_ids) <= count:
             return self
         return DraftTree(
@@ -53,7 +53,7 @@ NO_DRAFT = DraftTree([], [])
 
 
 class LookupResult(StrEnum):
-    """Whether the trie had a draft after a commit."""
+    """The result of looking for a draft in the trie after a commit."""
 
     CHAIN = "chain"
     """The main path goes on after the committed tokens: the next draft is there already."""
@@ -80,7 +80,7 @@ class CommitWalk:
 
 @dataclass(slots=True)
 class AddResult:
-    """How many of a proposal's tokens were added, merged, dropped and so on."""
+    """The numbers of a proposal's tokens that were added, merged, dropped and so on."""
 
     fresh: int = 0
     """New in the trie."""
@@ -125,13 +125,13 @@ class Node:
         return found
 
 
-# Parents of dropped tokens: no token is added below them.
+# A dropped token gets one of these parents: no token is added below them.
 _STALE = Node(-1)
 _CUT = Node(-1)
 
 
 class Trie:
-    """Speculation trie of one (sequence, drafter). Equal prefixes merge."""
+    """The guesses of one drafter for one sequence. Equal prefixes merge."""
 
     def __init__(self, opened_length: int, window: Window) -> None:
         """The sequence was announced to the drafter with `opened_length` committed tokens."""
@@ -178,7 +178,7 @@ class Trie:
     def _add_child(
         self, parent: Node, proposal: Proposal, i: int, depth: int, added: AddResult
     ) -> Node:
-        """Return the node of token `i`: a node that was there, a new node, or _CUT without room."""
+        """Return the node of token `i`: an old node, a new node, or _CUT if there is no room."""
         token = proposal.token_ids[i]
         node = parent.children.get(token)
         if node is not None:
@@ -200,9 +200,9 @@ class Trie:
         return node
 
     def skip(self, skip: Skip, committed: list[int]) -> None:
-        """Note that no draft will come before the next verdict; an older skip has no effect.
+        """Note that no draft will come before the next verdict.
 
-        Raises as `add` does.
+        A skip for an older verdict has no effect. Raises as `add` does.
         """
         self._check_base(skip.base_length, len(committed))
         if skip.base_length == len(committed):
@@ -261,7 +261,7 @@ class Trie:
 
     @property
     def is_chain(self) -> bool:
-        """Whether it has no guess beside the main path."""
+        """True if the trie has no guess beside the main path."""
         return self.node_count == len(self.main_path)
 
     def is_contradicted(self, new_token_ids: list[int]) -> bool:
@@ -287,5 +287,5 @@ class Trie:
         return DraftTree([node.token for node in nodes], distributions)
 
     def ready(self, depth: int) -> bool:
-        """True if the path to `depth` cannot become longer by waiting."""
+        """True if waiting cannot make the path longer, up to `depth` tokens."""
         return self._skipped or len(self.main_path) >= depth

@@ -53,7 +53,7 @@ class DrafterStream:
         model: verifier_pb2.GetModelResponse,
         peer: Peer | None = None,
     ) -> None:
-        """`peer` is the drafter by its certificate; None without TLS."""
+        """`peer` is the drafter's identity from its certificate; None without TLS."""
         self._engine = engine
         self._requests = requests
         self._context = context
@@ -103,11 +103,12 @@ class DrafterStream:
             await until_first_end(self._failure, self._read(joined[0]), self._write())
         finally:
             self._failure.cancel()
-            # `leave` runs after `join`, so it also works for a call that was cancelled between.
+            # `leave` runs after `join`, so it also works for a call that was cancelled between the
+            # two.
             self._engine.post(leave)
 
     def say_draining(self, reason: str, grace_s: float) -> None:
-        """Tell the drafter that the verifier stops, and that open sequences may run `grace_s`."""
+        """Tell the drafter that the verifier stops and open sequences may run for `grace_s`."""
         draining = drafts_pb2.Draining(reason=reason)
         draining.grace_duration.FromNanoseconds(int(grace_s * 1e9))
         self._draining = draining
@@ -159,7 +160,7 @@ class DrafterStream:
             if batch is not None:
                 engine.post(partial(drafting.on_drafts, drafter, batch, size, arrived_at))
             elif kind is None:
-                # Only a later version knows this kind of message.
+                # A later version has sent this kind of message.
                 engine.post(partial(drafting.ignore, drafter, size))
             elif kind == "draining":
                 engine.post(partial(drafting.drain, drafter, size))
@@ -187,7 +188,7 @@ class DrafterStream:
 
 
 def check_tokenizer(hello: Hello, expected: str) -> None:
-    """Raises OutriderError(TOKENIZER_MISMATCH) if the drafter has another tokenizer."""
+    """Raise OutriderError(TOKENIZER_MISMATCH) if the drafter has another tokenizer."""
     given = hello.tokenizer_fingerprint
     if given != expected:
         field = "hello.tokenizer_fingerprint"
@@ -201,8 +202,7 @@ def check_tokenizer(hello: Hello, expected: str) -> None:
 
 
 def _address(peer: str) -> str:
-    """Return the address in gRPC's name for a peer, such as ipv4:10.0.0.1:5000, without the port.
-    """
+    """Return the address in gRPC's name of a peer, such as ipv4:10.0.0.1:5000, without port."""
     return peer.rpartition(":")[0] if peer.startswith("ip") else peer
 
 

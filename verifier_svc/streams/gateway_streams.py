@@ -21,7 +21,7 @@ from outrider.process.network import rpc_errors
 from outrider.protocol.wire.batches import take_batch
 from outrider.v1 import verifier_pb2
 
-# A bound, so that a caller that does not read cannot fill the verifier's memory. The parts of one
+# This bounds how much memory of the verifier a caller that does not read can fill. The parts of one
 # step are far smaller.
 MOST_UNSENT_BYTES = 64 * 2**20
 
@@ -85,7 +85,7 @@ class GatewayStream:
             self._ended.set_result(None)
 
     async def _read(self) -> None:
-        """Begin, pause and cancel calls; after the last message, wait for the running calls."""
+        """Start, pause and cancel calls; after the last message, wait for the running calls."""
         async for message in self._requests:
             for request in message.requests:
                 self._take(request)
@@ -93,7 +93,7 @@ class GatewayStream:
             await asyncio.wait(self._calls.values())
 
     def _take(self, request: token_streams_pb2.SequenceRequest) -> None:
-        """Begin, pause, go on with or cancel a call.
+        """Start, pause, resume or cancel a call.
 
         Raises OutriderError(PROTOCOL_VIOLATION).
         """
@@ -127,7 +127,7 @@ class GatewayStream:
     async def _serve(
         self, number: int, request: verifier_pb2.GenerateTokensRequest, traceparent: str
     ) -> None:
-        """Serve one call, from its request to its last part; take nothing while it is paused."""
+        """Serve one call, from its request to its last part; take no chunks while it is paused."""
         try:
             async with aclosing(self._generate(request, traceparent)) as responses:
                 async for response in responses:
@@ -169,7 +169,8 @@ class GatewayStream:
             await self._has_unsent.wait()
             self._has_unsent.clear()
             while self._unsent or self._draining:
-                # The caller may cancel its calls when it hears of this, so it gets the parts too.
+                # The caller may cancel its calls when it reads this message, so it gets the parts
+                # too.
                 draining = self._draining
                 self._draining = False
                 parts, byte_count = take_batch(self._unsent)

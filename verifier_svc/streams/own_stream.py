@@ -1,6 +1,6 @@
-"""A drafter in the verifier's own process: the same messages, without gRPC and without copies.
+"""Connects a drafter in the verifier's process: the same messages, without gRPC and copies.
 
-`OwnVerifier` is what `outrider.drafter.stream.DraftStream` connects to.
+`outrider.drafter.stream.DraftStream` connects to `OwnVerifier`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 class OwnVerifier:
-    """This process' verifier, see `outrider.drafter.transport`. Use it on its event loop."""
+    """The verifier in this process, see `outrider.drafter.transport`. Use it on its event loop."""
 
     def __init__(self, engine: EngineThread[DraftingEngine], info: ModelInfo) -> None:
-        """`engine` runs, and serves the model `info`."""
+        """`engine` has started, and serves the model `info`."""
         self._engine = engine
         self._info = info
 
     def address(self) -> str:
-        """Return the place of its drafters."""
+        """Return the name of this process as an address, for the log."""
         return _Own.address
 
     async def model(self) -> ModelInfo:
-        """Return the model, at once."""
+        """Return the model, without waiting."""
         return self._info
 
     @asynccontextmanager
@@ -55,10 +55,10 @@ class OwnVerifier:
 class OwnDrafter:
     """A drafter that runs in this process, on the event loop and threads of its own.
 
-    `name` is its id. `run` drafts for this verifier until it is cancelled. If it ends before, the
-    verifier goes on without it. `meet` is called on the engine's thread with the loaded target,
-    before CUDA graphs are captured, and returns the hidden states that the drafter reads. `meet`
-    may run forwards.
+    `name` is its id. `run` drafts for this verifier until it is cancelled. If `run` ends earlier,
+    the verifier continues without the drafter. `meet` is called on the engine's thread with the
+    loaded target, before CUDA graphs are captured, and returns the hidden states that the drafter
+    reads. `meet` may run forwards.
     """
 
     name: str
@@ -67,7 +67,7 @@ class OwnDrafter:
 
 
 class _Own:
-    """Connects to the engine in this process; as `outrider.drafter.transport.Transport`."""
+    """Connects to the engine in this process, as a `outrider.drafter.transport.Transport`."""
 
     address = "its own process"
 
@@ -78,7 +78,7 @@ class _Own:
         self._joined: list[Drafter] = []
 
     async def introduce(self, hello: Hello) -> Welcome:
-        """Join the exchange. The drafter is trusted as the verifier itself is."""
+        """Join the exchange. The drafter is trusted as much as the verifier itself."""
         info = self._info
 
         def join() -> Drafter:
@@ -100,14 +100,14 @@ class _Own:
         )
 
     async def read(self) -> StepBatch | None:
-        """Wait for the next step; None after the goodbye."""
+        """Wait for the next step; return None after the goodbye."""
         try:
             return await self._unread.get()
         except OutriderError as reason:
             raise StreamEnded(reason) from reason
 
     async def write(self, batch: DraftBatch) -> None:
-        """Hand drafts to the engine, which takes them between two steps."""
+        """Pass drafts to the engine, which takes them between two steps."""
         engine = self._engine
         take = engine.engine.drafting.on_drafts
         arrived_at = engine.engine.clock()
@@ -115,13 +115,13 @@ class _Own:
             engine.post(partial(take, drafter, batch, 0, arrived_at))
 
     async def say_goodbye(self) -> None:
-        """Get no more sequences, and end the reading."""
+        """Ask for no more sequences, and let `read` end."""
         for drafter in self._joined:
             self._engine.post(partial(self._engine.engine.drafting.drain, drafter, 0))
         self._unread.end()
 
     def close(self) -> None:
-        """Leave the exchange, also after a call of `introduce` that was cancelled."""
+        """Leave the exchange, even if the call of `introduce` was cancelled."""
 
         def leave() -> None:
             for drafter in self._joined:

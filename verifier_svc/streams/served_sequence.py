@@ -1,4 +1,4 @@
-"""The span and the access line of one sequence that a caller asked for, even if it was refused."""
+"""Writes the span and the access line of one requested sequence, even if it was refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 128
 
 
 class ServedSequence:
-    """Use it as a context manager around the service of a request, in the request's own task."""
+    """A context manager around the service of a request, in the request's own task."""
 
     def __init__(
         self, request: verifier_pb2.GenerateTokensRequest, traceparent: str, clock: Clock
@@ -37,7 +37,7 @@ class ServedSequence:
         self.span = telemetry.start("generate_tokens", traceparent, kind=Kind.SERVER)
 
     def describe(self, request: TokenRequest) -> None:
-        """Put a valid request on the span."""
+        """Set the span's attributes from a valid request."""
         self.span.set(
             outrider__request_id=request.request_id,
             gen_ai__usage__input_tokens=len(request.prompt),
@@ -79,7 +79,7 @@ class ServedSequence:
 
 
 def _outcome(error: BaseException | None) -> str:
-    """How a sequence without a last chunk ended: an error's reason, or that it was cancelled."""
+    """Return how a sequence without a last chunk ended: an error's reason, or cancellation."""
     if isinstance(error, OutriderError):
         return error.reason.name.lower()
     if error is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):

@@ -46,8 +46,8 @@ _ANSWER_S = 0.25
 # A step that takes longer than this means that the engine hangs.
 _MAX_STEP_S = 60.0
 _HEALTH_POLL_S = 5.0
-# A caller of GenerateTokens that has read nothing for so long gets an error. A gateway has a
-# setting for its own clients.
+# A caller of GenerateTokens that has read nothing for this long gets an error. A gateway has a
+# setting of its own for its clients.
 MOST_UNREAD_S = 60.0
 _NEVER_S = 1e9
 JOIN_S = 10.0
@@ -61,7 +61,7 @@ _Chunks = ReadAhead[TokenChunk | OutriderError]
 class VerifierServicer(
     verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer
 ):
-    """Answers GetModel from the start, and the other calls once `serve` has been called."""
+    """Answers GetModel from the start, and the other calls after `serve` has been called."""
 
     def __init__(self, model_id: str, *aliases: str, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -73,7 +73,7 @@ class VerifierServicer(
         self._join_until = 0.0
         self._streams: set[DrafterStream] = set()
         self._caller_streams: set[GatewayStream] = set()
-        # A query that the engine has not answered yet, and the last answer.
+        # The query that the engine has not answered yet, and the engine's last answer.
         self._query: asyncio.Future[_Answer] | None = None
         self._query_began = 0.0
         self._answer: _Answer = ((), None)
@@ -91,7 +91,7 @@ class VerifierServicer(
         info: ModelInfo,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """Begin to take requests and drafters.
+        """Start to accept requests and drafters.
 
         Without `grammars`, requests with a grammar are refused.
         """
@@ -101,7 +101,7 @@ class VerifierServicer(
         self.serve_drafters(engine, info)
 
     def serve_drafters(self, engine: EngineThread[DraftingEngine], info: ModelInfo) -> None:
-        """Begin to take drafters. Without `serve`, requests are refused."""
+        """Start to accept drafters. Requests are refused until `serve` is called."""
         self._engine = engine
         self.info = info
 
@@ -156,7 +156,7 @@ class VerifierServicer(
         return wire_model.model_to_proto(info)
 
     async def _ask(self, engine: EngineThread[DraftingEngine]) -> _Answer:
-        """Return the engine's drafters and load; during a long step, what the engine reported last.
+        """Return the engine's drafters and load; during a long step, the engine's last report.
 
         Raises OutriderError(NOT_READY) if the step takes more than `_MAX_STEP_S`: the engine hangs.
         """
@@ -178,7 +178,7 @@ class VerifierServicer(
         return self._answer
 
     def _answered(self, query: asyncio.Future[_Answer]) -> None:
-        """Keep an answer, even a late one, for the next GetModel."""
+        """Keep an answer for the next GetModel, even if the answer is late."""
         self._query = None
         if not query.cancelled() and query.exception() is None:
             self._answer = query.result()
@@ -285,7 +285,10 @@ class VerifierServicer(
     async def _submitted(
         self, engine: EngineThread[ServedEngine], submit: Callable[[], None]
     ) -> None:
-        """Submit a request. Soon after the start, wait for the drafter that it names to join."""
+        """Submit a request.
+
+        If the verifier has just started, wait for the drafter that the request names.
+        """
         while True:
             try:
                 return await engine.call(submit)
@@ -332,7 +335,7 @@ class VerifierServicer(
 
 
 async def report_health(engine: EngineThread[DraftingEngine], server: Server) -> None:
-    """Report SERVING for ever, but NOT_SERVING while the engine hangs."""
+    """Keep reporting SERVING, or NOT_SERVING while the engine hangs."""
     while True:
         await server.set_serving(True)
         answered = asyncio.create_task(engine.call(lambda: None))

@@ -1,4 +1,4 @@
-"""The steps that a drafter has not read yet, within bounds."""
+"""A bounded queue of the steps that a drafter has not read yet."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class UnreadSteps:
         self._steps.put_nowait(None)
 
     async def get(self) -> StepBatch | None:
-        """Wait for the next step; None at the end. Raises the OutriderError that ended it."""
+        """Wait for the next step; return None at the end.
+
+        Raises the OutriderError that ended the stream.
+        """
         step = await self._steps.get()
         if step is None or self.failure.done():
             await self.failure

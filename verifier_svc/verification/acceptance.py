@@ -38,7 +38,7 @@ from verifier_svc.verification.rows import Rows, tree_result
 from verifier_svc.verification.rules.lossy import LOSSY_RULES
 from verifier_svc.verification.rules.sampled_drafts import SAMPLED_RULES, SparseDrafts
 
-# Larger logits overflow float32 when divided by the lowest temperature that samples, 1e-5.
+# Larger logits overflow float32 when they are divided by 1e-5, the lowest sampling temperature.
 _LARGEST_LOGIT = 1e33
 
 Beside = Callable[[torch.Tensor], Sequence[torch.Tensor]]
@@ -73,7 +73,7 @@ class Acceptance:
         self._synthetic_R: Staged | None = None
         needs_probs = [draft for draft in drafts if draft.needs_probs]
         if not synthetic_rates and not needs_probs:
-            return  # the likeliest tokens are all that is needed
+            return  # only the likeliest tokens are needed
         self._rows = Rows(drafts, staging)
         if needs_probs:
             self._own_tokens = _OwnTokens(self._rows, staging)
@@ -88,7 +88,7 @@ class Acceptance:
         masks: Sequence[Mask | None],
         beside: Beside | None = None,
     ) -> tuple[list[AcceptResult], list[np.ndarray]]:
-        """The result of each draft, and the tensors of `beside`, with one wait for the device.
+        """Return each draft's result, and the tensors of `beside`, with one wait for the device.
 
         `logits_RV` are the model's, float32, with R = sum of (draft length + 1), sequence by
         sequence; `masks` has the mask of each sequence, as in `Context`. If truncation has to sort
@@ -107,7 +107,7 @@ class Acceptance:
                 return self._read(found), found[len(found) - len(besides) :]
 
     def _read(self, found: Sequence[np.ndarray]) -> list[AcceptResult]:
-        """Return the results; `found` begins with what `_Decided.results` has."""
+        """Return the results; `found` begins with the tensors of `_Decided.results`."""
         if self._rows is None:
             return _greedy_results(found[0].tolist(), self._drafts)
         return self._rows.results(found[0], found[1], has_siblings=not self._is_synthetic)
@@ -161,7 +161,7 @@ class _Decided:
 
     @property
     def committed_R(self) -> torch.Tensor:
-        """The token after each row if the row is committed; 0 for a row that has none."""
+        """The token that follows each row if the row is committed; 0 for a row without a token."""
         if self.matches_R is None or self.draft_R is None:
             return self.tokens_R.clamp(min=0)
         return torch.where(self.matches_R, self.draft_R, self.tokens_R).clamp(min=0)
@@ -247,7 +247,9 @@ class _OwnTokens:
         tokens_R: torch.Tensor,
         whole: Mapping[int, Sequence[int]],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Which rows' draft tokens are accepted, bool [R]; and `TargetProbs.probs`' last result.
+        """Return two results: which rows' draft tokens are accepted, and what truncation lacked.
+
+        The first is bool [R]; the second is the last result of `TargetProbs.probs`.
 
         `tokens_R` comes in as the rows' argmax, and goes out as the target's own tokens.
         """
@@ -255,7 +257,7 @@ class _OwnTokens:
         if self._at_N is not None:
             logits_NV = logits_RV[self._at_N.tensor]
         probs_NV, sufficed = self._probs.probs(logits_NV, whole)
-        # NaN is in rows that `_with_errors` marks.
+        # Only rows that `_with_errors` marks hold NaN.
         probs_NV = probs_NV.nan_to_num(0.0)
         drawn_N = coupled_sample(probs_NV, self._keys_N.tensor)
         if self._greedy_N is not None:
@@ -285,7 +287,7 @@ class _SampledDrafts:
         places: Mapping[int, int],
         staging: Staging,
     ) -> None:
-        """`picked` has drafts with their first rows; `places` are rows' places in `probs_NV`.
+        """`picked` has drafts with their first rows; `places` maps rows to places in `probs_NV`.
 
         Raises ValueError for a tree.
         """
@@ -318,7 +320,7 @@ class _SampledDrafts:
     def accept(
         self, probs_NV: torch.Tensor, tokens_R: torch.Tensor, matches_R: torch.Tensor
     ) -> None:
-        """Overwrite the rows of the drafts.
+        """Write the rule's decisions into the rows of the drafts.
 
         If a draft is not accepted whole, draw the next token from the residual.
         """
@@ -376,7 +378,7 @@ class _SampledDrafts:
 
 
 class _LossyTokens:
-    """The tokens that a lossy rule judges."""
+    """The draft tokens that a lossy rule judges."""
 
     def __init__(
         self,
@@ -419,10 +421,10 @@ def _judged(rule: AcceptanceRule, rows: Rows) -> list[tuple[int, SpeculationOpti
 
 
 def _chances(rates: Sequence[float]) -> np.ndarray:
-    """Return the chance of each position's token after all tokens before it.
+    """Return the probability that each position's token is accepted if all tokens before it were.
 
-    Each rate is the probability of the whole draft up to a position. The last chance holds for all
-    later positions too.
+    Each rate is the probability of the whole draft up to a position. The last probability holds for
+    all later positions too.
     """
     before = (1.0, *rates[:-1])
     return np.array([rate / (last or 1.0) for rate, last in zip(rates, before, strict=True)])

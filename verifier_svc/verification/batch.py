@@ -61,7 +61,7 @@ class Verification(Protocol):
         """The tokens that begin and end the thinking phase; None if the model has none."""
 
     def lay_out(self, batch: SequenceOf[ScheduledSequence]) -> Verify:
-        """Do what verifying a batch needs besides the logits, while a GPU computes them."""
+        """Prepare what verifying a batch needs besides the logits, while a GPU computes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,10 @@ class DraftVerifier:
     def _thinking(
         self, text: SequenceOf[int], drafted: SequenceOf[int], parents: SequenceOf[int] = ()
     ) -> list[bool]:
-        """For each token drafted after a text, whether it is in the thinking phase.
+        """Return for each token drafted after a text whether it is in the thinking phase.
 
-        The prompt may have begun that phase. `parents` are as in `protocol.token_tree`.
+        The thinking phase may have started in the prompt. `parents` are as in
+        `protocol.token_tree`.
         """
         if self.thinking_ids is None:
             return [False] * len(drafted)
@@ -166,7 +167,7 @@ class _LaidOut:
     def verify(
         self, logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence]
     ) -> list[Verified | OutriderError]:
-        """Like `Verify`, with one wait for the device."""
+        """Verify the batch as `Verify` requires, with one wait for the device."""
         drawn_RV = logits_RV if self.drawn_R is None else logits_RV[self.drawn_R.tensor]
         masks = [scheduled.mask for scheduled in batch if scheduled.samples]
         beside = None
@@ -197,7 +198,7 @@ def _drawn(batch: SequenceOf[ScheduledSequence]) -> list[int]:
 
 
 def _error(verified: Verified) -> OutriderError | None:
-    """The error of a sequence that cannot go on: no token is allowed, or a logit is not finite."""
+    """Return an error if no token of the sequence is allowed, or a logit is not finite."""
     next_token = 0
     if verified.result is not None:
         next_token = verified.result.next_token

@@ -48,13 +48,13 @@ class Draft:
 
     @property
     def needs_probs(self) -> bool:
-        """Whether the rule looks at probabilities, or a token is sampled."""
+        """True if the rule looks at probabilities, or if a token is sampled."""
         return not self.context.sampling.greedy or self.rule in LOSSY_RULES
 
 
 @dataclass(slots=True)
 class AcceptResult:
-    """How many draft tokens of a sequence were accepted, and the token that follows them."""
+    """The number of a sequence's accepted draft tokens, and the token that follows them."""
 
     accepted_count: int
     next_token: int

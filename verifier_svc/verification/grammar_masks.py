@@ -1,4 +1,4 @@
-"""Applies grammars at verification: cuts drafts at forbidden tokens, and masks every position."""
+"""Applies grammars in verification: cuts drafts at forbidden tokens, and masks every position."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GrammarMasks:
         budget: MaskBudget = _NO_BUDGET,
         wake: Callable[[], object] = bool,
     ) -> None:
-        """`wake` is called when masks are there that a sequence has been waiting for."""
+        """`wake` is called when masks are ready for which a sequence had to wait."""
         self._lanes = lanes
         self._budget = budget
         self._wake = wake
@@ -83,10 +83,11 @@ class GrammarMasks:
         return replace(scheduled, draft=draft.first(kept))
 
     def masks(self, batch: Sequence[ScheduledSequence]) -> Callable[[], list[ScheduledSequence]]:
-        """Begin to compute the masks that are missing.
+        """Start to compute the masks that are missing.
 
-        The result waits for them, but for at most 10 ms. It returns the batch with masks. A
-        sequence whose mask is late has no mask, and is marked as late there and in `batch`.
+        The returned function waits for them, but for at most 10 ms, and returns the batch with
+        masks. A sequence whose mask is late has no mask, and is marked as late there and in
+        `batch`.
         """
         masked = [each for each in batch if each.sequence.matcher is not None and each.samples]
         if not masked:
@@ -103,7 +104,7 @@ class GrammarMasks:
         return lambda: self._masked(batch)
 
     def prepare(self, sequences: Iterable[SequenceState]) -> None:
-        """Begin the masks of committed sequences' next step, where masks take long."""
+        """Start to compute the masks of the sequences' next step, if their masks take long."""
         for sequence in sequences:
             # A prompt that is recomputed in chunks after a preemption has its masks already.
             if sequence.mask_work is not None:
@@ -159,9 +160,9 @@ def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment |
 
 
 def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
-    """Return the draft that a sequence's masks were asked for.
+    """Return the draft for which a sequence's masks were asked.
 
-    Return no draft if a drafter of it has left.
+    Return an empty draft if one of its drafters has left.
     """
     draft = work.draft
     if not draft.token_ids:
@@ -172,7 +173,7 @@ def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
 
 
 def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
-    """For each draft token in order, whether the grammar allows it after its ancestors.
+    """Yield for each draft token, in order, whether the grammar allows it after its ancestors.
 
     At each result the matcher stands after that token, if the token is allowed. In the end the
     matcher stands where it stood before.

@@ -30,8 +30,8 @@ class Logprobs:
         drawn: list[int] = []
         counts: list[int] = []
         drawn_counts: list[int] = []
-        # By a sequence's place in the batch, which results belong to its scored tokens, and where
-        # the results of its drawn rows begin.
+        # Keyed by a sequence's place in the batch: which results belong to its scored tokens, and
+        # the index of the first result of its drawn rows.
         self._scored: dict[int, range] = {}
         self._drawn: dict[int, int] = {}
         self._sampling = [i for i, scheduled in enumerate(batch) if scheduled.samples]
@@ -60,10 +60,10 @@ class Logprobs:
         self._drawn_D = staging.add(drawn, np.int64)
 
     def tensors(self, logits_RV: torch.Tensor, committed_R: torch.Tensor) -> list[torch.Tensor]:
-        """Log probabilities [N, 1 + K], and ranks and ids [N, 1 + K].
+        """Return the log probabilities [N, 1 + K], and the ranks and ids [N, 1 + K].
 
-        `logits_RV` are all the batch's logits. `committed_R` has the token after each row from
-        which a token is drawn, in case the row is committed.
+        `logits_RV` are all the batch's logits. `committed_R` has for each row the token that
+        follows if the row is committed.
         """
         index_N = self._rows_N.tensor
         tokens_N = torch.cat([self._tokens_S.tensor, committed_R[self._drawn_D.tensor]])
@@ -79,16 +79,16 @@ class Logprobs:
         return [torch.cat(values), torch.cat(ids)]
 
     def of_prompts(self, found: Sequence[np.ndarray]) -> dict[int, list[TokenLogprob]]:
-        """Return the results of scored prompt tokens, keyed by batch place.
+        """Return the results of scored prompt tokens, keyed by place in the batch.
 
-        `found` is from `tensors`.
+        `found` has the tensors of `tensors`, on the host.
         """
         return {i: self._read(found, span) for i, span in self._scored.items()}
 
     def of_committed(
         self, found: Sequence[np.ndarray], results: Sequence[AcceptResult]
     ) -> dict[int, list[TokenLogprob]]:
-        """The results of the accepted tokens and the next token, keyed by place in the batch.
+        """Return the results of accepted tokens and the next token, keyed by place in the batch.
 
         `results` has an entry for each sequence for which a token is drawn.
         """

@@ -1,4 +1,4 @@
-"""Where masks are computed, and the budget of the processor time that they take."""
+"""Computes masks on this or other threads, and keeps the budget of their processor time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from verifier_svc.state.sequence import Sequence as SequenceState
 # Processor time that each mask may take free of the budget, in seconds. Usual masks take 0.05 to
 # 0.5 ms.
 _FREE_S = 0.02
-# So many requests of a tenant can use up their budgets at once. In each second the tenant's budget
-# gets this many seconds back.
+# This many requests of a tenant can use up their budgets at the same time. In each second the
+# tenant's budget regains `_REFILL` seconds.
 _TENANTS_REQUESTS = 5
 _REFILL = 0.1
 # Tenants whose slow masks are computed at the same time. They run below the engine's priority, so
@@ -32,10 +32,10 @@ class MaskLanes(Protocol):
     """Computes masks beside the engine's thread."""
 
     def begin(self, works: Sequence[MaskWork], tenant: str) -> None:
-        """Have a tenant's masks for the step in progress computed, in this order."""
+        """Start to compute a tenant's masks for the step in progress, in this order."""
 
     def begin_slow(self, work: MaskWork, tenant: str) -> None:
-        """Have masks computed that take long; they delay only the tenant's other slow masks."""
+        """Start to compute masks that take long; they delay only the tenant's other slow masks."""
 
     def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
         """Wait until all works are done, for at most `seconds`."""
@@ -54,7 +54,7 @@ class Inline:
         work.run()
 
     def wait(self, works: Sequence[MaskWork], seconds: float) -> None:
-        """All are done already."""
+        """Return at once: all works are done already."""
 
 
 class Threads:
@@ -98,7 +98,7 @@ class MaskBudget:
         self._used: dict[str, tuple[float, float]] = {}
 
     def charge(self, sequence: SequenceState, work: MaskWork) -> None:
-        """Count work that is done."""
+        """Charge the sequence and its tenant for work that is done."""
         rows = len(work.draft.token_ids) + 1
         sequence.mask_row_s = work.seconds / rows
         excess_s = _excess(work)
@@ -108,7 +108,9 @@ class MaskBudget:
             self._used[tenant] = self._of_tenant(tenant) + excess_s, self._clock()
 
     def error(self, sequence: SequenceState) -> OutriderError | None:
-        """Return why the sequence has to end, with work in progress counted; None if it may go on.
+        """Return why the sequence has to end; None if it may go on.
+
+        Work in progress counts too.
         """
         work = sequence.mask_work
         pending_s = _excess(work) if work is not None else 0.0
@@ -130,7 +132,7 @@ class MaskBudget:
         return OutriderError(Reason.RATE_LIMIT_EXCEEDED, message, field, retry_after_s=retry_s)
 
     def _of_tenant(self, tenant: str) -> float:
-        """What the tenant has used and not got back (seconds)."""
+        """Return how much of its budget the tenant has used and not regained (seconds)."""
         used_s, at = self._used.get(tenant, (0.0, 0.0))
         left_s = used_s - _REFILL * max(0.0, self._clock() - at)
         if left_s <= 0.0:

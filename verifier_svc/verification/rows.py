@@ -101,12 +101,12 @@ class Rows:
         return uniforms(*self._seeds_and_positions, purpose, steps)
 
     def keys(self, rows: Sequence[int]) -> np.ndarray:
-        """Return the keys of the coupled noise of some rows, int64."""
+        """Return the keys of the coupled noise for these rows, int64."""
         keys: np.ndarray = coupled_keys(*self._seeds_and_positions)[rows]
         return keys
 
     def padded_distributions(self, drafts: Sequence[Draft], longest: int) -> tuple[Staged, Staged]:
-        """Ids and probabilities [B, K, E] of sampled drafts, padded with (id 0, probability 0)."""
+        """Return ids and probabilities [B, K, E] of sampled drafts, both padded with 0."""
         width = max(each.token_ids.size for draft in drafts for each in draft.distributions)
         ids = np.zeros((len(drafts), longest, width), np.int64)
         probs = np.zeros((len(drafts), longest, width), np.float64)

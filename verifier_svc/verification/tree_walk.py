@@ -49,7 +49,7 @@ def first_children(parents: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def is_leaf(row: int, count: int, parents: Sequence[int]) -> bool:
-    """True if no draft token follows `row` in a tree, or a chain, of `count` draft tokens."""
+    """True if no draft token follows `row`, in a tree or chain of `count` draft tokens."""
     if not parents:
         return row == count
     return row not in parents

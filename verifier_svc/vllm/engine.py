@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 # on. A large model may miss some sizes.
 _TRIALS_S = 10.0
 _TRIAL_PROMPT = 16
-# Steps of a trial; the fastest counts.
+# The number of steps in a trial; the fastest counts.
 _TRIAL_STEPS = 3
-# How often vLLM is asked for a step while its requests wait for their grammars.
+# vLLM is asked for a step at this interval while its requests wait for their grammars.
 _STALL_S = 0.001
 
 
@@ -150,7 +150,7 @@ class VllmEngine:
         """Take a sequence out of vLLM until `resume`, because its caller does not read.
 
         A sequence with a grammar goes on, since vLLM could not resume it in the middle of the
-        grammar. Once the hub has failed, every sequence goes on, since pausing needs the hub. If
+        grammar. After the hub has failed, every sequence goes on, since pausing needs the hub. If
         more than `max_waiting` sequences are unread, one of them ends, see `SequenceBook.pause`.
         """
         if sequence.request.grammar is not None or self._hub.failed:
@@ -217,7 +217,7 @@ class VllmEngine:
             hub.inbox.wait(_STALL_S)
 
     def _take(self, sequence: Sequence, output: RequestOutput) -> None:
-        """Send the client what a step committed of its sequence."""
+        """Send the client the tokens that a step committed to its sequence."""
         [completion] = output.outputs
         judged = self._hub.judged.get(sequence.id, Judged())
         reason = _finish_reason(completion.finish_reason) if output.finished else None
@@ -236,7 +236,7 @@ class VllmEngine:
         self._hub.book.emit(sequence, chunk)
 
     def _note(self, sequence: Sequence, new: list[int], reason: FinishReason | None) -> None:
-        """Record what a step committed of a sequence, once the hub, which else does it, failed."""
+        """Record what a step committed to a sequence, in place of a hub that has failed."""
         sequence.tokens += new
         sequence.stats.record(0, 0)
         self._hub.waiting.pop(sequence.id, None)
@@ -262,7 +262,7 @@ class VllmEngine:
             self._try_batch(min(batch, most))
 
     def _try_logprobs(self) -> None:
-        """Let vLLM compile what log probabilities need, which takes up to half a minute."""
+        """Let vLLM compile its code for log probabilities, which takes up to half a minute."""
         request = TokenRequest([0] * 4, 2, ignore_eos=True, top_logprobs=1, prompt_logprobs=1)
         self._hub.trial_tokens = 0
         self.submit(request, _drop_chunk)
@@ -363,4 +363,4 @@ def _finish_reason(reason: str | None) -> FinishReason | None:
 
 
 def _drop_chunk(_: object) -> None:
-    """Nobody reads a trial's tokens."""
+    """Do nothing: nobody reads a trial's tokens."""

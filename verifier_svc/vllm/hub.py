@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step made of one request."""
+    """The result of a step for one request."""
 
     request_id: str
     drafted: list[int]
@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Judged:
-    """What a step committed of one sequence, for the chunk that its client gets."""
+    """The tokens that a step committed to one sequence, for the chunk that its client gets."""
 
     assignment: Assignment | None = None
     drafted: int = 0
@@ -106,7 +106,7 @@ class DraftHub:
         self.running: dict[int, Sequence] = {}
         self.waiting: dict[int, Sequence] = {}
         self.cost = ForwardCost()
-        self.isolated_cost = ForwardCost()  # learns only from trial steps
+        self.isolated_cost = ForwardCost()  # it learns only from trial steps
         budget = SpeculationBudget(self.isolated_cost)
         self.planner = Planner(policy, self.cost, budget, draft_policy, trees=False)
         self.drafting = DraftExchange(
@@ -176,7 +176,10 @@ class DraftHub:
             self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop a sequence and tell its drafters that it is over. No effect if it is gone."""
+        """Drop a sequence and tell its drafters that it has ended.
+
+        No effect if it was dropped before.
+        """
         if sequence.id not in self.sequences:
             return
         if self.trial_tokens is None:
@@ -231,14 +234,13 @@ class DraftHub:
         self._chosen.clear()
 
     def pause(self, seconds: float) -> None:
-        """Let other threads' work run for at most `seconds`, until some of it has run."""
+        """Let other threads' work run, until some of it has run or `seconds` have passed."""
         self.outbox.send_to_drafters()
         self.inbox.wait(seconds)
         self.inbox.run_all()
 
     def choose(self, request_id: str, room: int) -> list[int]:
-        """Return the draft of a decoding request, of at most `room` tokens; empty without a draft.
-        """
+        """Return the draft of a decoding request, of at most `room` tokens; may be empty."""
         sequence = self._by_request.get(request_id)
         if sequence is None or room <= 0:
             return []
@@ -323,9 +325,10 @@ class DraftHub:
         self._step_clock.end("forward")
 
     def commit(self, outcomes: Iterable[Outcome], occupancy: Occupancy) -> None:
-        """Commit a step: send its verdicts, and learn from what became of its drafts.
+        """Commit a step: send its verdicts, and learn from the fate of its drafts.
 
-        `occupancy` is what vLLM holds now. Only its count of preemptions comes from the hub.
+        `occupancy` has vLLM's present sequences and pages. Only its count of preemptions comes from
+        the hub.
         """
         committed = 0
         self.judged.clear()
@@ -418,7 +421,7 @@ class DraftHub:
 
 
 def _matches(drafted: list[int], committed: list[int]) -> int:
-    """Return how many draft tokens were accepted: the committed tokens begin with them."""
+    """Return how many draft tokens were accepted: those with which the committed tokens begin."""
     count = 0
     for guess, token in zip(drafted, committed, strict=False):
         if guess != token:
@@ -433,4 +436,4 @@ def _rule(sequence: Sequence) -> AcceptanceRule:
 
 
 def _admit_nobody() -> None:
-    """Admit nobody: vLLM does."""
+    """Do nothing: vLLM admits requests."""

@@ -185,7 +185,7 @@ def installed_version() -> str:
 
 
 def _read(texts: list[str]) -> dict[str, Any]:
-    """`KEY=VALUE` arguments; a value that is JSON is read as JSON, and any other value is text."""
+    """Parse `KEY=VALUE` arguments. A value is read as JSON if it is JSON, else as a string."""
     arguments: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

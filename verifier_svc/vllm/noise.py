@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Text:
-    """The text of one request whose tokens are drawn here."""
+    """The tokens of one request, if its next tokens are drawn here."""
 
     def __init__(self, drawing: Drawing) -> None:
         self.drawing = drawing
@@ -44,11 +44,14 @@ class _Text:
 
     @property
     def is_read(self) -> bool:
-        """Whether drawing needs the tokens themselves."""
+        """True if drawing needs the tokens, not only their number."""
         return self.drawing.sampling.penalised
 
     def draft(self, length: int, drafted: Sequence[int]) -> Draft:
-        """Its rows in a step: after `length` committed tokens and after each drafted token."""
+        """Return the rows of this text in a step.
+
+        They come after `length` committed tokens and after each drafted token.
+        """
         drawing = self.drawing
         tokens = self.tokens if self.is_read else range(length)
         # The ids of a padded row are -1. Whatever is drawn there, vLLM rejects it.
@@ -90,7 +93,7 @@ class _Batch:
 def draw_tokens(
     logits_RV: torch.Tensor, drafts: Sequence[Draft], counts: TokenCounts
 ) -> torch.Tensor:
-    """The target's own tokens of the drafts' R rows, int64 [R], under rule GREEDY or COUPLED.
+    """Return the target's own tokens for the drafts' R rows, int64 [R], by rule GREEDY or COUPLED.
 
     A row without a finite logit gets a token all the same.
     """
@@ -215,7 +218,7 @@ class CoupledNoise(LogitsProcessor):  # type: ignore[misc]  # vLLM may be missin
     def begin_step(self, output: SchedulerOutput, places: Mapping[str, int]) -> None:
         """Note the committed length and the draft of the request at each place of a step.
 
-        Call it before the forward is launched, so that reading texts waits for nothing.
+        Call it before the forward is launched, so that reading the tokens waits for nothing.
         """
         self._steps.clear()
         if self._texts.keys().isdisjoint(places[each] for each in output.num_scheduled_tokens):

@@ -30,7 +30,7 @@ _FIELDS = tuple(each.name for each in fields(SamplingParams) if each.init and ea
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What decides how a request's tokens are drawn, beside the logits and the text."""
+    """The settings, besides logits and tokens, that decide how a request's tokens are drawn."""
 
     sampling: SamplingParams
     seed: int
@@ -77,7 +77,7 @@ def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.Samplin
 
 
 def _plain(sequence: Sequence) -> dict[str, Any]:
-    """What a worker has to know of a sequence: only its id if vLLM itself may draw the tokens."""
+    """Return what a worker needs of a sequence: only its id if vLLM itself may draw the tokens."""
     request = sequence.request
     sampling = request.sampling
     plain: dict[str, Any] = {"sequence_id": sequence.id}
@@ -94,14 +94,13 @@ def _plain(sequence: Sequence) -> dict[str, Any]:
 
 
 def strip(parameters: vllm.SamplingParams) -> None:
-    """Take our part away from a request that is not ours: its sender may not know what it means."""
+    """Remove our part from a request that is not ours: its sender may not know what it means."""
     if parameters.extra_args:
         parameters.extra_args.pop(_KEY, None)
 
 
 def sequence_id_of(parameters: vllm.SamplingParams) -> int | None:
-    """Return the id of the sequence behind a request of vLLM; None for a request that is not ours.
-    """
+    """Return the sequence id of a request of vLLM; None for a request that is not ours."""
     number = _ours(parameters).get("sequence_id")
     return number if isinstance(number, int) else None
 
@@ -123,6 +122,8 @@ def _ours(parameters: vllm.SamplingParams) -> Mapping[str, Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """Return the value with its lists turned into tuples; between processes, tuples become lists.
+    """Return the value with its lists turned into tuples.
+
+    Sending between processes turns tuples into lists.
     """
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value

@@ -47,7 +47,7 @@ _own: list[Callable[[Any], DraftHub]] = []
 
 @contextmanager
 def own_hub(make: Callable[[Any], DraftHub]) -> Iterator[None]:
-    """Within the block, `make` makes a new scheduler's hub: our own server runs vLLM here."""
+    """Within the block, a new scheduler gets its hub from `make`: our own server runs vLLM here."""
     _own.append(make)
     try:
         yield
@@ -69,7 +69,7 @@ def hub_for(vllm_config: Any) -> DraftHub:
 
 
 def target_device(vllm_config: Any) -> TargetDevice:
-    """Return where vLLM computes, as far as drafters could compute there too."""
+    """Return the device where vLLM computes, if drafters could compute there too."""
     parallel = vllm_config.parallel_config
     if vllm_config.device_config.device.type != "cpu":
         from vllm.platforms import current_platform
@@ -179,12 +179,12 @@ class DraftPort:
 
 
 class SharedHub(DraftHub):
-    """A hub whose posted work runs on another thread than vLLM's, for requests of vLLM's server."""
+    """A hub for requests of vLLM's server. Its posted work runs on another thread than vLLM's."""
 
     is_own = False
 
     def pause(self, seconds: float) -> None:
-        """Leave the turn to the other thread until it has run some work."""
+        """Give the turn to the other thread until it has run some work."""
         self.outbox.send_to_drafters()
         self.turn.wait(seconds)
 
@@ -210,7 +210,7 @@ class PortEngine:
         return self._hub.load()
 
     def post(self, work: Callable[[], object]) -> None:
-        """Have the thread of `run` do `work`."""
+        """Have the thread of `run` execute `work`."""
         self._hub.inbox.post(work)
 
     def stop(self) -> None:
@@ -234,4 +234,4 @@ class PortEngine:
 
 
 def _nobody(_: list[Delivery]) -> None:
-    """No stream is open before the port is."""
+    """Do nothing: no stream is open before the port is."""

@@ -1,4 +1,4 @@
-"""What vLLM's two runners need to verify the drafts that our scheduler gives them.
+"""Prepares vLLM's two runners to verify the drafts that our scheduler gives them.
 
 vLLM verifies drafts only beside a drafter of its own, so each runner gets a drafter that never
 drafts. The first runner takes the drafter's class by name. The second runner has a closed list of
@@ -74,7 +74,7 @@ class NoProposer:
     """The first runner's drafter: drafts nothing. The runner that has it draws with our noise."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        """Hook the class of the runner. Raises OutriderError for an unknown version of vLLM."""
+        """Wrap the runner's methods. Raises OutriderError for an unknown version of vLLM."""
         import vllm
         from vllm.platforms import current_platform
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -94,12 +94,12 @@ class NoProposer:
     def propose(
         self, sampled_token_ids: Sequence[object], *args: object, **kwargs: object
     ) -> list[list[int]]:
-        """Return no draft for any request."""
+        """Return an empty draft for each request."""
         return [[] for _ in sampled_token_ids]
 
 
 def _with_noise(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the runner's `_sample` that draws with our noise if its drafter is `NoProposer`."""
+    """Return a `_sample` that draws with our noise if the runner's drafter is `NoProposer`."""
     from verifier_svc.vllm.noise import V1Noise
 
     @wraps(sample)
@@ -192,12 +192,12 @@ class NoSpeculator:
         """Capture nothing."""
 
     def propose(self, input_batch: Any, *args: object, **kwargs: object) -> torch.Tensor:
-        """Return the tokens int64 [requests, draft tokens] that no step verifies."""
+        """Return tokens int64 [requests, draft tokens], which no step verifies."""
         return self._nothing[: input_batch.num_reqs]
 
 
 def _with_drafts(prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
-    """The runner's `prepare_inputs` that takes the scheduler's drafts, if the scheduler is ours."""
+    """Return a `prepare_inputs` that takes the scheduler's drafts, if the scheduler is ours."""
     from verifier_svc.vllm.noise import CoupledNoise
 
     @wraps(prepare_inputs)
@@ -220,7 +220,7 @@ def _take_drafts(req_states: Any, drafts: dict[str, list[int]]) -> None:
     width = table.shape[1]
     rows: list[list[int]] = []
     for request_id, tokens in drafts.items():
-        if tokens[0] >= 0:  # else a padded row
+        if tokens[0] >= 0:  # otherwise it is a padded row
             place = req_states.req_id_to_index[request_id]
             rows.append([place, *tokens, *[0] * (width - len(tokens))])
     if rows:

@@ -1,8 +1,8 @@
-"""vLLM's scheduler with drafts of ours: all that knows the scheduler's private state.
+"""vLLM's scheduler with our drafts. Only this module uses the scheduler's private state.
 
 Name it with `--scheduler-cls verifier_svc.vllm.scheduler.OutriderScheduler`. Both runners of vLLM
-take a draft as `Request.spec_token_ids` and verify it in the next forward. A fault of ours ends the
-drafting and nothing else: requests go on as without drafters.
+take a draft as `Request.spec_token_ids` and verify it in the next forward. A fault of our code ends
+only the drafting: requests go on as without drafters.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
 
     @contextmanager
     def _guarded(self) -> Iterator[DraftHub]:
-        """Use the hub. A fault of ours is logged and ends the drafting."""
+        """Yield the hub for use. A fault of our code is logged and ends the drafting."""
         with self._hub.turn:
             try:
                 yield self._hub
@@ -135,7 +135,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
             request.spec_token_ids = tokens
 
     def _spare_pages(self) -> int:
-        """Free pages beyond the pages that every request's plain step needs."""
+        """Return how many free pages no request's plain step needs."""
         size = self.block_size
         groups = self._page_groups
         needed = 0
@@ -147,7 +147,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         return max(0, free // groups - needed)
 
     def _room(self, request: Request) -> int:
-        """Draft tokens that one step could commit, besides the target's own token."""
+        """Return how many draft tokens one step could commit, besides the target's own token."""
         left = request.max_tokens - request.num_output_tokens
         context = self.max_model_len - request.num_tokens
         return int(min(self.num_spec_tokens, left - 1, context - 1))
@@ -199,8 +199,7 @@ def _generates(request: Request) -> bool:
 
 
 def _decodes(request: Request) -> bool:
-    """Return whether the next step computes one token of a request and samples the token after it.
-    """
+    """True if the next step computes one token of a request and samples the next token."""
     return bool(
         request.num_tokens - request.num_computed_tokens == 1
         and not request.is_prefill_chunk
@@ -210,7 +209,7 @@ def _decodes(request: Request) -> bool:
 
 
 def _open(hub: DraftHub, request: Request) -> None:
-    """Tell the hub of a request; a request that is not our gateway's gets a new sequence."""
+    """Tell the hub of a request; a request that is not from our gateway gets a new sequence."""
     sequence = hub.sequences.get(sequence_id_of(request.sampling_params) or 0)
     if sequence is None:
         sequence = hub.new_sequence(_request_to_vllms_server(request), _drop, NO_SPAN, ())
@@ -233,14 +232,14 @@ def _request_to_vllms_server(request: Request) -> TokenRequest:
 
 
 def _drop(_: object) -> None:
-    """vLLM's own server sends the tokens."""
+    """Do nothing: vLLM's own server sends the tokens."""
 
 
 class OutriderScheduler(DraftingMixin):
-    """vLLM's scheduler with drafts of ours. It opens a port for drafters, see `plugin`."""
+    """vLLM's scheduler with our drafts. It opens a port for drafters, see `plugin`."""
 
     def _make_hub(self) -> DraftHub:
-        """The hub of our own server's engine in this process, else of a new port for drafters."""
+        """Return the hub of our server's engine in this process, or of a new port for drafters."""
         from verifier_svc.vllm import plugin
 
         return plugin.hub_for(self.vllm_config)

@@ -15,7 +15,7 @@ from outrider.protocol.messages import AcceptanceRule, SpeculationOptions
 
 
 def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tensor) -> torch.Tensor:
-    """Typical acceptance, bool [N]: Cai et al., "Medusa", arXiv 2401.10774, section 3.3.1.
+    """Apply typical acceptance (Cai et al., "Medusa", arXiv 2401.10774, 3.3.1); return bool [N].
 
     Accepts a draft token if its probability is above min(epsilon, delta * exp(-entropy)), with the
     paper's delta = sqrt(epsilon). The less sure the target is, the more tokens it accepts.
@@ -28,7 +28,7 @@ def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tens
 def relaxed(
     probs_NV: torch.Tensor, draft_N: torch.Tensor, topk_N: torch.Tensor, delta_N: torch.Tensor
 ) -> torch.Tensor:
-    """Return TensorRT-LLM's relaxed acceptance, bool [N] (its blog on DeepSeek-R1 with MTP).
+    """Apply relaxed acceptance of TensorRT-LLM (its blog on DeepSeek-R1 with MTP); return bool [N].
 
     Accepts a draft token if it is among the `topk` likeliest, at most `delta` less likely than the
     likeliest, and of a probability above 0. The caller passes only positions in the thinking phase.
@@ -40,7 +40,7 @@ def relaxed(
 
 @dataclass(frozen=True, slots=True)
 class LossyRule:
-    """A rule, and the request's settings that it takes as its last arguments."""
+    """A rule, and the names of the request's settings that are its last arguments."""
 
     judge: Callable[..., torch.Tensor]
     settings: Callable[[SpeculationOptions], tuple[float, ...]]

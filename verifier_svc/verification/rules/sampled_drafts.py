@@ -35,7 +35,7 @@ class SparseDrafts:
 
     @property
     def real_BK(self) -> torch.Tensor:
-        """Whether each position holds a token, bool."""
+        """A bool for each position: True if it holds a token."""
         positions_K = torch.arange(self.draft_BK.shape[1], device=self.draft_BK.device)
         return positions_K < self.lengths_B.unsqueeze(-1)
 
@@ -52,7 +52,7 @@ class AcceptedPrefixes:
 
 
 def token_wise(drafts: SparseDrafts) -> AcceptedPrefixes:
-    """Rejection sampling token by token.
+    """Apply rejection sampling token by token.
 
     Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318. Accepts each token
     with probability min(1, target / draft), up to the first rejected token.
@@ -63,7 +63,7 @@ def token_wise(drafts: SparseDrafts) -> AcceptedPrefixes:
 
 
 def block(drafts: SparseDrafts) -> AcceptedPrefixes:
-    """Block verification: Sun et al. 2024, arXiv 2403.10444, algorithm 2.
+    """Apply block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
 
     Accepts up to the last position whose coin accepts, not up to the first position whose coin
     rejects. In expectation this accepts at least as many tokens as `token_wise`: a token that is
@@ -80,7 +80,8 @@ def block(drafts: SparseDrafts) -> AcceptedPrefixes:
     for i in range(1, count + 1):
         ratio_B = drafts.target_BK[:, i - 1] / drafts.draft_BK[:, i - 1].clamp(min=_TINY)
         weight_B = (weight_B * ratio_B).clamp(max=1.0)
-        # A shorter draft is padded with zeros, for which `_prob_of_end` is its last weight.
+        # A shorter draft is padded with zeros. There `_prob_of_end` returns the draft's last
+        # weight.
         prob_B = weight_B
         if i < count:
             prob_B = _prob_of_end(drafts, i, weight_B)
