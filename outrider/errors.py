@@ -24,7 +24,7 @@ class Retry(Enum):
 
 
 class Kind(NamedTuple):
-    """How each protocol reports one reason. `status` is the name of a gRPC status code."""
+    """The form of one reason in each protocol. `status` is the name of a gRPC status code."""
 
     status: str
     retry: Retry
@@ -106,9 +106,10 @@ class OutriderError(Exception):
         return self.message
 
     def within(self, path: str) -> OutriderError:
-        """Return this error for an outer message that holds the message at fault at `path`.
+        """Return this error for an outer message that has the faulty message at `path`.
 
-        The path is put before the field, and before the text, which begins with the field.
+        The path is put before the field, and before the error's message, which begins with the
+        field.
         """
         return OutriderError(self.reason, f"{path}.{self.message}", f"{path}.{self.field}")
 

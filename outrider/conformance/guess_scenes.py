@@ -1,4 +1,4 @@
-"""Scenes about what guesses mean and whether they help: trees, and a text that repeats itself."""
+"""Scenes about what guesses mean and whether they help: trees, and tokens that repeat."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TREE_TOKENS = 24
 _CONTEXT = [51, 52, 53]
 _ONE = [*range(60, 68)]
 _OTHER = [*range(80, 88)]
-# The last token is new, so that the longest match of the text's end is the context.
+# The last token is new, so that the context is the longest match for the end of the sequence.
 _FORK = [*[*_CONTEXT, *_ONE, *_CONTEXT, *_OTHER] * 2, 99]
-# For each token of the text, the only token that ever comes before it.
+# Maps each token of the sequence to the only token that ever comes before it.
 _BEFORE = {
     token: before
     for line in ([*_CONTEXT, *_ONE], [_CONTEXT[-1], *_OTHER])
@@ -25,9 +25,9 @@ _BEFORE = {
 
 
 async def trees(stage: Stage) -> None:
-    """Ask for trees where a text has two known continuations, and check what they mean."""
+    """Ask for trees where a sequence has two known continuations, and check the trees."""
     link = await stage.link()
-    # The text ends with all of the context, and one token before its end.
+    # The sequence ends with all of the context, and with one token before the context's end.
     for end in (3, 2):
         asked = opened([*_FORK, *_CONTEXT[:end]], tree_tokens=_TREE_TOKENS)
         known = await begin(link, asked, "answers-opened")
@@ -41,11 +41,11 @@ async def trees(stage: Stage) -> None:
 
 
 def _check_trees(stage: Stage, known: TrackedSequence) -> None:
-    """Compare each branch's parent with the token that comes before it in the text.
+    """Compare each branch's parent with the token that comes before the branch in the sequence.
 
     Looks only at tokens whose parent is not the token sent just before, since a chain shows
-    nothing. A model may guess anything, so tokens that are not in the text, and a few odd tokens,
-    are no fault.
+    nothing. A model may guess anything, so tokens that are not in the sequence, and a few odd
+    tokens, are no fault.
     """
     right = 0
     odd: list[str] = []
@@ -66,7 +66,7 @@ def _check_trees(stage: Stage, known: TrackedSequence) -> None:
 
 
 def _misplaced(token: int, found: int, before: int) -> str:
-    """Return a sentence about a token after the wrong parent."""
+    """Return the message about a guessed token that has the wrong parent."""
     text = f"your branch has {token} after {found}, where the text has it after {before}"
     if _BEFORE.get(before) == found:
         return (
@@ -79,7 +79,7 @@ def _misplaced(token: int, found: int, before: int) -> str:
 
 
 async def repeating(stage: Stage) -> None:
-    """Commit a text that repeats itself, whatever is guessed; note if no guess was right."""
+    """Commit tokens that repeat, whatever is guessed; note if no guess was right."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     guessed = right = 0

@@ -111,7 +111,7 @@ class Kit:
     # --- the run ---
 
     async def run(self) -> None:
-        """Play everything; `results` and `transcript` have the outcome."""
+        """Play all scenes; afterwards `results` and `transcript` have the outcome."""
         await self.verifier.start(tls=self._tls)
         self._address = f"127.0.0.1:{self.verifier.port}"
         try:
@@ -124,7 +124,7 @@ class Kit:
             await self.verifier.stop()
 
     async def _arrives(self) -> bool:
-        """Wait for the first stream, which must not come before READY; False if no stream comes."""
+        """Wait for the first stream, which must not come before READY; return whether one came."""
         self._start()
         early = await self._first_link(1.5)
         self.verifier.model.stage = verifier_pb2.MODEL_STAGE_READY
@@ -157,7 +157,7 @@ class Kit:
 
     async def _play(self) -> None:
         console = Console(stderr=True)
-        # A bar, if standard error is a terminal.
+        # A progress bar, if standard error is a terminal.
         silent = not console.is_terminal
         for scene in track(SCENES, "scenes", console=console, transient=True, disable=silent):
             self._note("kit", {"scene": scene.__name__})
@@ -175,7 +175,7 @@ class Kit:
     def _cause(self, broken: Broken) -> tuple[str, str]:
         """Return the broken rule and why.
 
-        Another rule is broken if the stream's end cut off an answer.
+        If the end of the stream cut off an answer, return the rule that the end broke.
         """
         if not broken.ended or not broken.rule.startswith("answers-"):
             return broken.rule, broken.reason
@@ -193,7 +193,7 @@ class Kit:
             return
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        # Like a verifier, end the stream once the drafter has half-closed.
+        # Like a verifier, end the stream after the drafter has half-closed.
         half_closed = await link.until(link.half_closed.is_set, _EXIT_S)
         code = await self._exit_code(_EXIT_S)
         if not link.draining:

@@ -34,7 +34,7 @@ class TrackedSequence:
     """The largest window that the sequence has had."""
     opened_at: float = field(default_factory=time.monotonic)
     closed_at: float = 0.0
-    # Each path of guesses, with the number of committed tokens that it follows.
+    # Each path of guesses, with the number of committed tokens before the path.
     paths: list[tuple[int, list[int]]] = field(default_factory=list)
     answered: set[int] = field(default_factory=set)
     """Committed lengths that a proposal or skip has answered."""
@@ -44,7 +44,7 @@ class TrackedSequence:
     """Base length, tokens and parents of each proposal with parents."""
 
     def valid_guess(self) -> list[int]:
-        """Return the longest path of guesses after the committed tokens that agrees with them."""
+        """Return the longest path of guesses that agrees with the committed tokens and goes on."""
         best: list[int] = []
         for base, path in self.paths:
             text = [*self.committed[:base], *path]
@@ -54,17 +54,17 @@ class TrackedSequence:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the drafter answered the committed length, or has enough guesses for a step."""
+        """True if the drafter answered the committed length, or has enough guesses for a step."""
         return self.has_enough or len(self.committed) in self.answered
 
     @property
     def is_settled(self) -> bool:
-        """Whether a verifier need not wait: enough guesses for a step, or a skip."""
+        """True if a verifier need not wait: there are enough guesses for a step, or a skip."""
         return self.has_enough or len(self.committed) in self.skipped
 
     @property
     def has_enough(self) -> bool:
-        """Whether the guesses are as deep as the next step can use."""
+        """True if the guesses are as deep as the next step can use."""
         return len(self.valid_guess()) >= self.draft_tokens
 
 
@@ -119,7 +119,7 @@ class Ledger:
                 known.skipped.add(skip.base_length)
 
     def _known(self, sequence_id: int, base_length: int) -> TrackedSequence | None:
-        """Return the sequence of a proposal or skip; None and a complaint if that is invalid."""
+        """Return the sequence of a proposal or skip; complain and return None if there is none."""
         known = self.sequences.get(sequence_id)
         if known is None:
             self._complain("knows-its-sequences", f"{sequence_id} was never opened on this stream")

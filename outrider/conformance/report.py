@@ -1,4 +1,4 @@
-"""The conformance kit's results as a table."""
+"""Shows the conformance kit's results as a table."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ async def rounds(stage: Stage) -> None:
 
 
 async def silence(stage: Stage) -> None:
-    """Send nothing and wait until the drafter is silent; pings that are too frequent show here."""
+    """Send nothing and wait until the drafter is silent. Too frequent pings are found here."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     quiet = False
@@ -178,7 +178,7 @@ async def windows(stage: Stage) -> None:
 
 
 async def predictions(stage: Stage) -> None:
-    """Give a prediction, and check the place of the guesses that come from it."""
+    """Send a prediction, and check which place in it the guesses come from."""
     rule = "predictions"
     link = await stage.link()
     expected = [*range(200, 216)]
@@ -197,7 +197,7 @@ async def predictions(stage: Stage) -> None:
 
 
 async def features(stage: Stage) -> None:
-    """Send features with a gap, then one by one before the verdict of their tokens."""
+    """Send features with a gap; then send each token's features before the token's verdict."""
     rule = "features"
     link = await stage.link()
     if not link.feature_width:

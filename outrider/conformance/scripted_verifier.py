@@ -30,7 +30,7 @@ Note = Callable[[str, dict[str, Any]], None]
 
 
 class Broken(Exception):
-    """A scene found a broken rule. `ended` tells that the stream's end was the reason."""
+    """A scene found a broken rule. `ended` is True if the end of the stream broke it."""
 
     def __init__(self, rule: str, reason: str, ended: bool = False) -> None:
         super().__init__(f"{rule}: {reason}")
@@ -58,7 +58,7 @@ class Link(DraftStream):
         self._changed = asyncio.Event()
 
     def step(self, **fields: Any) -> None:
-        """Send a StepBatch with these fields, and the features of its tokens, if not given."""
+        """Send a StepBatch with these fields; add its tokens' features unless a field has them."""
         batch = drafts_pb2.StepBatch(**fields)
         if "features" not in fields:
             for opened in batch.opened:
@@ -99,7 +99,7 @@ class Link(DraftStream):
         super().send(message)
 
     def end(self, status: status_pb2.Status | None) -> None:
-        """End the stream with this status; with None, as if the process had died."""
+        """End the stream with this status; with None, end it as a killed process would."""
         self._note("verifier", {"ends": reason_in(status) if status else "without a status"})
         super().end(status)
         self.close()
@@ -114,7 +114,7 @@ class Link(DraftStream):
         return condition()
 
     def heard(self, request: verifier_pb2.StreamDraftsRequest | None) -> None:
-        """Note and check a message of the drafter."""
+        """Record and check a message of the drafter."""
         if request is None:
             self._note("drafter", {"half_closes": True})
             self.half_closed.set()
@@ -133,7 +133,7 @@ class Link(DraftStream):
 
 
 class KitsVerifier(ScriptedVerifier):
-    """Notes and checks every message of a drafter, its Hello included."""
+    """Records and checks every message of a drafter, its Hello included."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class KitsVerifier(ScriptedVerifier):
         return Link(hello, ledger, self._note, self.feature_width(hello))
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """Grant all features that a drafter asks for."""
+        """Return the size of a feature: all features that a drafter asks for are granted."""
         if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
             return 0
         request = hello.feature_request
@@ -209,7 +209,7 @@ def refused(reason: Reason, retry_after_s: float | None = None) -> status_pb2.St
 
 
 def refused_for_a_later_reason(retry: Retry) -> status_pb2.Status:
-    """Return a refusal for a reason that only a later version knows, with this retry rule."""
+    """Return a refusal with this retry rule, for a reason that only a later version knows."""
     message = f"the conformance kit refuses for a later version's reason; retry: {retry.value}"
     reason = "REASON_OF_A_LATER_VERSION"
     info = error_details_pb2.ErrorInfo(

@@ -14,7 +14,7 @@ NO_ANSWER = f"no answer within {ANSWER_S:.0f} s"
 SKIP_S = 0.5
 _IDS = count(1)
 WINDOW = drafts_pb2.Window(token_count=32, depth=16)
-# A text that repeats itself, so that n-gram drafters find a guess.
+# Tokens that repeat, so that n-gram drafters find a guess.
 TEXT = [11, 12, 13, 14, 15, 16] * 4
 
 
@@ -30,7 +30,7 @@ class Stage(Protocol):
         """Note behaviour that is allowed but useless."""
 
     def passed(self, *rules: str) -> None:
-        """Record that this scene found these rules kept."""
+        """Record that the drafter kept these rules in this scene."""
 
 
 def opened(tokens: list[int] = TEXT, **fields: Any) -> drafts_pb2.Opened:
@@ -71,7 +71,7 @@ async def answered(link: Link, known: TrackedSequence, rule: str) -> None:
 
 
 async def settled(stage: Stage, link: Link, known: TrackedSequence) -> None:
-    """Note an answer after which a verifier goes on waiting: too few guesses, and no skip."""
+    """Note it if an answer leaves a verifier waiting: it has too few guesses, and no skip."""
     if not await link.until(lambda: known.is_settled, SKIP_S):
         depth = len(known.valid_guess())
         text = f"{depth} guesses one after the other, where draft_tokens is {known.draft_tokens}"

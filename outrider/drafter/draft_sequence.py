@@ -49,22 +49,22 @@ class DraftSequence:
 
     @property
     def remaining_window(self) -> int:
-        """How many more guesses the chain may have; 0 after `give_up` and `abandon`."""
+        """The number of guesses by which the chain may grow; 0 after `give_up` and `abandon`."""
         if self._given_up or self.abandoned:
             return 0
         return max(0, min(self.window.depth - len(self.guesses), self._space))
 
     @property
     def wants_tree(self) -> bool:
-        """Whether the verifier's next step can verify guesses beside the chain."""
+        """True if the verifier's next step can verify guesses beside the chain."""
         return self.tree_tokens > self.draft_tokens > 0
 
     @property
     def tree_room(self) -> int:
-        """How many more tokens in branches the verifier's coming steps can verify.
+        """The number of further branch tokens that the verifier's coming steps can verify.
 
-        The chain may have guesses for several steps, and each step can use `tree_tokens`. 0 if the
-        verifier verifies only chains, and wherever `branch_room` is 0.
+        The chain may have guesses for several steps, and each step can use `tree_tokens`. The
+        number is 0 if the verifier verifies only chains, and wherever `branch_room` is 0.
         """
         count = len(self._tree.chain)
         if not self.wants_tree or count == 0 or self._no_branches:
@@ -75,10 +75,10 @@ class DraftSequence:
 
     @property
     def branch_room(self) -> int:
-        """How many more tokens the branches may have together.
+        """The number of tokens by which all branches together may grow.
 
         Where the window lets the drafter run ahead of the next step, this is the window's room for
-        branches; else `tree_room`. 0 where there is no guess to branch from, and after
+        branches; else `tree_room`. It is 0 where there is no guess to branch from, and after
         `give_up_branches` and `abandon`.
         """
         if self.window.depth <= self.draft_tokens:
@@ -91,18 +91,18 @@ class DraftSequence:
 
     @property
     def _space(self) -> int:
-        """How many more tokens the window and a proposal have room for."""
+        """The number of tokens for which the window and a proposal have room."""
         held = len(self.guesses) + self._tree.branch_count
         return min(self.window.token_count, MAX_PROPOSAL_TOKENS) - held
 
     @property
     def urgent(self) -> bool:
-        """Whether the verifier may be waiting: its next step lacks guesses, and there is room."""
+        """True if the verifier may be waiting: its next step lacks guesses, and there is room."""
         return len(self.guesses) < self.draft_tokens and self.remaining_window > 0
 
     @property
     def num_wanted(self) -> int:
-        """How many tokens to guess now.
+        """The number of tokens to guess now.
 
         This is the number that the verifier's next step lacks. If the step lacks no guesses, this
         is the number that a step takes.
@@ -114,7 +114,7 @@ class DraftSequence:
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a guess is committed if all guesses before it are."""
+        """The estimated probability that a guess is committed if all guesses before it are."""
         return self._tree.acceptance
 
     def extend(
@@ -146,8 +146,7 @@ class DraftSequence:
         return self._tree.first_tokens(at)
 
     def has_guess_after(self, at: int, token: int) -> bool:
-        """Return whether the branch that begins with `token` after `at` guesses has a second token.
-        """
+        """True if the branch that begins with `token` after `at` guesses has a second token."""
         return self._tree.has_guess_after(at, token)
 
     def give_up(self) -> None:
@@ -161,7 +160,7 @@ class DraftSequence:
     def postpone(self) -> None:
         """Have `propose` called again for this sequence, even if it offers nothing now.
 
-        A strategy calls this before its `propose` returns.
+        A strategy calls this in `propose`.
         """
         self.postponed = True
 
@@ -181,21 +180,24 @@ class DraftSequence:
             self.give_up_branches()
 
     def abandon(self) -> None:
-        """Offer nothing from now on; drop all guesses that no proposal has had."""
+        """Offer nothing from now on; drop all guesses that were in no proposal."""
         self.abandoned = True
         self._tree.drop_unsent()
 
     def take_proposal(self) -> Proposal | None:
         """Return a proposal of the chain and the new branches; None if nothing is new.
 
-        It repeats the chain from the last committed token, so that it needs no earlier proposal. If
-        only some guesses have a confidence, other main guesses get `acceptance`, and the guesses
-        beside them get half of `1 - acceptance`.
+        The proposal repeats the chain from the last committed token, so that it needs no earlier
+        proposal. If only some guesses have a confidence, other main guesses get `acceptance`, and
+        the guesses beside them get half of `1 - acceptance`.
         """
         return self._tree.take(self.id, len(self.tokens))
 
     def take_skip(self) -> Skip | None:
-        """A skip, once for each length, if the chain has ended and the verifier may be waiting."""
+        """Return a skip if the chain has ended and the verifier may be waiting, else None.
+
+        There is at most one skip for each committed length.
+        """
         if self._skipped or self.remaining_window > 0 or len(self.guesses) >= self.draft_tokens:
             return None
         self._skipped = True

@@ -27,7 +27,7 @@ class _Guess:
     children: dict[int, _Guess] = field(default_factory=dict)
 
     def count(self) -> int:
-        """Return this guess and the guesses after it."""
+        """Return the number of guesses from this guess on, itself included."""
         return 1 + sum([child.count() for child in self.children.values()])
 
 
@@ -56,12 +56,12 @@ class GuessTree:
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a guess of the chain is committed if those before it are."""
+        """The estimated probability that a chain's guess is committed if those before it are."""
         return (self._hits + 2.0) / (self._hits + self._misses + 3.0)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a guess has been in no proposal."""
+        """True if a guess has not been in a proposal yet."""
         return bool(self.unsent) or self._unsent_branches
 
     def extend(
@@ -80,8 +80,8 @@ class GuessTree:
     ) -> None:
         """Add `run` after the chain's first `place` guesses; at most `room` guesses are new.
 
-        The part of `run` that agrees with the chain or with a branch merges with it. The chain's
-        end also ends the run. Raises IndexError if the chain has no guess at `place`.
+        The part of `run` that agrees with the chain or with a branch merges with it. The run ends
+        where the chain ends. Raises IndexError if the chain has no guess at `place`.
         """
         first = 0
         expected = self.chain[place]
@@ -114,8 +114,7 @@ class GuessTree:
                 guess.unsent = True
 
     def first_tokens(self, place: int) -> set[int]:
-        """Return the tokens after the chain's first `place` guesses: the chain's and the branches'.
-        """
+        """Return the tokens after the chain's first `place` guesses, in the chain and branches."""
         return {self.chain[place], *self._branches.get(place, ())}
 
     def has_guess_after(self, place: int, token: int) -> bool:
@@ -124,7 +123,7 @@ class GuessTree:
         return guess is not None and bool(guess.children)
 
     def drop_unsent(self) -> None:
-        """Drop the guesses of the chain that no proposal has had, and all branches."""
+        """Drop the chain's guesses that were in no proposal, and all branches."""
         kept = len(self.chain) - len(self.unsent)
         del self.chain[kept:]
         del self.confidences[kept:]
@@ -231,8 +230,7 @@ def _append(
 
 
 def _filled(confidences: Sequence[float], parents: Sequence[int], acceptance: float) -> list[float]:
-    """Return the confidences of a proposal, with estimates where the strategy gave no confidence.
-    """
+    """Return a proposal's confidences, with estimates where the strategy gave none."""
     found: list[float] = []
     known: set[int] = set()
     for given, parent in zip(confidences, parents or range(len(confidences)), strict=True):
@@ -243,5 +241,5 @@ def _filled(confidences: Sequence[float], parents: Sequence[int], acceptance: fl
 
 
 def _valid(confidence: float) -> float:
-    """Return the confidence within the wire's range; the least confidence for a NaN."""
+    """Return the confidence, clamped to the wire's range; the least confidence for a NaN."""
     return min(max(_LEAST_CONFIDENCE, confidence), 1.0)

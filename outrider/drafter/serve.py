@@ -39,10 +39,10 @@ def serve(
 
     A `verifier` is host:port, unix:/path, or dns:NAME:PORT for all addresses that NAME has at the
     time. `draft` is a function (text, count) → tokens, or a Strategy class; each connection makes
-    an instance. `name` is the family's name in requests and metrics. `drafter_id` defaults to name,
-    host and process id. `tokenizer_fingerprint` defaults to the verifier's own, for drafters that
-    work with any ids. `tls` has the files of mutual TLS, which verifiers with TLS require; the
-    drafter's id then begins with the common name of its certificate.
+    an instance of the class. `name` is the family's name in requests and metrics. `drafter_id`
+    defaults to name, host and process id. `tokenizer_fingerprint` defaults to the verifier's own,
+    for drafters that work with any ids. `tls` has the files of mutual TLS, which verifiers with TLS
+    require; the drafter's id then begins with the common name of its certificate.
 
     Exits with status 1 and a message when every verifier refuses this drafter for good, unless
     further verifiers may join under a name. Raises ValueError for an invalid `dns:` address.
@@ -109,7 +109,7 @@ class DraftStreams:
         self._streams: dict[str, tuple[DraftStream, asyncio.Task[None]]] = {}
         self._refusals: dict[str, OutriderError] = {}
         self._is_stopping = False
-        # Done when nothing is left to serve, or with the exception of a stream.
+        # This future is done when nothing is left to serve, or it has the exception of a stream.
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
@@ -142,9 +142,10 @@ class DraftStreams:
             self._raise_refusals()
 
     async def _take(self, addresses: Sequence[str]) -> None:
-        """Begin a stream to each new address, and stop dialling an address that is gone.
+        """Start a stream to each new address, and stop dialling an address that is gone.
 
-        A stream that such a verifier has registered goes on until the verifier ends it.
+        A stream that is registered at a verifier with such an address goes on until the verifier
+        ends it.
         """
         if self._is_stopping:
             return

@@ -1,4 +1,4 @@
-"""A drafter's side of one draft stream, apart from sockets: takes steps, and makes draft batches.
+"""A drafter's side of one draft stream without its sockets: takes steps, and makes draft batches.
 
 Owns the sequences, and decides when to ask the strategy for guesses, and for which sequences. Knows
 no way of drafting, no sockets and no tasks.
@@ -136,7 +136,7 @@ class DraftSession:
         return batch
 
     async def _propose(self, asked: list[DraftSequence], interrupted: Callable[[], bool]) -> None:
-        """Ask for all sequences at once; if that fails, ask for each alone to find the fault."""
+        """Ask for all sequences at once; if that fails, ask for each sequence separately."""
         try:
             await self._strategy.propose(asked, interrupted)
         except self._propagated:
@@ -157,7 +157,7 @@ class DraftSession:
             self._abandon(sequence, error)
 
     def _abandon(self, sequence: DraftSequence, error: Exception) -> None:
-        """Draft no more for a sequence; log an error once for each type and line."""
+        """Draft no more for a sequence. Log the first error of each type and line."""
         kind = type(error), *_origin(error)
         if kind not in self._logged:
             self._logged.add(kind)

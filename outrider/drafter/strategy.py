@@ -47,18 +47,22 @@ class Strategy(ABC):
         The verifier can use `sequence.num_wanted` tokens of each sequence now. If the strategy
         offers nothing for a sequence, the session does not ask again before the sequence's next
         verdict, unless the strategy postpones the sequence. A long computation should call
-        `interrupted` now and then and return once it is true: then a message waits to be read.
+        `interrupted` now and then, and return when that is true, because a message then waits to be
+        read.
         """
 
     def opened(self, sequence: DraftSequence) -> None:
-        """Begin a sequence. This method and the next three run between drafts: be quick."""
+        """Start a sequence.
+
+        This method and the next three run between drafts, so they must be quick.
+        """
 
     def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
         """Take the features of the tokens from `first_position` on, if some were requested.
 
-        They come before the call of `committed` for these tokens, and for a prompt in parts. `rows`
-        has the features of one token after the other, little endian, of the requested type. Only a
-        strategy that runs in the verifier's process gets a tensor instead.
+        They come before the call of `committed` for these tokens. For a prompt they come in parts.
+        `rows` has the features of one token after the other, little endian, of the requested type.
+        Only a strategy that runs in the verifier's process gets a tensor instead.
         """
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
@@ -68,7 +72,7 @@ class Strategy(ABC):
         """
 
     def closed(self, sequence: DraftSequence) -> None:
-        """Release a sequence that ended or was abandoned, also after `opened` failed."""
+        """Release a sequence that ended or was abandoned, even if `opened` failed for it."""
 
     async def aclose(self) -> None:
         """Release the connection's state. `closed` is not called for open sequences."""
@@ -79,7 +83,7 @@ Guess = Callable[[Sequence[int], int], Sequence[int]]
 
 
 class GuessStrategy(Strategy):
-    """Drafts with a function of the text, which is the committed tokens and the guesses so far."""
+    """Drafts with a function of the sequence's committed tokens and the guesses so far."""
 
     def __init__(self, guess: Guess, name: str) -> None:
         self.name = name
@@ -88,7 +92,7 @@ class GuessStrategy(Strategy):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Extend each chain by the function's tokens; postpone the rest once interrupted."""
+        """Extend each chain by the function's tokens; if interrupted, postpone the rest."""
         for sequence in sequences:
             if interrupted():
                 sequence.postpone()

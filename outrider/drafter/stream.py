@@ -1,7 +1,7 @@
 """A drafter's end of the draft stream: introduces itself, and serves a DraftSession.
 
-Receiving and drafting are separate tasks, so that a full send buffer never stops the reading.
-Knows neither a way of drafting nor how messages travel.
+Receiving and drafting are separate tasks, so that a full send buffer never stops the reading. Knows
+no drafting method and no transport.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Observer:
     """Callbacks of a stream. They do nothing; override the callbacks that you need."""
 
     async def registered(self, address: str) -> None:
-        """A verifier registered this drafter."""
+        """Note that a verifier registered this drafter."""
 
     async def lost(self) -> None:
-        """The stream ended, and its sequences with it."""
+        """Note that the stream and its sequences have ended."""
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
-        """The session made a batch in this time and is about to send it."""
+        """Note that the session made a batch in this time and is about to send it."""
 
     def following(self, sequence_count: int, abandoned_count: int) -> None:
-        """A round ended with these counts: sequences that are open, and all abandoned so far."""
+        """Note at the end of a round how many sequences are open, and how many were abandoned."""
 
 
 class DraftStream:
@@ -201,7 +201,7 @@ class _Connection:
     async def serve(self) -> None:
         """Receive and draft until the verifier ends the stream or `stopping` is set.
 
-        In the second case, say goodbye and wait up to 1 s for the end of the stream.
+        If `stopping` is set, say goodbye and wait up to 1 s for the end of the stream.
         """
         receiving = asyncio.create_task(self._receive())
         drafting = asyncio.create_task(self._draft())
@@ -264,7 +264,7 @@ class _Connection:
 
 
 def _raise_first(*tasks: asyncio.Task[None]) -> None:
-    """Raise what a task raised; if both raised, our own error rather than the verifier's."""
+    """Raise the exception of a task; if both have one, raise our own error, not the verifier's."""
     done = [task for task in tasks if task.done()]
     for task in sorted(done, key=lambda task: isinstance(task.exception(), StreamEnded)):
         task.result()

@@ -31,7 +31,7 @@ class Transport(Protocol):
         """Send Hello and wait for Welcome."""
 
     async def read(self) -> StepBatch | None:
-        """Wait for the next step; None once the verifier has ended the stream without an error."""
+        """Wait for the next step; return None if the verifier ended the stream without error."""
 
     async def write(self, batch: DraftBatch) -> None:
         """Send drafts. The transport may keep the batch, so the caller must not change it later."""
@@ -41,10 +41,10 @@ class Transport(Protocol):
 
 
 class Verifier(Protocol):
-    """A verifier that a drafter can connect to, again and again."""
+    """A verifier to which a drafter can connect many times."""
 
     def address(self) -> str:
-        """Return where the next connection leads to, for the log."""
+        """Return the address of the next connection, for the log."""
 
     async def model(self) -> ModelInfo:
         """Wait until the verifier serves, and return its model; raise StreamEnded."""

@@ -1,8 +1,8 @@
 """Writes rules for a call's arguments in the styles that are no JSON: tags, and Gemma's objects.
 
-The gateway's reader turns each text that a rule matches into a value of the schema. By the schema's
-types the reader decides whether a parameter is a text or JSON, so the rules leave out texts that it
-would read as JSON. Rules may be narrower than the schema, and never wider.
+The gateway's reader turns each text that a rule matches into a value of the schema. The reader
+decides by the schema's types whether a parameter is a string or JSON, so the rules leave out
+strings that it would read as JSON. Rules may be narrower than the schema, and never wider.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _DSML = "｜DSML｜"
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """How a style writes a parameter.
+    """The way in which a style writes a parameter.
 
-    `begin` holds {key}, and perhaps {blanks}, and {text} for "true" or "false".
+    `begin` contains {key}, and perhaps {blanks}, and {text} for "true" or "false".
     """
 
     begin: str
@@ -49,7 +49,7 @@ class Tags:
 
     @property
     def says_text(self) -> bool:
-        """Whether the tag tells texts from other values."""
+        """True if the tag says whether a value is a string."""
         return "{text}" in self.begin
 
 
@@ -66,27 +66,26 @@ TAGS = {
 }
 """The styles with tags, keyed by name."""
 
-# Keywords that say nothing about a value.
+# Keywords that do not restrict a value.
 _NOTES = {"description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 _CONTAINERS = ("array", "object")
 _SCALARS = ("null", "boolean", "integer", "number")
-# No property has this name, since a tag cannot hold it.
+# No property can have this name, since a tag cannot contain it.
 _NO_NAME = "\0"
 
 
 class ArgumentRules:
-    """Adds to `rules` what matches arguments. Raises OutriderError that names `field`."""
+    """Adds rules for arguments to `rules`. Raises OutriderError that names `field`."""
 
     def __init__(self, field: str, rules: LarkRules) -> None:
         self._field, self._rules = field, rules
         self._root: Any = {}
         self._types = Types(self._root)
-        # The names that any alternative of the schema has.
+        # All names that the alternatives of the schema have.
         self._names: list[str] = []
 
     def expression(self, schema: Json, style: str) -> str:
-        """Return an expression for the arguments of a translated schema, with blanks around tags.
-        """
+        """Return an expression for a translated schema's arguments, with blanks between tags."""
         self._root, self._types = schema, Types(schema)
         try:
             objects = [each for each in branches(schema, schema) if self._is_possible(each)]
@@ -132,7 +131,9 @@ class ArgumentRules:
         return " ".join(parts) or EMPTY
 
     def _parameter(self, name: str, schema: Any, tags: Tags) -> str:
-        """Return a parameter with all its values; a parameter of any other name if `name` is empty.
+        """Return a rule for a parameter with all its values.
+
+        If `name` is empty, it is a parameter of any other name.
         """
         types = self._types.of(schema)
         if not tags.says_text:
@@ -163,7 +164,7 @@ class ArgumentRules:
         return f"{BLANKS} {self._rules.mark(tags.end)}"
 
     def _value(self, schema: Any, types: frozenset[str], read: frozenset[str], tags: Tags) -> str:
-        """Return a value of these types. The reader expects the types `read`."""
+        """Return an expression for a value of these types. The reader expects the types `read`."""
         if "string" not in read:
             return f"{BLANKS} {self._json(schema, types)} {self._closed(tags)}"
         if any(each.keys() <= _NOTES for each in branches(schema, self._root)):
@@ -195,7 +196,7 @@ class ArgumentRules:
         return f'"\\n"? {inner} "\\n"? {end}' if tags.trims else f"{inner} {end}"
 
     def _named(self, terminal: str, tags: Tags) -> str:
-        """Return a name for the terminal without its texts that hold the closing tag.
+        """Return the name of the terminal without those texts that contain the closing tag.
 
         TEXT stays as it is: it ends at the closing tag anyway.
         """
@@ -204,25 +205,24 @@ class ArgumentRules:
         return self._rules.terminal(f"({terminal}) & ~(TEXT {literal(tags.end)} TEXT)")
 
     def _json(self, schema: Any, types: frozenset[str]) -> str:
-        """Return the schema's values of these types, as JSON."""
+        """Return an expression for the schema's values of these types, as JSON."""
         found = alone(schema, self._root)
         if self._types.of(schema) != types:
             found = alone({"allOf": [schema], "type": sorted(types)}, self._root)
         return self._rules.json(found)
 
     def _text(self, schema: Any) -> str:
-        """Return a terminal of the schema's texts."""
+        """Return the name of a terminal for the schema's strings."""
         found = [text_terminal(each) for each in branches(schema, self._root)]
         options = list(dict.fromkeys(each for each in found if each))
         return TEXT if TEXT in options else " | ".join(options)
 
     def _words(self, schema: Any, types: frozenset[str]) -> list[str]:
-        """Return terminals of the schema's null, booleans and numbers, where it also allows texts.
-        """
+        """Return terminals of null, booleans and numbers in a schema that also allows strings."""
         found = []
         for each in branches(schema, self._root):
             kinds = types_of(each) & types
-            # A bound is no regular expression, so numbers with bounds are left out.
+            # A regular expression cannot bound a number, so numbers with bounds are left out.
             is_open = not each.keys() & {*BOUNDS}
             if "enum" in each:
                 scalars = _SCALARS if is_open else ("null", "boolean")
@@ -236,7 +236,7 @@ class ArgumentRules:
 
 
 def _readable(types: frozenset[str]) -> list[str]:
-    """Return terminals of texts that the reader would take for values of these types."""
+    """Return terminals for strings that the reader would take for values of these types."""
     found = [literal(word) for kind in sorted(types) for word in WORDS.get(kind, ())]
     if types & {"number", "integer"}:
         found.append(f"/{NUMBER}/")

@@ -30,17 +30,17 @@ _LL_LIMITS = {
 
 
 class MaskLimit(Exception):
-    """A mask would be beyond the limits of its backend. The text can get no more masks."""
+    """A mask would exceed the limits of its backend. The output can get no more masks."""
 
 
 def too_expensive(grammar: Grammar) -> OutriderError:
-    """Return the error for a grammar whose backend gives up on a mask."""
+    """Return the error for a grammar with a mask that exceeds the backend's limits."""
     problem = "its masks became too expensive for the backend"
     return invalid(grammar.field, f"can be read in too many ways: {problem}")
 
 
 class Matcher(Protocol):
-    """The state of one text in its grammar."""
+    """The state of one output in its grammar."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; return False and change nothing when the grammar forbids it."""
@@ -56,27 +56,27 @@ class Matcher(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether an end token has closed the text."""
+        """True if an end token has ended the output."""
 
 
 class TextMatcher(Matcher, Protocol):
-    """A matcher that also tells which text must follow."""
+    """A matcher that also says which bytes must follow."""
 
     @property
     def lark(self) -> str:
         """The grammar as LLGuidance reads it."""
 
     def jump_forward(self) -> bytes:
-        """Return the bytes that must follow, up to the first choice; none once the text has ended.
+        """Return the bytes that must follow, up to the first choice; none after the output's end.
 
         There may be thousands of bytes, and they may end within a character.
         """
 
     def fork(self) -> TextMatcher:
-        """Return a copy, which advances by itself."""
+        """Return a copy, which advances independently."""
 
     def accept_bytes(self, text: bytes) -> bool:
-        """Advance by `text`; where the grammar forbids it, returns False and advances by nothing.
+        """Advance by `text`; if the grammar forbids it, return False and change nothing.
 
         `rollback` counts tokens, so it must not go back beyond this call.
         """
@@ -87,10 +87,10 @@ class Compiled(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """An estimate of its memory, in bytes."""
+        """An estimate of the memory that the grammar takes, in bytes."""
 
     def matcher(self) -> TextMatcher:
-        """Return a matcher at the start of a text."""
+        """Return a matcher at the start of an output."""
 
 
 class Libraries:
@@ -119,7 +119,7 @@ class Libraries:
 class _Lexer:
     """The lexer that the library's copies of a matcher share.
 
-    Once the work for a mask of one text exceeds a limit, the lexer allows no token in any text from
+    When the work for one mask has exceeded a limit, the lexer allows no token in any output from
     then on.
     """
 
@@ -145,12 +145,12 @@ class _LLCompiled:
         self.size_bytes = _LL_BYTES + _LL_BYTES_PER_CHARACTER * len(text)
 
     def alone(self) -> tuple[Any, _Lexer]:
-        """Return the library's matcher at the start of a text, with a lexer of its own."""
+        """Return the library's matcher at the start of an output, with a lexer of its own."""
         matcher = self.library.LLMatcher(self.tokenizer, self._grammar, limits=self._limits)
         return matcher, _Lexer()
 
     def begin(self) -> tuple[Any, _Lexer]:
-        """Return the library's matcher at the start of a text, and its lexer."""
+        """Return the library's matcher at the start of an output, and its lexer."""
         first, lexer = self._first
         if lexer.has_failed:
             first, lexer = self._first = self.alone()
@@ -161,10 +161,10 @@ class _LLCompiled:
 
 
 class _LLMatcher:
-    """Requires an end token after every text.
+    """A matcher that requires an end token after every output.
 
-    The library stops by itself where nothing can follow. The tokens are kept, so that a failure at
-    another text, or at a draft that is rolled back, does not end this text.
+    The library stops by itself where nothing can follow. The tokens are kept, so that a failure in
+    another output, or in a draft that is rolled back, does not end this output.
     """
 
     def __init__(self, compiled: _LLCompiled) -> None:
@@ -175,7 +175,10 @@ class _LLMatcher:
         self.ended = False
 
     def _restore(self) -> bool:
-        """Return whether the lexer has failed; if so, go to the same place with a new lexer."""
+        """If the lexer has failed, restore this state with a new lexer.
+
+        Return True if it had failed.
+        """
         if self._matcher.is_error():
             self._lexer.has_failed = True
         if not self._lexer.has_failed:
@@ -186,7 +189,7 @@ class _LLMatcher:
 
     @property
     def _complete(self) -> bool:
-        # The library also stops on an error, which does not end a text.
+        # The library also stops on an error, which does not end an output.
         if self._matcher.is_error():
             return False
         return bool(self._matcher.is_stopped() or self._matcher.is_accepting())

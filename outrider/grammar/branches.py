@@ -31,14 +31,14 @@ def json_type(value: Any) -> str:
 
 
 class Types:
-    """Tells the types that the values of a schema and of the schemas in it may have."""
+    """Finds the types that values of a schema, or of a schema in it, may have."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._found: dict[str, frozenset[str]] = {}
 
     def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """Return the types, out of ALL_TYPES; also `integer` where numbers have no fraction."""
+        """Return a subset of ALL_TYPES; it also has `integer` where numbers have no fraction."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return frozenset() if schema is False else ALL_TYPES
         found = ALL_TYPES
@@ -61,13 +61,13 @@ class Types:
 
     def _of_reference(self, reference: str, depth: int) -> frozenset[str]:
         if reference not in self._found:
-            # This is what a reference within its own schema finds.
+            # A reference within its own schema finds this.
             self._found[reference] = frozenset()
             self._found[reference] = self.of(resolved(self._root, reference), depth + 1)
         return self._found[reference]
 
     def of_property(self, name: str) -> frozenset[str]:
-        """The types that the property of this name may have in an object of the whole schema."""
+        """Return the types that the property `name` may have in an object of the whole schema."""
         return self._of_property(self._root, name, [], 0)
 
     def _of_property(self, schema: Any, name: str, seen: list[str], depth: int) -> frozenset[str]:
@@ -140,7 +140,7 @@ def _anchored(root: Any, name: str) -> Any:
 
 
 def alone(schema: Any, root: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the schema with all that it refers to in its own $defs, so that it needs no root.
+    """Return the schema with all schemas to which it refers in its own $defs, without a root.
 
     The names in $defs begin with `prefix`.
     """
@@ -154,7 +154,7 @@ def alone(schema: Any, root: Any, prefix: str = "") -> dict[str, Any]:
 
 
 class _Moved:
-    """Copies schemas. `definitions` gathers what they refer to within the root."""
+    """Copies schemas. `definitions` collects the schemas to which they refer within the root."""
 
     def __init__(self, root: Any, prefix: str) -> None:
         self._root, self._prefix = root, prefix
@@ -224,7 +224,7 @@ _MERGES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _both(one: Json, other: Json) -> Json | None:
-    """Return a schema of what both allow.
+    """Return a schema that allows what both schemas allow.
 
     Return None if their types or values show that they allow nothing.
     """

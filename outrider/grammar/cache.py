@@ -13,7 +13,10 @@ _ENTRY_BYTES = 4096
 
 
 class GrammarCache:
-    """Thread-safe. `size_bytes` is the size of all its grammars, at most `capacity_bytes`."""
+    """A thread-safe cache.
+
+    `size_bytes` is the size of all its grammars, at most `capacity_bytes`.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes
@@ -22,7 +25,7 @@ class GrammarCache:
         self.size_bytes = 0
 
     def get(self, grammar: Grammar) -> Compiled | None:
-        """Return the cached grammar, now the most recently used; None if it is not cached."""
+        """Return the cached grammar and mark it as just used; None if it is not cached."""
         with self._lock:
             entry = self._entries.get(grammar)
             if entry is None:
@@ -33,7 +36,7 @@ class GrammarCache:
     def add(self, grammar: Grammar, compiled: Compiled) -> Compiled:
         """Cache a compiled grammar unless it exceeds the whole capacity.
 
-        Returns it, or the grammar that another thread cached before.
+        Returns this grammar, or the equal grammar that another thread has cached before.
         """
         source_size = len(grammar.text) + sum(map(len, grammar.choices))
         size = compiled.size_bytes + _ENTRY_BYTES + source_size

@@ -87,7 +87,7 @@ def python_class(letter: str, *, ascii_only: bool) -> Ranges:
 
 @cache
 def _cased() -> str:
-    """Return all characters that have another case."""
+    """Return all characters that exist in another case."""
     every = map(chr, range(_LAST + 1))
     return "".join(c for c in every if c.lower() != c or c.upper() != c or c.title() != c)
 

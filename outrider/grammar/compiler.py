@@ -28,7 +28,8 @@ from outrider.process.workers.worker import STACK_BYTES
 
 _Result = TypeVar("_Result")
 
-# A tenant has one of the threads. Tenants whose grammars take long share half of the threads.
+# A tenant uses at most one of the threads. Tenants whose grammars take long share half of the
+# threads.
 _THREAD_COUNT = 4
 _SPARE_THREADS = 2
 # A priority below the engine's, so that compiling takes little of a forward's time.
@@ -42,7 +43,7 @@ class GrammarCompiler:
     bounds how long a request waits for its turn, and how much processor time its grammar may take.
     `cache_bytes` bounds the cache.
 
-    A compiled grammar cannot be taken over from another process, so a grammar that a worker process
+    A compiled grammar cannot be copied from another process, so a grammar that a worker process
     compiled in time is compiled again here, which takes equally long.
     """
 
@@ -116,7 +117,7 @@ class GrammarCompiler:
     async def matcher_async(
         self, grammar: Grammar, committed: Sequence[int], tenant: str = ""
     ) -> TextMatcher:
-        """Compile a grammar as above, and advance a matcher past these tokens of its text.
+        """Compile a grammar as above, and advance a matcher past these committed tokens.
 
         Raises OutriderError as above, and INVALID_VALUE for a token that may not be there.
         """
@@ -145,12 +146,12 @@ class GrammarCompiler:
                 raise OutriderError(Reason.OVERLOADED, message, field) from cause
         finally:
             if not begun.is_set():
-                # Work of cancelled callers does not begin. Work in progress is finished and cached.
+                # Work of cancelled callers is not started. Work in progress is finished and cached.
                 future.cancel()
         return await asyncio.wrap_future(future)
 
     def _compile_once(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar on a thread of the pool, unless another thread has compiled it."""
+        """Compile a grammar on this thread of the pool, unless another thread has compiled it."""
         cached = self.cache.get(grammar)
         if cached is not None:
             return cached

@@ -86,7 +86,7 @@ def check_references(schema: Mapping[str, Any], field: str) -> None:
 
 
 def _schemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The objects within a schema that some draft may take for schemas, and the schema itself."""
+    """Yield the schema, and the objects in it that some draft may take for schemas."""
     waiting: list[Any] = [schema]
     while waiting:
         found = waiting.pop()

@@ -1,4 +1,4 @@
-"""Finds schemas that only endless texts would satisfy, such as an object that must hold itself."""
+"""Finds schemas that only endless values satisfy, such as an object that must contain itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Find = Callable[[str], Any]
 
 
 def is_endless(schemas: list[Any], find: Find) -> bool:
-    """True if no finite value satisfies the first of the schemas, which holds the others.
+    """True if no finite value satisfies the first schema, which contains the other schemas.
 
     All schemas are well-formed, and `find` returns the schema that a reference leads to. A schema
     is finite if all schemas that it needs are finite. Schemas that need nothing are found first,
@@ -31,15 +31,14 @@ def is_endless(schemas: list[Any], find: Find) -> bool:
 
 
 class _Finite:
-    """Tells whether a schema is finite, as far as that is known."""
+    """Records which schemas are known to be finite."""
 
     def __init__(self, known: set[int], find: Find) -> None:
         self._known = known
         self._find = find
 
     def note(self, schema: Mapping[str, Any]) -> bool:
-        """Note a schema as finite if its parts are finite; return whether it is known as
-        finite."""
+        """Note a schema as finite if its parts are finite; return whether it is finite."""
         if self._parts(schema) and self._own(schema):
             self._known.add(id(schema))
         return id(schema) in self._known
@@ -49,7 +48,7 @@ class _Finite:
         return id(schema) in self._known if isinstance(schema, Mapping) else schema is not False
 
     def _parts(self, schema: Mapping[str, Any]) -> bool:
-        """Return whether the schemas that hold for the same value are finite."""
+        """Return whether all schemas that apply to the same value are finite."""
         reference = schema.get("$ref")
         if isinstance(reference, str) and not self._is(self._find(reference)):
             return False
@@ -59,7 +58,7 @@ class _Finite:
         return all(any(map(self._is, each)) or not each for each in choices)
 
     def _own(self, schema: Mapping[str, Any]) -> bool:
-        """Return whether the other keywords allow a finite value."""
+        """Return whether the schema's other keywords allow a finite value."""
         types = schema.get("type", [])
         types = {types} if isinstance(types, str) else set(types)
         if "const" in schema or "enum" in schema or not types or types - _NESTED:

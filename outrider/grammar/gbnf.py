@@ -2,8 +2,8 @@ r"""Translates GBNF, llama.cpp's language, to Lark with LLGuidance's own transla
 
 LLGuidance's translation takes few escapes, so all characters are written anew for it. A part of a
 grammar without recursion becomes a regular expression, so its texts are exactly GBNF's. Between
-parts with recursion, such a part takes the longest text that it can, where GBNF would try shorter
-texts too.
+parts with recursion, a part without recursion takes the longest text that it can, where GBNF would
+try shorter texts too.
 """
 
 from __future__ import annotations

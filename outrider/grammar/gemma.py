@@ -29,7 +29,7 @@ _MAX_DEPTH = 64
 
 
 class GemmaRules:
-    """Adds to `rules` what matches the values of schemas within `root`.
+    """Adds rules for the values of schemas within `root` to `rules`.
 
     `refused` makes the error for a keyword that cannot be enforced. Raises TooComplex too.
     """
@@ -58,7 +58,10 @@ class GemmaRules:
     def _with_pair(
         self, name: str, schema: Any, tails: dict[bool, str], required: bool
     ) -> dict[bool, str]:
-        """Put this property before `tails`. Keys tell whether no property comes earlier."""
+        """Put this property before `tails`.
+
+        The key is True if no property comes before the rule.
+        """
         if not re.fullmatch(_KEY, name):
             raise self._refused(f"has the property {name[:40]!r}")
         if schema is False:
@@ -127,7 +130,7 @@ class GemmaRules:
         return f'"[" {found} "]"'
 
     def _literal(self, value: Any) -> str:
-        """Return a listed value."""
+        """Return an expression for a listed value."""
         match json_type(value):
             case "string":
                 return self._text(literal(value))

@@ -1,7 +1,7 @@
 """Walks random texts of a compiled grammar to their end, and checks them independently.
 
-LLGuidance is large and young. A text that Python's `json`, `jsonschema` or `re` contradicts
-shows that LLGuidance reads the grammar in another way; then the request is refused.
+LLGuidance is large and young. If Python's `json`, `jsonschema` or `re` rejects a text that
+LLGuidance allows, LLGuidance interprets the grammar differently, and the request is refused.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from outrider.grammar.backends import Compiled
 from outrider.grammar.drafts import draft_of, validator
 from outrider.grammar.kinds import Grammar, GrammarKind
 
-# A text's first tokens are free, and later tokens seek its end.
+# The first tokens of a text are chosen freely; later tokens are chosen to end it.
 _MAX_TEXTS = 6
 _MAX_TOKENS = 160
 _FREE_TOKENS = 20
-# CPU time of one grammar's walks and checks, after which the worker is killed. What was not checked
-# by then stays unchecked: the guard finds mistakes of the backends, and a grammar that keeps the
-# guard busy harms only its own request.
+# CPU time of one grammar's walks and checks, after which the worker is killed. Texts that were not
+# checked by then stay unchecked: the guard finds mistakes of the backends, and a grammar that keeps
+# the guard busy harms only its own request.
 GUARD_SECONDS = 0.3
-# A new text begins only within this time.
+# No new text is started after this time.
 _SECONDS = 0.25
 
 
@@ -42,8 +42,8 @@ class Guard:
     def check(self, compiled: Compiled, grammar: Grammar) -> None:
         """Check a few random texts; raise OutriderError(INVALID_VALUE) for a wrong text.
 
-        `grammar` is the request's. GBNF and structural tags have no independent check. After
-        0.25 s no further text is begun, but the check of a single text may never end.
+        `grammar` is the request's. GBNF and structural tags have no independent check. After 0.25 s
+        no further text is started, but the check of a single text may never end.
         """
         is_right = check_of(grammar)
         if is_right is None:
@@ -62,7 +62,7 @@ class Guard:
 
 
 class DeadEnd(Exception):
-    """A text that can neither end nor go on."""
+    """The random text can neither end nor go on."""
 
     def __init__(self, text: bytes) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def has_check(grammar: Grammar) -> bool:
 
 
 def check_of(grammar: Grammar) -> Callable[[bytes], bool] | None:
-    """Says whether the grammar allows a text; None for grammars without such a check."""
+    """Return a function that says whether the grammar allows a text; None without such a check."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return _schema_check(json.loads(grammar.text), grammar.field)
@@ -184,5 +184,5 @@ def _schema_check(schema: Any, field: str) -> Callable[[bytes], bool]:
 
 
 def _decoded(text: bytes) -> str:
-    """Return the text; bytes that are no UTF-8 give a lone surrogate, which no grammar allows."""
+    """Return the decoded text. Invalid UTF-8 gives a lone surrogate, which no grammar allows."""
     return text.decode(errors="surrogateescape")

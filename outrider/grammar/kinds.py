@@ -19,7 +19,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FreeThought:
-    """A thought before the answer, where the grammar does not apply, and the text after it.
+    """A thought before the answer, in which the grammar does not apply, and the text after it.
 
     The thought goes from `begin` to the first `end`, and `after` follows it. The output may leave
     out a thought that has a `begin`. An empty `begin` stands for a thought that the prompt begins.
@@ -44,5 +44,5 @@ class Grammar:
 
     @property
     def field(self) -> str:
-        """The parameter that errors about the grammar name."""
+        """The name of the parameter, for errors about the grammar."""
         return f"grammar.{self.kind.value}"

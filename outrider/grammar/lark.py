@@ -59,7 +59,10 @@ def regex_rule(pattern: str) -> str:
 
 
 class SpecialTokens:
-    """A tokenizer's special tokens, which a grammar matches by id: their bytes match no text."""
+    """A tokenizer's special tokens.
+
+    A grammar matches them by id, since their bytes match no text.
+    """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         """`ids` maps a token's name to its id."""
@@ -68,7 +71,7 @@ class SpecialTokens:
         self._names = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
     def split(self, text: str) -> list[str]:
-        """Return the text cut around the names: text, name, text and so on. Texts may be empty."""
+        """Split the text at the names of special tokens: text, name, text and so on; some empty."""
         return self._names.split(text)
 
     def __getitem__(self, name: str) -> int:
@@ -89,15 +92,17 @@ class LarkRules:
         return "\n".join([f"start: {start or EMPTY}", _COMMON, *rules])
 
     def rule(self, body: str) -> str:
-        """Return the name of a rule."""
+        """Add a rule; return its name."""
         return self._named(f": {body}", "r")
 
     def terminal(self, body: str) -> str:
-        """Return the name of a terminal: a regular part, of which the longest text counts."""
+        """Add a terminal, a regular part of which the longest match counts; return its name."""
         return self._named(f": {body}", "T")
 
     def recursive(self, key: str, body: Callable[[], str]) -> str:
-        """Return the name of a rule whose body may hold its own name; `key` tells it from others.
+        """Add a rule whose body may contain its name; return the name.
+
+        `key` is unique to the rule.
         """
         if key not in self._names:
             self._names[key] = f"r{len(self._names)}"
@@ -110,11 +115,14 @@ class LarkRules:
         return name
 
     def json(self, schema: Mapping[str, Any], *, is_plain: bool = False) -> str:
-        """The name of a rule for a translated JSON schema without references to other places."""
+        """Add a rule for a translated JSON schema without outer references; return its name."""
         return self.rule(json_rule(schema, is_plain=is_plain))
 
     def mark(self, text: str) -> str:
-        """Only this text. A special token in it may be that token, or be spelled with others."""
+        """Return an expression for only this text.
+
+        A special token in it may be that token, or be spelled with other tokens.
+        """
         first, *more = self._specials.split(text)
         parts = [literal(first)] if first else []
         for name, rest in zip(more[::2], more[1::2], strict=True):
@@ -123,7 +131,7 @@ class LarkRules:
         return " ".join(parts)
 
     def until(self, terminal: str, mark: str) -> str:
-        """A text of the terminal up to the first `mark`, with the mark; or to the text's end."""
+        """Return an expression for the terminal's text up to the first `mark`, or to its end."""
         if not mark:
             return terminal
         spelled = self._named(f"[lazy]: {terminal} {literal(mark)}", "r")
@@ -138,7 +146,7 @@ class LarkRules:
 def behind_thought(answer: str, thought: FreeThought, specials: SpecialTokens) -> str:
     """Return the grammar of a thought and the text of the grammar `answer` after it."""
     rules = LarkRules(specials)
-    # A grammar within the grammar: its names and terminals are its own.
+    # This grammar is nested in the other: its names and terminals are separate.
     bound = rules.rule(f"%lark {{\n{answer}\n}}")
     ended = f"{rules.until(TEXT, thought.end)} {rules.mark(thought.after)} {bound}"
     if not thought.begin:

@@ -45,7 +45,7 @@ _UNSUPPORTED = {
     sre.ATOMIC_GROUP: "an atomic group",
     sre.POSSESSIVE_REPEAT: "a possessive quantifier",
 }
-# What ECMAScript reads otherwise than Python, without an error in either: "[]" and "[^]" are
+# ECMAScript and Python interpret these differently, without an error in either: "[]" and "[^]" are
 # complete classes, and "{,3}" is no count.
 _ECMASCRIPT_ONLY = re.compile(r"\\.|(\[\^?\])|\[(?:\\.|[^\]\\])*\]?|(\{,\d+\})|.", re.DOTALL)
 
@@ -112,7 +112,7 @@ class _Translator:
         return invalid(self._field, f"{problem}{self._where}")
 
     def _sequence(self, items: list[Any], flags: int, left: _Edge, right: _Edge) -> str:
-        """Translate items that follow each other, with what lies at their ends."""
+        """Translate items that follow each other, with `left` and `right` at their ends."""
         while items and items[0][0] is sre.AT and items[0][1] in _STARTS:
             left = self._anchored(left, items.pop(0)[1])
         while items and items[-1][0] is sre.AT and items[-1][1] in _ENDS:
@@ -136,7 +136,7 @@ class _Translator:
         return _Edge.ANCHORED
 
     def _rest(self, edge: _Edge) -> str:
-        """Return the text that a search may find before or after its match."""
+        """Return an expression for the text that a search may skip before or after its match."""
         return self._set(sets.ALL) + "*" if edge is _Edge.OPEN else ""
 
     def _item(self, item: tuple[Any, Any], flags: int, left: _Edge, right: _Edge) -> str:

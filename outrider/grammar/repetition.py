@@ -57,10 +57,11 @@ def check_times(times: int, field: str) -> None:
 
 
 def _check_sum(parts: Iterable[re.Match[str]], field: str) -> None:
-    """Check how many copies all counts make: nested counts multiply, and neighbours add up."""
+    """Check how many copies all counts make: nested counts multiply, neighbours add up."""
     # The sum within each open bracket; the first entry is the whole text.
     sums = [0]
-    # How many copies the next count would repeat, and how many of these the sum has already.
+    # The number of copies that the next count would repeat, and how many of them the sum contains
+    # already.
     last, counted = 1, 0
     for part in parts:
         if part["count"]:

@@ -1,4 +1,4 @@
-"""Translates JSON schemas so that LLGuidance reads them as meant; refuses others by keyword.
+"""Translates JSON schemas so that LLGuidance interprets them correctly, or refuses them by keyword.
 
 Patterns become a small dialect (see `regex`), formats and names of properties become patterns, and
 oneOf becomes anyOf where no value can satisfy two of its schemas.
@@ -28,8 +28,8 @@ _UNENFORCED = frozenset(
 )
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# Keywords that say nothing about a value, or that are translated to other keywords. LLGuidance
-# would take options from x-guidance.
+# Keywords that do not restrict a value, or that are translated to other keywords. LLGuidance would
+# take options from x-guidance.
 _DROPPED = ("x-guidance", "$id", "id", "format", "propertyNames", "uniqueItems")
 # The largest count that most implementations take.
 _MAX_COUNT = 2**31 - 1
@@ -121,7 +121,7 @@ class _Translator:
             raise invalid(self._field, f"is nested more than {_MAX_NESTING} deep")
         self._places[place] = schema
         if not isinstance(schema, Mapping):
-            # The metaschema's check refuses what is no boolean.
+            # The metaschema's check refuses values that are no boolean.
             return schema
         self._check(schema, place)
         found = dict(schema)
@@ -145,7 +145,10 @@ class _Translator:
                 raise invalid(self._field, problem)
 
     def check_end(self) -> None:
-        """Check that a value of the schema may end, once its form and references are checked."""
+        """Check that some value of the schema is finite.
+
+        Call it after the form and references are checked.
+        """
         if is_endless(list(self._places.values()), lambda reference: self._found(reference)[0]):
             problem = "allows no text that ends: each value must hold another of its kind"
             raise invalid(self._field, problem)
@@ -225,7 +228,7 @@ class _Translator:
         return f"^(?:{schema_pattern(pattern, self._field)})$"
 
     def _check(self, schema: Mapping[str, Any], place: tuple[str, ...]) -> None:
-        """Check one schema's keywords, not the keywords of the schemas in it."""
+        """Check the keywords of one schema, without the schemas in it."""
         refused = sorted(_UNENFORCED & schema.keys())
         if schema.get("uniqueItems"):
             refused.append("uniqueItems")
@@ -292,7 +295,7 @@ class _Translator:
             raise invalid(self._field, f"{problem}; {range_text}")
 
     def _check_value(self, value: Any, keyword: str, *, names_only: bool = False) -> None:
-        """Check the numbers and texts within a listed value, or only within its names."""
+        """Check the numbers and strings within a listed value, or only its property names."""
         if isinstance(value, str):
             schema_text(value, keyword, self._field)
         elif isinstance(value, Mapping):
@@ -313,8 +316,7 @@ def _may_be_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _enforced_format(schema: Mapping[str, Any]) -> str | None:
-    """Return the pattern of the schema's format; None for a format that only describes the value.
-    """
+    """Return the pattern of the schema's format; None for a format that is not enforced."""
     form = schema.get("format")
     return PATTERNS.get(form) if isinstance(form, str) and _may_be_text(schema) else None
 
@@ -335,7 +337,7 @@ def _translate_bounds(schema: dict[str, Any]) -> None:
 
 
 def _add(schema: dict[str, Any], keyword: str, parts: Sequence[Any] | None) -> None:
-    """Add a list of schemas to the schemas that the keyword requires already."""
+    """Add a list of schemas to the schemas that the keyword already has."""
     if parts is None:
         return
     if keyword not in schema:
@@ -347,7 +349,7 @@ def _add(schema: dict[str, Any], keyword: str, parts: Sequence[Any] | None) -> N
 
 
 def _unescaped(part: str) -> str:
-    """Return a part of a JSON pointer within a URI's fragment."""
+    """Return a part of a JSON pointer in a URI's fragment, without its escapes."""
     from urllib.parse import unquote
 
     return unquote(part).replace("~1", "/").replace("~0", "~")

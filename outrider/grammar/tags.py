@@ -99,7 +99,7 @@ class _Tag:
         return f"{found} {self._rules.mark(after)}"
 
     def _schemas(self, part: Mapping[str, Any], after: str) -> str:
-        """JSON of one of several schemas, with the blanks that Python writes: an addition of ours.
+        """Return a rule for JSON of one of several schemas, with Python's blanks: our addition.
 
         If schemas whose texts begin alike had separate rules, the rules would exclude each other.
         """
@@ -132,7 +132,7 @@ class _Tag:
         return self._behind(part, 0, after)
 
     def _behind(self, tag: Any, length: int, after: str) -> str:
-        """Return a tag whose first `length` characters have been written already."""
+        """Return an expression for the rest of a tag after its first `length` characters."""
         if not isinstance(tag, Mapping):
             raise invalid(self._field, "must have objects as tags")
         tag = {"type": "tag", **tag}
@@ -140,8 +140,7 @@ class _Tag:
         return f"{self._rules.mark(begin)} {self.element(tag.get('content'), end + after)}"
 
     def _part(self, part: Mapping[str, Any], after: str) -> str:
-        """Return an element that stands under its name in the tag's `parts`, an addition of ours.
-        """
+        """Return the element with this name in the tag's `parts`, which are our addition."""
         name = self._text(part, "name")
         if not isinstance(self._parts, Mapping) or name not in self._parts:
             raise invalid(self._field, f"has no part {name[:40]!r}")
@@ -165,12 +164,12 @@ class _Tag:
         if not part.get("at_least_one"):
             end = self._rules.mark(after)
             return any_of([f"{once} {end}", rest]) if stops else f"{once}* {rest}"
-        # Text may come after the first tag, and not before it.
+        # Text may come after the first tag, but not before it.
         first = self._rules.rule(any_of(self._behind(tag, 0, "") for tag in tags))
         return f"{first} {self._rules.mark(after) if stops else f'{once}* {rest}'}"
 
     def _text_and_tag(self, part: Mapping[str, Any], after: str) -> str:
-        """Free text up to the first of these tags, and the tag: an addition of ours."""
+        """Return an expression for free text and the first of these tags: our addition."""
         options = []
         for tag in self._list(part, "tags"):
             begin = self._text({"type": "tag", **tag}, "begin")
@@ -205,7 +204,7 @@ class _Tag:
 
 
 def _is_open(part: Any) -> bool:
-    """Return whether an element is free text up to the text after it."""
+    """Return whether an element is free text, which ends where the text after it begins."""
     return isinstance(part, Mapping) and part.get("type") in ("any_text", "triggered_tags")
 
 

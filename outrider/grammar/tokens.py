@@ -1,4 +1,4 @@
-"""A model's tokens as LLGuidance sees them: the bytes of each token within a text."""
+"""Prepares a model's tokens for LLGuidance: the bytes of each token within a text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def token_bytes(model: str) -> list[bytes]:
 
 
 def bytes_of(loaded: Any, tokenizer: Tokenizer, count: int) -> list[bytes]:
-    """Like `token_bytes`, for a loaded tokenizer and LLGuidance's form of it."""
+    """Return the result of `token_bytes` for a loaded tokenizer and LLGuidance's form of it."""
     known = set(tokenizer.get_vocab(with_added_tokens=True).values())
     # LLGuidance marks special tokens with the byte 0xFF, and so leaves it out of a token.
     return [loaded.decode_bytes([i]) or b"\xff" if i in known else b"" for i in range(count)]

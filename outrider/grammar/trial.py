@@ -22,7 +22,7 @@ from outrider.grammar.kinds import Grammar
 # grammar compiles at once but may take seconds for a mask.
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 0.8
-# Beginnings of LLGuidance's messages that name no keyword, or that name an option of LLGuidance.
+# LLGuidance's messages with these beginnings name no keyword, or name an option of LLGuidance.
 _PROBLEMS = {
     "oneOf constraints": "it has oneOf whose schemas may overlap; anyOf can",
     "patternProperty regexes": "it has patternProperties that may match the same name",
@@ -68,8 +68,8 @@ class Trial:
     def check_texts(self, grammar: Grammar) -> None:
         """Check random texts of a grammar that `translated` has taken.
 
-        A pattern may make the check of one text take for ever: run it where it can be killed.
-        Raises OutriderError(INVALID_VALUE) that names the field.
+        A pattern may make the check of one text endless: run the check in a process that can be
+        killed. Raises OutriderError(INVALID_VALUE) that names the field.
         """
         last, self._last = self._last, None
         is_known = last is not None and last[0] == grammar
@@ -86,7 +86,7 @@ class Trial:
             raise invalid(grammar.field, problem) from cause
 
     def _answer(self, grammar: Grammar) -> Compiled:
-        """Compile the grammar without its thought, which hardly any random text would end."""
+        """Compile the grammar without its thought, which a random text would hardly ever end."""
         alone = replace(grammar, thought=None)
         return compile_only(self._libraries, translate(alone, self._libraries.specials))
 
@@ -106,8 +106,7 @@ def _refused(grammar: Grammar, cause: Exception) -> OutriderError:
 
 
 def _readable(cause: Exception) -> str:
-    """Return the first line of LLGuidance's message, without the place in the translated grammar.
-    """
+    """Return the first line of LLGuidance's message, without its place in the translation."""
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
     line = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", line)
     for begin, problem in _PROBLEMS.items():
@@ -132,7 +131,7 @@ def _try_out(matcher: Matcher, field: str, vocab_size: int, stop_token_ids: Sequ
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if position == 0 and not len(allowed):
             raise invalid(field, "allows no text at all")
-        # LLGuidance gives up on a mask that would take far too long.
+        # LLGuidance aborts a mask that would take far too long.
         if seconds > _TRIAL_SECONDS or not len(allowed):
             limit = 1000 * _TRIAL_SECONDS / _TRIAL_TOKENS
             slow = f"masks for its tokens take longer than {limit:.0f} ms each"

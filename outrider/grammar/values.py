@@ -1,4 +1,4 @@
-"""What the rules for values need in every style: terminals, and the members of objects."""
+"""Parts that the rules for values share in every style: terminals, and the members of objects."""
 
 from __future__ import annotations
 

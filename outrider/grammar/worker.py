@@ -36,12 +36,15 @@ def checker(tokenizer: str, vocab_size: int, stop_token_ids: list[int]) -> Calla
 
 
 def request_for(grammar: Grammar) -> bytes:
-    """Return the request that has a worker translate, compile and try out a grammar."""
+    """Return the request to a worker to translate, compile and try out a grammar."""
     return _request(grammar, is_for_texts=False)
 
 
 def texts_request_for(grammar: Grammar) -> bytes:
-    """The request to check random texts of a grammar; a worker is quickest for its last grammar."""
+    """Return the request to check random texts of a grammar.
+
+    A worker is quickest for the grammar that it compiled last.
+    """
     return _request(grammar, is_for_texts=True)
 
 

@@ -18,7 +18,7 @@ from outrider.heads.spec import refusal
 BY_VLLM = "serve the target with vLLM, whose own drafting may read such a head"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int64, torch.int32, torch.bool)
-# What a file of Git LFS begins with in a clone without its contents.
+# In a clone without its contents, a file of Git LFS begins with this.
 _LFS = b"version https://git-lfs"
 
 
@@ -31,11 +31,11 @@ class Keys:
         self._prefix = prefix
 
     def __contains__(self, name: str) -> bool:
-        """Whether the key is there and not null."""
+        """True if the key is there and not null."""
         return self._keys.get(name) is not None
 
     def is_set(self, name: str) -> bool:
-        """True if the key has a value that is neither null, false, 0 nor empty."""
+        """True if the key has a value other than null, false, 0 and empty values."""
         return bool(self._keys.get(name))
 
     def wrong(self, name: str, why: str) -> Exception:
@@ -81,7 +81,7 @@ class Keys:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false. Raises OutriderError."""
+        """Return a boolean. Raises OutriderError."""
         value = self._keys.get(name)
         value = default if value is None else value
         if type(value) is not bool:
@@ -89,7 +89,7 @@ class Keys:
         return value
 
     def text(self, name: str, default: str) -> str:
-        """Return a text. Raises OutriderError."""
+        """Return a string. Raises OutriderError."""
         value = self._keys.get(name) or default
         if not isinstance(value, str):
             raise self.wrong(name, f"must be a text, not {value!r}")
@@ -105,7 +105,7 @@ class Keys:
         return tuple(value)
 
     def names(self, name: str) -> list[str]:
-        """Return a list of texts; empty if the key is missing. Raises OutriderError."""
+        """Return a list of strings; empty if the key is missing. Raises OutriderError."""
         value = self._keys.get(name) or []
         if not isinstance(value, list) or any(not isinstance(part, str) for part in value):
             raise self.wrong(name, "must be a list of texts")
@@ -121,12 +121,12 @@ class Weights:
         self.taken: dict[str, torch.Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether the files have a tensor of this name that nothing has taken yet."""
+        """True if the files have a tensor of this name that was not taken yet."""
         return name in self._left
 
     @property
     def names(self) -> list[str]:
-        """The names that nothing has taken yet."""
+        """The names of the tensors that were not taken yet."""
         return sorted(self._left)
 
     def width(self, name: str) -> int:
@@ -156,7 +156,7 @@ class Weights:
         self._left = {change(name): tensor for name, tensor in self._left.items()}
 
     def take(self, name: str, *shape: int, to: str | None = None) -> None:
-        """Move a tensor of floats to the normal form under the name `to`, by default its name here.
+        """Move a tensor of floats to the normal form, under the name `to` or its own name.
 
         Raises OutriderError if it is missing or has another shape.
         """
@@ -181,7 +181,7 @@ class Weights:
             self._left.pop(name, None)
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Return what was taken. Raises OutriderError if a tensor was not taken."""
+        """Return the tensors that were taken. Raises OutriderError if a tensor was not taken."""
         if self._left:
             some = ", ".join(self.names[:4])
             more = "" if len(self._left) <= 4 else f" and {len(self._left) - 4} more"
@@ -207,7 +207,8 @@ class Weights:
 def open_config(folder: Path) -> Keys:
     """Return the keys of a folder's config.json.
 
-    Raises OutriderError(INVALID_VALUE), also for an adapter beside the head and a quantised head.
+    Raises OutriderError(INVALID_VALUE), also for a head that is quantised or has an adapter beside
+    it.
     """
     path = folder / "config.json"
     try:

@@ -36,7 +36,7 @@ the first `width` target ids of each place and their shares, [R, width]. The fir
 drafter with the verifier's noise draws with it here."""
 
 
-# How many rows of guesses still have room after a full context.
+# This many rows of guesses have room after a full context.
 _ROWS_AFTER = 64
 
 
@@ -70,18 +70,18 @@ class HeadSequence:
 
     @property
     def wanted(self) -> int:
-        """The position of the next feature that the head can use."""
+        """The position of the next feature that the head needs."""
         return self.origin + self.kv.num_computed_tokens
 
     @property
     def ready(self) -> bool:
-        """Whether all features of the text but the last token's were read."""
+        """True if the features of all committed tokens but the last were read."""
         return self.state is not None and self.wanted == len(self.tokens) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """News of a sequence: tokens that were committed, and features of committed tokens.
+    """An update of a sequence: newly committed tokens, and features of committed tokens.
 
     `features` [m, feature_width] belong to the tokens from `first_position` on. If `projected`, the
     rows are already the head's projection, [m, projected_width]. A row whose next token is not
@@ -153,7 +153,7 @@ class HeadModel(torch.nn.Module):
 
     @property
     def projected_width(self) -> int:
-        """Numbers in a feature row after the projection, if the head has a projection."""
+        """The size of a feature row after the projection, if the head has a projection."""
         if self.projection is None:
             return self.spec.feature_width
         return self.projection.fc.out_features
@@ -169,7 +169,7 @@ class HeadModel(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """Take over the head's weights and make its cache of `page_count` pages.
+        """Load the head's weights and make its cache of `page_count` pages.
 
         A forward has at most `batch_rows` rows. The target's matrices are shared as they are if
         they have this dtype and device; on a CPU, lm_head is a copy in the kernels' order.
@@ -199,7 +199,7 @@ class HeadModel(torch.nn.Module):
             self.cache = HeadCache(decoder, page_count, page_size, longest, dtype, device)
 
     def read_as(self, spec: HeadSpec) -> None:
-        """Compute by another reading of the head's file from now on. No sequence may be open."""
+        """Use another interpretation of the head's file from now on. No sequence may be open."""
         if (
             self.cache is not None
             and spec.decoder is not None
@@ -209,7 +209,7 @@ class HeadModel(torch.nn.Module):
         self.spec = spec
 
     def open(self, tokens: Sequence[int], salt: str | None = None) -> HeadSequence:
-        """Begin a sequence with its committed tokens, on cached pages if there are any."""
+        """Open a sequence with its committed tokens, on cached pages if there are any."""
         # Without a cache there is nothing to share.
         sequence = HeadSequence(list(tokens), None if self.cache is None else salt)
         if sequence.salt is not None:
@@ -226,7 +226,7 @@ class HeadModel(torch.nn.Module):
     def extend(self, batch: Sequence[Extension]) -> None:
         """Commit tokens and read features; features that were read before are skipped.
 
-        After a gap the head begins anew with the features after it. Raises NoPages, and
+        After a gap the head starts anew with the features after the gap. Raises NoPages, and
         ValueError for rows of another width or beyond the committed text.
         """
         self._check(batch)
@@ -268,10 +268,10 @@ class HeadModel(torch.nn.Module):
         return 0
 
     def capture(self, width: int) -> None:
-        """Capture CUDA graphs for rounds of at most `width` tokens a place, if the kind has graphs.
+        """Capture CUDA graphs for rounds with at most `width` tokens a place, if the kind has any.
 
-        Call it once the reading of the file is chosen, on the thread that runs the head. Raises
-        torch.AcceleratorError if the device failed.
+        Call this after the file's interpretation is chosen, on the thread that runs the head.
+        Raises torch.AcceleratorError if the device failed.
         """
 
     @abstractmethod
@@ -304,12 +304,12 @@ class HeadModel(torch.nn.Module):
         return self.cache.rows(slices)
 
     def scores(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the Float32 scores of the draft vocabulary for states [..., hidden size]."""
+        """Return the float32 scores of the draft vocabulary for states [..., hidden size]."""
         found: torch.Tensor = self.lm_head(states)
         return found.float()
 
     def _page_ids(self, sequence: HeadSequence) -> list[int]:
-        """Return the ids that tell what is in the sequence's pages, one a row.
+        """Return ids that identify the contents of the sequence's pages, one for each row.
 
         The last committed token has no such id. So the row of the feature before it, on which the
         guesses rest, is always read anew.
@@ -317,7 +317,7 @@ class HeadModel(torch.nn.Module):
         return sequence.tokens[1:] if self.pairs else sequence.tokens[:-1]
 
     def _page_salt(self, sequence: HeadSequence) -> str:
-        """Return a salt with the first token, which every row depends on but no row's id shows."""
+        """Return a salt with the first token: every row depends on it, but no row's id shows it."""
         return f"{sequence.salt}/{sequence.tokens[0]}"
 
     def _check(self, batch: Sequence[Extension]) -> None:
@@ -361,7 +361,7 @@ class HeadModel(torch.nn.Module):
         return features if extension.projected else self.project(features)
 
     def _read_some(self, work: list[_Work]) -> None:
-        """Read as many rows as a forward may have."""
+        """Read as many of the rows as a forward may have."""
         budget = self._batch_rows
         slices, features, read = [], [], []
         for part in work:

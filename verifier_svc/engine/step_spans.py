@@ -16,7 +16,7 @@ from verifier_svc.state.sequence import Sequence
 
 
 class StepSpans:
-    """Records one engine's spans, on its thread. Drafters' spans are children of the steps' spans."""
+    """Records an engine's spans, on its thread. Drafters' spans are children of steps' spans."""
 
     def __init__(self, metrics: VerifierMetrics, clock: Clock) -> None:
         self._metrics = metrics

@@ -17,7 +17,7 @@ _ANSWERS = 0.5
 def pause_reason(sequence: Sequence, plan: Plan, budget: SpeculationBudget) -> PauseReason:
     """Return why the step of this plan verified no draft of the sequence.
 
-    Call it before the step\'s verdict is sent.
+    Call it before the step's verdict is sent.
     """
     assignments = sequence.assignments.values()
     if not assignments:

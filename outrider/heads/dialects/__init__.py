@@ -1,1 +1,1 @@
-"""How published files say what a head computes: one module for each group of dialects."""
+"""Readers of published heads' files, which say what a head computes: a module for each group."""

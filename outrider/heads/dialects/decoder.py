@@ -38,7 +38,7 @@ def read_decoder(
     """Read the sizes of a head's layers, named "layers.{i}." in `weights`.
 
     With `qwen3`, a head whose model_type is qwen3 must have its norms of queries and keys.
-    `by_transformers` tells whether the head's code takes its rotary embedding from `transformers`.
+    `by_transformers` is True if the head's code takes its rotary embedding from `transformers`.
     Raises OutriderError(INVALID_VALUE).
     """
     model_type = keys.text("model_type", "")
@@ -81,7 +81,7 @@ def read_decoder(
 
 
 def _rope(keys: Keys, by_transformers: bool) -> dict[str, Any]:
-    """The rotary embedding's numbers, from either of the two ways in which configs state them."""
+    """Return the rotary embedding's numbers, which configs state in one of two ways."""
     stated = _rotary(keys)
     kind = stated.text("rope_type", stated.text("type", "default"))
     # A token of a text has one position number, so the multimodal sections change nothing.
@@ -103,7 +103,7 @@ def _rotary(keys: Keys) -> Keys:
 
 
 def _rotary_size(keys: Keys, size: int) -> int | None:
-    """Return how many channels of a head the file says to rotate; None for all."""
+    """Return how many channels of a head are rotated according to the file; None for all."""
     name = "partial_rotary_factor"
     part = _rotary(keys) if name in _rotary(keys) else keys
     count = size * part.number(name, 1.0)
@@ -116,8 +116,8 @@ def _rotary_size(keys: Keys, size: int) -> int | None:
 def partly_turned(keys: Keys, decoder: Decoder) -> Decoder | None:
     """Return the decoder with as many rotated channels as the file states.
 
-    Return None if it has them already. The code that trained the head rotated all channels, and
-    vLLM rotates the stated number.
+    Return None if the decoder already rotates that many. The code that trained the head rotated all
+    channels, and vLLM rotates the stated number.
     """
     count = _rotary_size(keys, decoder.head_size)
     return None if count == decoder.rotary_size else replace(decoder, rotary_size=count)
@@ -278,8 +278,8 @@ def choose_aux_layers(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the auxiliary layers that a file most likely means, and others that it may mean.
 
-    `candidates` come in this order; `chosen` is the user's setting, which leaves no other
-    candidate. Raises OutriderError if the first candidate does not fit the target.
+    `candidates` are in order of likelihood; `chosen` is the user's setting, which replaces them.
+    Raises OutriderError if the first candidate does not fit the target.
     """
     ordered = [chosen] if chosen is not None else list(dict.fromkeys(candidates))
     for ids in ordered[:1]:
@@ -329,7 +329,7 @@ def check_target_size(keys: Keys, target: TargetShape) -> None:
 
 
 def mask_token(keys: Keys, most: int, *sections: Keys) -> int | None:
-    """The token that stands for unknown tokens, under any of the names that dialects give it.
+    """Return the token that stands for unknown tokens; each dialect has a key for it.
 
     `most` is the last token with an embedding. Raises OutriderError for a later token.
     """

@@ -56,7 +56,7 @@ def read_dflash(
     hidden = decoder.hidden_size
     stated = keys.integer("draft_vocab_size") if "draft_vocab_size" in keys else None
     size, ids = take_vocabulary(layer_keys, weights, target, hidden, stated)
-    # MiMo's mask has a row of its own in place of the target's embedding of its token.
+    # MiMo's mask token has an embedding of its own, in place of the target's.
     has_row = weights.take_if("mask_embedding", hidden)
     last = layer_keys.integer("vocab_size", target.vocab_size) - 1
     token = None if has_row else mask_token(keys, last, own)
@@ -137,10 +137,10 @@ def _even(target_layers: int, layers: int) -> tuple[int, ...]:
 
 
 def _causal(keys: Keys, own: Keys, decoder: Decoder) -> tuple[bool, ...]:
-    """For each layer, whether a block's rows see only the rows before them.
+    """Return for each layer whether a block's rows see only the rows before them.
 
-    A file may state it for all layers. Otherwise SpecForge and speculators train the layers with a
-    window in this way; with a key of speculators, these layers see the whole block too.
+    A file may state this for all layers. Otherwise SpecForge and speculators train layers with a
+    window so; with a key of speculators, such layers see the whole block too.
     """
     for part, name in ((keys, "is_causal"), (own, "is_causal"), (own, "causal")):
         if name in part:
@@ -158,7 +158,7 @@ def _take_markov(
     size: int,
     is_dspark: bool,
 ) -> tuple[Markov, int]:
-    """Take the correction by the previous token; return its form and rank."""
+    """Take the weights that correct scores by the previous token; return their form and rank."""
     if not is_dspark:
         return "none", 0
     part = own if "markov_rank" in own else keys
@@ -182,10 +182,10 @@ def _take_markov(
 
 
 def _take_confidence(keys: Keys, own: Keys, weights: Weights, hidden: int, rank: int) -> Confidence:
-    """Take the estimate of acceptance; return what it is computed from."""
+    """Take the weights that estimate acceptance; return the inputs of the estimate."""
     name = "confidence_head.proj."
-    # DeepSpec's files state that there is an estimate, ModelOpt's under another key; some have only
-    # the weights.
+    # DeepSpec's files have a key for the estimate, ModelOpt's files another key; some files have
+    # only the weights.
     stated = [
         part.flag(key, False)
         for part in (own, keys)

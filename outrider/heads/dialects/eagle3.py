@@ -69,7 +69,7 @@ def read_eagle3(
         other_aux_layers=others,
         feature_norms=feature_norms,
         row_norm=row_norm,
-        # A speculators file without the key is an early EAGLE-3 head, and such heads norm the
+        # A speculators file without the key is an early EAGLE-3 head, and such heads normalise the
         # residual.
         residual_normed=keys.flag("norm_before_residual", by_speculators and not is_parallel),
         # SpecForge writes norm_output for the norm before lm_head, which every head has. Only

@@ -25,7 +25,8 @@ def read_medusa(keys: Keys, weights: Weights, target: TargetShape) -> Head:
     weights.rename(lambda name: _plain_name(name, blocks))
     hidden = target.hidden_size
     numbers = {name.split(".")[0] for name in weights.names}
-    # If the numbers have a gap, the weights after the gap are left, and `finish` names them.
+    # If the heads' numbers have a gap, the weights after the gap are not taken, and `finish` names
+    # them.
     count = next(i for i in range(len(numbers) + 1) if str(i) not in numbers)
     if not count:
         raise refusal(weights.path, "it has no weights 0.*, those of a first head")

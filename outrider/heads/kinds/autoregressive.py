@@ -1,4 +1,4 @@
-"""What EAGLE-3, EAGLE and MTP share: they draft step by step, from pairs of feature and next token.
+"""The shared part of EAGLE-3, EAGLE and MTP, which draft step by step from (feature, next token).
 
 The first guess comes from the row of the last true feature. Each later step takes the previous
 step's state in place of the feature that the target has not computed. Such a step's row comes right
@@ -55,10 +55,10 @@ class AutoregressiveModel(HeadModel):
 
     @abstractmethod
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the Float32 scores [B, draft vocabulary] of the next token."""
+        """Return the float32 scores [B, draft vocabulary] of the next token."""
 
     def read_as(self, spec: HeadSpec) -> None:
-        """Like HeadModel.read_as; graphs of another reading are dropped."""
+        """Do what HeadModel.read_as does, and drop the graphs of another interpretation."""
         super().read_as(spec)
         self.graphs = None
 

@@ -1,8 +1,8 @@
 """DFlash: a block of masks after the text, filled by one forward.
 
 Features become keys and values without any layer running over them: row i of the cache depends only
-on feature i. A block has the last committed token, its anchor, and masks. Its rows see the whole
-text and each other, and nothing of a block stays in the cache.
+on feature i. A block has the last committed token, its anchor, and masks. Its rows see all
+committed tokens and each other, and nothing of a block stays in the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DFlash(HeadModel):
             self.mask_embedding = Parameter(torch.empty(hidden))
 
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
-        """Like HeadModel.read_rows; the states only mark that rows were read."""
+        """Read rows as HeadModel.read_rows does; the states only mark that rows were read."""
         rows = self.rows(slices)
         context: torch.Tensor = self.hidden_norm(features)
         for attention, arrays in self._attentions():
@@ -50,7 +50,7 @@ class DFlash(HeadModel):
         return context[rows.layout.logits_indices]
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
-        """Like HeadModel.guess, but no more guesses than a block has."""
+        """Guess as HeadModel.guess does, but no more tokens than a block has."""
         states_BQC = self.block(sequences)[:, self.first_row :][:, :count]
         scores_BQV = self.scores(states_BQC)
         for step in range(states_BQC.shape[1]):
@@ -95,7 +95,7 @@ class DFlash(HeadModel):
     def _seen(
         self, lengths_B: torch.Tensor, width: int, layer: Layer, causal: bool
     ) -> torch.Tensor:
-        """Which keys the rows of blocks see: `width` places of the text, then the block itself."""
+        """Return which keys blocks' rows see: `width` places of the sequence, then the block."""
         size, window = self.spec.block_size, layer.self_attn.softmax.window
         places_K = torch.arange(width, device=self.device)
         rows_Q = torch.arange(size, device=self.device)

@@ -14,7 +14,7 @@ from outrider.sampling.tensors import on
 
 
 class MarkovHead(Module):
-    """Adds to a row's scores what the previous token makes likely, with matrices of low rank."""
+    """Corrects a row's scores by the previous token, with matrices of low rank."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class DSpark(DFlash):
             self.confidence_head = ConfidenceHead(spec.decoder.hidden_size + rank, bias=bias)
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
-        """Like HeadModel.guess, but no more guesses than a block has."""
+        """Guess as HeadModel.guess does, but no more tokens than a block has."""
         rows_BQC = self.block(sequences)
         states_BQC = rows_BQC[:, self.first_row :][:, :count]
         scores_BQV = self.scores(states_BQC)

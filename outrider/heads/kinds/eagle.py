@@ -25,7 +25,7 @@ class Eagle(AutoregressiveModel):
         self.layers = ModuleList(Layer(self.decoder, i, norm=i > 0) for i in layers)
 
     def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Turns) -> torch.Tensor:
-        """Run pairs; return states [T, hidden size]."""
+        """Run pairs of target ids [T] and projected features; return states [T, hidden size]."""
         x: torch.Tensor = self.fc(torch.cat((self.embed(tokens), features), dim=-1))
         for layer, cache in zip(self.layers, self.caches, strict=True):
             x = layer(x, rows, cache)
@@ -36,5 +36,5 @@ class Eagle(AutoregressiveModel):
         return states
 
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
-        """Return scores of the vocabulary."""
+        """Return the states' scores for the whole vocabulary."""
         return self.scores(states)

@@ -55,12 +55,12 @@ class Eagle3(AutoregressiveModel):
         return x
 
     def recycle(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the features of the next step."""
+        """Return the next step's features."""
         if not self.spec.recycle_normed:
             return states
         normed: torch.Tensor = self.norm(states)
         return normed
 
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
-        """Return scores of the draft vocabulary."""
+        """Return the states' scores for the draft vocabulary."""
         return self.scores(self.norm(states) if self.spec.scores_normed else states)

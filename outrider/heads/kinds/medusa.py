@@ -35,12 +35,12 @@ class Medusa(HeadModel):
         self.outputs = ModuleList(matrices)
 
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
-        """Like HeadModel.read_rows: the last feature of each slice."""
+        """Read rows as HeadModel.read_rows does; a slice's state is its last feature."""
         ends = accumulate(len(part.token_ids) for part in slices)
         return features.index_select(0, on(features.device, [end - 1 for end in ends]))
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
-        """Like HeadModel.guess, at most one guess for each head."""
+        """Guess as HeadModel.guess does, at most one token for each head."""
         states = torch.stack([s.state for s in sequences if s.state is not None])
         for i in range(min(count, len(self.heads))):
             x = states

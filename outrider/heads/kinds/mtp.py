@@ -27,7 +27,7 @@ class Mtp(AutoregressiveModel):
         self.norm = RMSNorm(hidden, eps=eps)
 
     def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Turns) -> torch.Tensor:
-        """Run pairs; return states [T, hidden size]."""
+        """Run pairs of target ids [T] and projected features; return states [T, hidden size]."""
         parts = [self.hidden_layernorm(features), self.token_layernorm(self.embed(tokens))]
         if not self.spec.state_first:
             parts.reverse()
@@ -40,5 +40,5 @@ class Mtp(AutoregressiveModel):
         return states
 
     def state_scores(self, states: torch.Tensor) -> torch.Tensor:
-        """Return scores of the vocabulary."""
+        """Return the states' scores for the whole vocabulary."""
         return self.scores(states)

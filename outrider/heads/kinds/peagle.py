@@ -25,7 +25,7 @@ class PEagle(Eagle3):
         self.mask_hidden = Parameter(torch.empty(1, 1, head.spec.feature_width))
 
     def capture(self, width: int) -> None:
-        """Like HeadModel.capture, but captures nothing, since a round is one forward already."""
+        """Capture nothing, since a round is one forward already."""
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """Like HeadModel.guess."""
