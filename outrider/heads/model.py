@@ -403,7 +403,8 @@ def _shared(own: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
 
 
 class Picker:
-    """Turns scores of the draft vocabulary into tokens, and collects what a HeadProposal says."""
+    """Turns scores of the draft vocabulary into tokens, and collects the parts of a HeadProposal.
+    """
 
     def __init__(self, model: HeadModel, width: int, rank: Rank | None) -> None:
         self.width = min(width, model.spec.draft_vocab_size)
@@ -439,7 +440,7 @@ class Picker:
         shares_BK: torch.Tensor,
         confidences_B: torch.Tensor | None = None,
     ) -> None:
-        """Choose the first of ranked tokens."""
+        """Take the first of the ranked tokens as each sequence's next token."""
         self._tokens.append(best_BK[:, 0])
         self._best.append(best_BK)
         self._shares.append(shares_BK)

@@ -20,7 +20,8 @@ from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.softmax import Softmax
 
-# Positions whose cosines and sines are computed at first. More are computed for a longer text.
+# The number of positions whose cosines and sines are computed at first. A longer sequence makes it
+# grow.
 _FIRST_TURNS = 1024
 
 
@@ -34,7 +35,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows(Turns):
-    """T packed rows of a forward: their places in the cache, and their rotary embedding."""
+    """The places in the cache, and the rotary embedding, of T packed rows of a forward."""
 
     layout: BatchLayout
 
@@ -72,13 +73,13 @@ class HeadCache:
         self.turn_by(decoder)
 
     def turn_by(self, decoder: Decoder) -> None:
-        """Rotate rows by a decoder's rotary embedding from now on."""
+        """Use a decoder's rotary embedding from now on."""
         config = LlamaConfig(
             hidden_size=decoder.hidden_size,
             num_attention_heads=decoder.head_count,
             head_dim=decoder.rotary_size or decoder.head_size,
             rope_parameters=dict(decoder.rope),
-            # A head may have been trained on shorter texts than its target's.
+            # A head may have been trained on shorter sequences than its target.
             max_position_embeddings=self._longest,
         )
         self._rope = dict(decoder.rope)
@@ -110,7 +111,7 @@ class HeadCache:
 
     @property
     def can_capture(self) -> bool:
-        """Whether forwards can be graphs: with the GPU kernel, and all cosines known in advance."""
+        """True if forwards can be graphs: they use the GPU kernel, and all cosines are known."""
         rope = self._rope.get("rope_type", "default")
         turns_are_fixed = rope not in ("dynamic", "longrope")
         return turns_are_fixed and all(one.supports_kernel(self._device) for one in self.layers)
@@ -170,7 +171,8 @@ class Attention(Module):
 
     def forward(self, x_TC: torch.Tensor, rows: Turns, cache: LayerCache) -> torch.Tensor:
         """Store the rows' keys and values; let each row see all rows up to itself."""
-        # Compute the queries first: on a CPU the projections are one product, which v_proj ends.
+        # Compute the queries first: on a CPU the projections are one product, and v_proj's call
+        # drops its outputs.
         query = self.queries(x_TC, rows.cos, rows.sin)
         key, value = self.keys_and_values(x_TC, rows.cos, rows.sin)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
@@ -181,7 +183,7 @@ class Attention(Module):
     def attend_blocks(
         self, x_TC: torch.Tensor, rows: HeadRows, cache: LayerCache, seen_BQK: torch.Tensor
     ) -> torch.Tensor:
-        """Let Q rows of each of B sequences see their text in the cache, and each other.
+        """Let Q rows of each of B sequences see their cached tokens, and each other.
 
         The last Q of the K keys are the rows' own, which are not stored. The keys before them are
         the places in the pages of each sequence. `seen_BQK` tells which keys a row sees.
@@ -229,21 +231,21 @@ class Mlp(Module):
         self._activation: Any = ACT2FN[decoder.activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the part's output."""
+        """Return the output of the feed-forward part."""
         out: torch.Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class Layer(Module):
-    """One decoder layer, whose attention reads `input_size` numbers a row.
+    """One decoder layer. Its attention reads `input_size` numbers for each row.
 
-    The caller adds up the residual: `attention` and `finish` are its halves.
+    The caller adds up the residual: `attention` and `finish` are the two halves of the layer.
     """
 
     def __init__(
         self, decoder: Decoder, index: int, input_size: int | None = None, *, norm: bool = True
     ) -> None:
-        """Make layer `index`; without `norm` its input is used as it is."""
+        """Make layer `index`; without `norm` its input is not normalised."""
         super().__init__()
         hidden, eps = decoder.hidden_size, decoder.norm_eps
         self.index = index
@@ -263,12 +265,12 @@ class Layer(Module):
 
 
 class TargetsLayer(Module):
-    """A decoder layer of `transformers`, of the target's own kind, that reads our pages."""
+    """A decoder layer from `transformers`, of the target's kind, which reads our pages."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         config._attn_implementation = NAME
-        # A loop over the experts that the few rows of a draft choose.
+        # This loops over the experts that the few rows of a draft choose.
         config._experts_implementation = "eager"
         self.block = Glm4MoeDecoderLayer(config, 0)
 
@@ -281,6 +283,6 @@ class TargetsLayer(Module):
 
 
 def fill(module: Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a module of the meta device its weights. Raises RuntimeError if they do not fit it."""
+    """Set the weights of a module on the meta device. Raises RuntimeError if they do not fit."""
     module.load_state_dict(dict(tensors), strict=True, assign=True)
     module.requires_grad_(False)

@@ -31,7 +31,7 @@ class Projection(Module):
         self.input_norm = RMSNorm(spec.feature_width, eps=eps) if spec.row_norm else None
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Project rows of the type of the weights."""
+        """Project rows, which have the type of the weights."""
         if self.fc_norm:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             norms = zip(self.fc_norm, parts, strict=True)
@@ -43,8 +43,7 @@ class Projection(Module):
 
 
 def projection_tensors(head: Head) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of the head's projection, keyed as in `Projection`; empty if it has none.
-    """
+    """Return the tensors of a head's projection, keyed as in `Projection`; empty if it has none."""
     if not head.spec.aux_layers:
         return {}
     names = [name for name in head.tensors if name.partition(".")[0] in _PARTS]
@@ -57,7 +56,8 @@ _PARTS = ("fc", "fc_norm", "input_norm")
 def projection_name(head: Head) -> str:
     """Name a projection by what it computes: a SHA-256 (hex) of its states, norms and weights.
 
-    So a drafter cannot get rows that another head's projection made. Empty if the head has none.
+    So a drafter cannot get rows that another head's projection made. The name is empty if the head
+    has no projection.
     """
     tensors = projection_tensors(head)
     if not tensors or head.spec.decoder is None:
@@ -84,7 +84,7 @@ class ServedProjection:
         self._made: dict[torch.dtype, Projection] = {}
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        """Project rows as a drafter that computes in their type would; [R, projected_width]."""
+        """Project rows as a drafter that computes in the rows' type would; [R, projected_width]."""
         dtype = features.dtype
         if dtype not in self._made:
             with torch.device("meta"):

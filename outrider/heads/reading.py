@@ -23,7 +23,7 @@ from outrider.tokenizer import check_model_folder
 
 log = logging.getLogger(__name__)
 
-# Architectures in config.json: a set for each reader that understands such files.
+# Architectures in config.json, as a set for each reader that understands such files.
 _EAGLE3 = {
     "Eagle3Speculator",
     "Eagle3DraftModel",
@@ -112,7 +112,7 @@ def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = 
 
 
 def with_reading(head: Head, number: int) -> Head:
-    """Return the head by one of the readings of its file, counted from 1. Raises OutriderError."""
+    """Return the head with interpretation `number` of its file, from 1 on. Raises OutriderError."""
     readings = head.spec.readings
     if number > len(readings):
         why = f"is {number}, but the head's file may mean {len(readings)} things at most"
@@ -138,7 +138,7 @@ def _told(folder: Path, head: Head) -> Head:
 
 
 def _stated_kind(keys: Keys) -> str | None:
-    """Return the reader that the config names; None if only the weights can tell.
+    """Return the name of the reader for this config; None if only the weights can tell.
 
     Raises OutriderError for a head that no reader understands.
     """

@@ -1,9 +1,9 @@
-"""Finds out what ambiguous files of a head mean, by trying their readings on a text.
+"""Finds out what ambiguous files of a head mean, by trying each interpretation on a text.
 
 Files that look alike mean different layers: some dialects state layers, some the auxiliary layers
 after them, and heads that were converted from one to the other are often wrong by one layer. Some
 keys mean one thing to the code that trained a head and another to the code that serves it. A head
-that is read wrongly still guesses, but much worse.
+whose file is interpreted wrongly still guesses, but much worse.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from outrider.protocol.draft_messages import FINAL_STATE
 
 log = logging.getLogger(__name__)
 
-# Another reading than the file's likeliest must match this many times as often, and a few times
-# more, since small numbers differ by chance.
+# Another interpretation must match this many times as often as the file's likeliest, and a few
+# times more, since small numbers differ by chance.
 _RATIO = 1.3
 _MARGIN = 3
-# How many guesses in a row are made. All but the first show how a head recycles its own states.
+# This many guesses in a row are made. All but the first show how a head recycles its own states.
 _IN_A_ROW = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """How often a reading's guesses were right.
+    """The number of right guesses of an interpretation.
 
     `later` counts the guesses after the first, which were made from the head's own states. It is 0
-    where no other reading recycles the states in another way.
+    where all interpretations recycle the states in the same way.
     """
 
     spec: HeadSpec
@@ -43,10 +43,10 @@ class Matches:
 
 @dataclass(frozen=True, slots=True)
 class ReadingChoice:
-    """The reading that fits best, and how often each reading was right, the likeliest first.
+    """The interpretation that fits best, and the right guesses of each, the likeliest first.
 
-    `tried` first guesses were made with each reading. If it is not `clear`, another reading is
-    about as good, and the file's likeliest was kept.
+    `tried` first guesses were made with each interpretation. If the choice is not `clear`, another
+    interpretation is about as good, and the file's likeliest was kept.
     """
 
     spec: HeadSpec
@@ -56,7 +56,7 @@ class ReadingChoice:
 
     @property
     def shown(self) -> list[str]:
-        """Each reading in words, with its differences from the other readings."""
+        """A description of each interpretation, with its differences from the others."""
         return [
             described(found.spec, [each.spec for each in self.matches]) for found in self.matches
         ]
@@ -69,7 +69,7 @@ def states_of(spec: HeadSpec) -> set[int]:
 
 
 def described(spec: HeadSpec, among: Sequence[HeadSpec]) -> str:
-    """Describe a reading in words, including its differences from the other readings."""
+    """Describe an interpretation, with its differences from the interpretations `among`."""
     words = [f"states {list(spec.aux_layers)}" if spec.aux_layers else "the final state"]
     if len({each.scores_normed for each in among}) > 1:
         words.append("scores after the norm" if spec.scores_normed else "scores without the norm")
@@ -92,13 +92,13 @@ def choose_reading(
     *,
     stride: int = 2,
 ) -> ReadingChoice:
-    """For each reading of a head, compare its guesses with the target's likeliest tokens.
+    """Compare the guesses of each interpretation of a head with the target's likeliest tokens.
 
-    `text` has T tokens, some 256. `states` maps each state of `states_of` to the target's rows
-    [T, hidden size]. `answers` [T] has the target's likeliest token after each token. A guess is
-    made after every `stride`-th token. Logs the choice, as a warning unless it is clear. The model
-    needs pages for the text with each set of auxiliary layers, else it raises NoPages. Afterwards
-    these pages are free again, and the model reads as before.
+    `text` has T tokens, some 256. `states` maps each state of `states_of` to the target's rows [T,
+    hidden size]. `answers` [T] has the target's likeliest token after each token. A guess is made
+    after every `stride`-th token. Logs the choice, as a warning unless it is clear. The model needs
+    pages for the text with each set of auxiliary layers, else it raises NoPages. Afterwards these
+    pages are free, and the model uses its previous interpretation.
     """
     before = model.spec
     options = before.readings
@@ -127,7 +127,7 @@ class _Trial:
     steps: int
 
     def count(self, options: Sequence[HeadSpec]) -> list[Matches]:
-        """Count the right guesses of readings that differ only in their auxiliary layers."""
+        """Count the right guesses of interpretations that differ only in their auxiliary layers."""
         model, text = self.model, self.text
         model.read_as(options[0])
         final = (FINAL_STATE,) if options[0].final_state else ()
@@ -157,7 +157,9 @@ class _Trial:
         ]
 
     def _rank(self, length: int, counts: list[list[int]]) -> Rank:
-        """Count the right guesses after `length` tokens, and go on with the text's own tokens."""
+        """Return a `Rank` that counts right guesses after `length` tokens and goes on with the
+        text.
+        """
 
         def rank(
             places: Sequence[Place], scores_RV: torch.Tensor, width: int
@@ -175,7 +177,7 @@ class _Trial:
 
 
 def _decide(found: list[Matches], tried: int) -> ReadingChoice:
-    """Choose by the first guesses; among readings with equal first guesses, by later guesses."""
+    """Choose by the first guesses; if interpretations share them, choose by the later guesses."""
     best, clear = _best(found, [each.first for each in found], _first_guess)
     alike = [each for each in found if _first_guess(each) == _first_guess(best)]
     if len(alike) > 1:
@@ -198,16 +200,16 @@ def _decide(found: list[Matches], tried: int) -> ReadingChoice:
 
 
 def _first_guess(found: Matches) -> HeadSpec:
-    """What decides a first guess: everything except how a head recycles its states."""
+    """Return the parts that decide a first guess: all but how the head recycles its states."""
     return replace(found.spec, recycle_normed=False)
 
 
 def _best(
     found: Sequence[Matches], counts: Sequence[int], kind: Callable[[Matches], HeadSpec]
 ) -> tuple[Matches, bool]:
-    """Return the reading with the most right guesses, unless the first is about as good.
+    """Return the interpretation with the most right guesses, unless the first is about as good.
 
-    Also tells whether the choice is clear, compared with the best reading of another kind.
+    Also return whether the choice is clear, compared with the best interpretation of another kind.
     """
     top = max(range(len(found)), key=lambda i: (counts[i], -i))
     others = [n for n, each in zip(counts, found, strict=True) if kind(each) != kind(found[top])]

@@ -1,10 +1,10 @@
 """Rounds of a head that drafts step by step, as CUDA graphs: two for each size of a batch.
 
-One graph makes the first guesses from the text's states. The other makes a further level of
-guesses, and leaves its results where the next level reads them. So a round is one copy, a graph for
-each level and one wait. W rows of a sequence are followed: the chain's guess, and in trees the
-likeliest others, as `outrider.heads.kinds.dynamic_tree` chooses them. A level reads only its new
-rows; it sees earlier rows and the text in the pages.
+One graph makes the first guesses from the states of the committed tokens. The other makes a further
+level of guesses, and leaves its results where the next level reads them. So a round is one copy, a
+graph for each level and one wait. W rows of a sequence are followed: the chain's guess, and in
+trees the likeliest others, as `outrider.heads.kinds.dynamic_tree` chooses them. A level reads only
+its new rows; it sees earlier rows and the committed tokens in the pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BATCHES = (1, 2, 4, 8, 16, 32)
-# The most levels after the first: with one more, a tree would have too many rows.
+# The maximum number of levels after the first: with one more, a tree would have too many rows.
 _LEVELS = MAX_TREE_TOKENS // WIDTH
 
 
@@ -40,8 +40,8 @@ class RoundGraphs:
     def __init__(self, model: AutoregressiveModel, width: int) -> None:
         """Capture chains, and trees of `width` guesses a place.
 
-        Sizes for which memory does not suffice are left out; a head that cannot be captured gets no
-        graph. Raises torch.AcceleratorError if the device failed.
+        Sizes for which memory does not suffice get no graph. A head that cannot be captured gets no
+        graphs. Raises torch.AcceleratorError if the device failed.
         """
         assert model.cache is not None
         self._sizes: dict[tuple[int, int], _Size] = {}
@@ -78,7 +78,7 @@ class RoundGraphs:
 
     @property
     def count(self) -> int:
-        """Number of captured graphs."""
+        """The number of captured graphs."""
         return 2 * len(self._sizes)
 
     def propose(
@@ -97,7 +97,7 @@ class _Chosen:
     """The W rows of B sequences that the next level follows, at fixed addresses.
 
     `states` [B, W, C] are the states of their parent rows. `products` [B, W], float64, are the
-    products of the probabilities along their paths. `words` [B, W] have a bit for each row that
+    products of the probabilities along their paths. `words` [B, W] are bitmasks of the rows that
     they see, and `bits` [W] are the next rows' own bits.
     """
 
@@ -108,7 +108,7 @@ class _Chosen:
 
 
 class _Size:
-    """The two graphs of B sequences with K guesses a place, and their memory."""
+    """The two graphs for B sequences with K guesses a place, and the graphs' tensors."""
 
     def __init__(
         self, model: AutoregressiveModel, table: BlockTable, batch: int, choices: int
@@ -140,7 +140,7 @@ class _Size:
         self._follow = capture(self._guess_level)
 
     def _guess_first(self) -> None:
-        """Guess the tokens after the text."""
+        """Guess the tokens after the committed tokens."""
         best_BK, shares_BK = self._ranked(self._states_BC)
         self._level.zero_()
         self._keep(best_BK.unsqueeze(1), shares_BK.unsqueeze(1))
@@ -231,7 +231,7 @@ class _Size:
 def _branches(
     sequence: HeadSequence, at: int, best_LBWK: list[Any], shares_LBWK: list[Any]
 ) -> list[Branch]:
-    """The branches of the sequence with the number `at`, whose tree grows here as in the graphs."""
+    """Return the branches of sequence number `at`, whose tree grows as it did in the graphs."""
     tree = Tree(sequence)
     tree.add(0, best_LBWK[0][at][0], shares_LBWK[0][at][0])
     for best_BWK, shares_BWK in zip(best_LBWK[1:], shares_LBWK[1:], strict=True):

@@ -2,8 +2,8 @@
 
 Auxiliary layer k of a target is the residual stream that enters its layer k, as vLLM counts them: 0
 are the embeddings, and the number of layers is the stream before the final norm. The final state is
-what the target's lm_head reads, after that norm. A feature row of one token is the wanted auxiliary
-layers, in the head's order, and then the final state if it is wanted.
+the input of the target's lm_head, after that norm. A feature row of one token is the wanted
+auxiliary layers, in the head's order, and then the final state if it is wanted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ Markov = Literal["none", "vanilla", "gated", "rnn"]
 
 
 def refusal(where: object, why: str) -> OutriderError:
-    """Return the INVALID_VALUE error for a head that cannot be used; `where` is its folder or file.
-    """
+    """Return the INVALID_VALUE error for an unusable head, in the folder or file `where`."""
     return OutriderError(Reason.INVALID_VALUE, f"{where} is no usable draft head: {why}", "head")
 
 
@@ -131,7 +130,7 @@ class HeadSpec:
 
     @property
     def readings(self) -> list[HeadSpec]:
-        """What the head's file may mean, the likeliest first."""
+        """The interpretations that the head's file allows, the likeliest first."""
         return [
             replace(form, aux_layers=ids, other_aux_layers=(), other_forms=())
             for form in (self, *self.other_forms)
@@ -140,12 +139,12 @@ class HeadSpec:
 
     @property
     def feature_width(self) -> int:
-        """Numbers in a token's feature row."""
+        """The size of a token's feature row."""
         return (len(self.aux_layers) + self.final_state) * self.target.hidden_size
 
     @property
     def vocab_size(self) -> int:
-        """Number of target ids."""
+        """The number of target ids."""
         return self.target.vocab_size
 
 

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# Memory beside the tensors, of which there are two copies for a moment.
+# Memory besides the tensors. For a moment there are two copies of the tensors.
 _SPARE_BYTES = 2**30
 
 
 def convert(source: Path, target: Path) -> None:
     """Convert a file.
 
-    Raises ValueError for anything but tensors by name, and whatever torch's restricted reader
-    raises for code.
+    Raises ValueError for anything but named tensors, and the errors of torch's restricted reader
+    for code.
     """
-    # Weights only, in a process of its own: the one place where a pickle may be opened.
+    # This reads only weights, in a separate process: the only place where a pickle may be opened.
     loaded = torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251
     save_file(_tensors(loaded), target)
 
 
 def _limit(added: int) -> None:
-    """Bound the memory that is added from now on."""
+    """Limit the memory that this process may add from now on."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -43,7 +43,7 @@ class PagedKernel(Protocol):
     ) -> torch.Tensor:
         """Attend for a packed batch over caches [pages, page size, KV heads, size].
 
-        Return [T, H, value size]. Each token sees the text up to its own slot, and in a tree its
+        Return [T, H, value size]. Each token sees all tokens up to its own slot, or in a tree its
         ancestors and itself, as far as `softmax` lets it. No sequence has more than `max_seq_len`
         keys. The call must not read the batch on the host: a CUDA graph repeats the call for
         batches of the same shapes.
@@ -53,7 +53,7 @@ class PagedKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Key/value heads and head sizes of one layer, found by a trial forward."""
+    """The number of key/value heads and the head sizes of one layer, found by a trial forward."""
 
     heads: int
     key_size: int
@@ -124,14 +124,14 @@ class LayerCache:
 
     @property
     def arrays(self) -> list[torch.Tensor]:
-        """Keys and values as flattened arrays [slots, heads, size]; empty before `allocate`."""
+        """The keys and values as flattened arrays [slots, heads, size]; empty before `allocate`."""
         if self._store is None:
             return []
         return [self._store.flat_keys, self._store.flat_values]
 
     @property
     def page_count(self) -> int:
-        """Number of pages; 0 before `allocate`."""
+        """The number of pages; 0 before `allocate`."""
         if self._store is None:
             return 0
         return len(self._store.keys)
@@ -151,7 +151,7 @@ class LayerCache:
         value: torch.Tensor,
         softmax: Softmax,
     ) -> torch.Tensor:
-        """Store this batch's keys and values and attend: query [1, H, T, D] to [1, T, H, D].
+        """Store this batch's keys and values and attend: maps query [1, H, T, D] to [1, T, H, D].
 
         Raises RuntimeError if the layout is for the GPU kernel and this layer cannot use it.
         """
@@ -181,7 +181,7 @@ class LayerCache:
         return out.unsqueeze(0)
 
     def attend_stored(self, query_THD: torch.Tensor, batch: KernelArguments) -> torch.Tensor:
-        """Attend by the GPU kernel over keys and values that are stored: [T, H, D].
+        """Attend with the GPU kernel over keys and values that are stored; return [T, H, D].
 
         Raises RuntimeError before `allocate`, and if this layer does not use the kernel.
         """
@@ -228,7 +228,7 @@ def _attend_group(
     group: AttentionGroup,
     softmax: Softmax,
 ) -> torch.Tensor:
-    """Attend for one group: return [tokens, H, D] without padding, from gathered pages."""
+    """Attend for one group over gathered pages; return [tokens, H, D] without padding."""
     batch, queries = group.shape
     heads, size = query_THD.shape[1:]
     if group.contiguous_slots is not None:
@@ -268,7 +268,7 @@ def _contiguous_view(cache: torch.Tensor, slots: slice) -> torch.Tensor:
 
 
 def _gather(cache: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
-    """Copy the group's keys or values from the cache, [B, heads, keys, size]."""
+    """Copy the group's keys or values from the cache; return [B, heads, keys, size]."""
     pages = cache.index_select(0, group.block_table_BP.flatten())
     gathered = pages.view(group.shape[0], -1, *pages.shape[2:])[:, : group.key_count]
     if group.unwritten_BK is not None:
@@ -284,7 +284,7 @@ def _by_scores(
     mask: torch.Tensor | None,
     softmax: Softmax,
 ) -> torch.Tensor:
-    """Attend with a soft cap or sinks, for which torch has no fused kernel.
+    """Attend by computing all scores, for soft caps or sinks: torch has no fused kernel for them.
 
     Row r of the query [B, KV heads, rows, D] is of query head r % group of its key/value head.
     """
@@ -304,7 +304,8 @@ def _by_scores(
 
 
 def install(model: torch.nn.Module) -> dict[int, LayerCache]:
-    """Attach a `LayerCache` to every module with a layer index; return the caches by index."""
+    """Attach a `LayerCache` to every module with a layer index; return the caches, keyed by index.
+    """
     caches: dict[int, LayerCache] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
@@ -314,7 +315,7 @@ def install(model: torch.nn.Module) -> dict[int, LayerCache]:
 
 
 def attach(layer: torch.nn.Module, cache: LayerCache) -> None:
-    """Have a layer, and its modules with a layer index, attend over this cache."""
+    """Let a layer, and its modules with a layer index, attend over this cache."""
     for module in layer.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             object.__setattr__(module, _STATE, cache)
@@ -332,11 +333,11 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for one layer, as `transformers` calls it.
+    """Attend for one layer; `transformers` calls this.
 
-    query [1, H, T, D], key and value [1, KV heads, T, D] to output [1, T, H, D]. The visible keys
-    follow only from positions and window. Raises UnsupportedAttention for a mask, for a position
-    bias, for attention to later tokens, and for a module without the number of its layer.
+    Maps query [1, H, T, D], key and value [1, KV heads, T, D] to output [1, T, H, D]. The visible
+    keys follow only from positions and window. Raises UnsupportedAttention for a mask, for a
+    position bias, for attention to later tokens, and for a module without the number of its layer.
     """
     if attention_mask is not None:
         raise UnsupportedAttention("an attention mask of its own")

@@ -20,12 +20,12 @@ from outrider.tokenizer import check_model_folder
 
 log = logging.getLogger(__name__)
 
-# The most tensors that a refusal names.
+# The maximum number of tensors that a refusal names.
 _NAMED = 4
-# Tables that old checkpoints store beside the weights they are computed from.
+# Tables that old checkpoints store beside the weights from which the tables are computed.
 _COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
-# The matrix by which a layer for multi-token prediction (MTP) joins embedding and hidden state.
+# The matrix with which a layer for multi-token prediction (MTP) joins embedding and hidden state.
 # DeepSeek's and GLM's files give these layers the numbers after the model's own layers.
 _MTP = ".eh_proj.weight"
 
@@ -71,9 +71,10 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
 
 
 def _dequantizing(model: str, config: Any) -> dict[str, Any]:
-    """Return what makes `transformers` dequantise a checkpoint in MXFP4, as gpt-oss is published.
+    """Return the arguments with which `transformers` dequantises MXFP4, as gpt-oss is published.
 
-    Empty for weights that are not quantised. Raises OutriderError for other quantised weights.
+    They are empty for weights that are not quantised. Raises OutriderError for other quantised
+    weights.
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
@@ -87,10 +88,10 @@ def _dequantizing(model: str, config: Any) -> dict[str, Any]:
 
 
 def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) -> None:
-    """Raise OutriderError unless the files have each tensor of the model, and no more of its parts.
+    """Raise OutriderError unless the files have exactly the tensors of the model's parts.
 
-    `report` is what `transformers` says of the load. It leaves out tied tensors, and names that
-    the model's type declares as ignorable.
+    `report` is what `transformers` reports about the load. It leaves out tied tensors, and names
+    that the model's type declares as ignorable.
     """
     shapes = [f"{key} {list(of)}, not {list(to)}" for key, of, to in report["mismatched_keys"]]
     unread = {each for each in report["unexpected_keys"] if _COMPUTED.search(each) is None}
@@ -109,7 +110,7 @@ def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) ->
 
 
 def _some(names: Collection[str]) -> str:
-    """Return the count of some tensors, and the first of their names."""
+    """Describe some tensors by their number and their first names."""
     first = ", ".join(sorted(names)[:_NAMED])
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{len(names)} of its weights ({first}{more})"

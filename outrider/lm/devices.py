@@ -10,7 +10,7 @@ from outrider.errors import invalid
 def find_device(name: str) -> torch.device:
     """Return an existing device; a CUDA device always has its index, as some of torch requires.
 
-    Raises OutriderError(INVALID_VALUE) otherwise.
+    Raises OutriderError(INVALID_VALUE) if there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

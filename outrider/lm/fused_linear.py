@@ -1,4 +1,4 @@
-"""Layers that share an input, as one product."""
+"""Computes layers that share an input as one product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeLayer = Callable[[torch.nn.Linear, torch.Tensor, torch.Tensor | None], torch
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Linear:
-    """Make a layer of this weight [out, in] and bias [out], which it shares."""
+    """Make a layer that shares this weight [out, in] and bias [out]."""
     out_features, in_features = weight.shape
     layer = torch.nn.Linear(in_features, out_features, bias is not None, device="meta")
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -33,7 +33,7 @@ def joined(layers: Sequence[torch.nn.Linear]) -> tuple[torch.Tensor, torch.Tenso
 
 
 class FusedLinear:
-    """Several layers that share an input, as one product.
+    """Computes several layers that share an input as one product.
 
     The first call with an input computes all layers; the call of the last layer drops the outputs.
     """
@@ -44,7 +44,7 @@ class FusedLinear:
         """`make` gets a layer, and weight and bias of all `layers`, to compute their outputs.
 
         `contiguous` copies the outputs out of the product. torch computes the GELU of strided
-        numbers with other bits, and the outputs of a single row are contiguous without a copy.
+        numbers with other bits; only the outputs of a single row are contiguous without a copy.
         """
         self._contiguous = contiguous
         self.layer = make(layers[0], *joined(layers))
@@ -67,7 +67,7 @@ class FusedLinear:
 
 
 class FusedLinearPart(torch.nn.Module):
-    """One of the layers of a `FusedLinear`; x [..., in] to [..., out]."""
+    """One of the layers of a `FusedLinear`; maps x [..., in] to [..., out]."""
 
     def __init__(self, fused: FusedLinear, index: int) -> None:
         super().__init__()

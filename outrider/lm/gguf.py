@@ -22,7 +22,7 @@ _CAUSE_CHARACTERS = 300
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the checkpoint. Return 0, or 1 after a line that says why not."""
+    """Write the checkpoint and return 0; or print a line that says why not and return 1."""
     directory, *shards = map(Path, arguments)
     name = shards[0].name
     missing = [package for package in _NEEDED if find_spec(package) is None]
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     except OutriderError as error:
         print(error.message)
         return 1
-    # The libraries read what anybody may have written, and fail at it in many ways.
+    # Anybody may have written the file, and the libraries fail in many ways.
     except Exception as cause:  # noqa: BLE001
         text = " ".join(f"{type(cause).__name__}: {cause}".split())
         why = "it is cut off, broken, or of a kind that transformers does not read"

@@ -23,14 +23,18 @@ class FeatureProjection(Protocol):
 
     @property
     def projected_width(self) -> int:
-        """How many numbers the projection makes of a token's states."""
+        """The number of numbers that the projection computes from a token's states."""
 
     def __call__(self, features: torch.Tensor, /) -> torch.Tensor:
-        """Project rows of the `states`, of any type; return [R, projected_width] of that type."""
+        """Project rows of the `states`, of any type; return [R, projected_width] of the same type.
+        """
 
 
 class HiddenStates:
-    """Hooks on one model. Without watched states there are none, and forwards cost nothing."""
+    """Keeps states by hooks on one model.
+
+    Without watched states there are no hooks and no costs.
+    """
 
     def __init__(self, model: Any) -> None:
         """Find the decoder and its layers.
@@ -64,7 +68,8 @@ class HiddenStates:
         return self._parameter.new_empty(token_count, self._size)
 
     def put(self, state: int, rows: torch.Tensor) -> None:
-        """Keep a state [T, H] if it is watched: for a forward that does not call the layers."""
+        """Keep a state [T, H] if it is watched; a forward that does not call the layers calls this.
+        """
         if state in self.watched:
             self._kept[state] = rows
 

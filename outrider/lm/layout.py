@@ -27,18 +27,19 @@ SHORT_SLICE = 32
 
 @dataclass(slots=True)
 class SequenceSlice:
-    """Tokens of one sequence, to be computed by one forward: a text's next tokens, then a tree.
+    """Tokens of one sequence that a forward computes: its next tokens, then a tree.
 
     `start` is the position of the first token. `pages` hold the sequence's keys and values,
     including those of this slice. The forward returns logits for the last `logit_count` tokens.
 
     `parents` has the parents of the last `len(parents)` tokens, as in `protocol.token_tree`; row 0
     is the token before them. Token i is in the slot `start + i` of the sequence, and a token of the
-    tree has the position after its parent's. It attends to the text and to its ancestors. Without
-    `parents`, each token follows the previous token, and slots and positions are the same.
+    tree has the position after its parent's. It attends to the tokens before the tree and to its
+    ancestors. Without `parents`, each token follows the previous token, and slots and positions are
+    the same.
 
-    `kv` is the sequence that holds the pages, if there is one from step to step. The block table on
-    a GPU then gets only its new pages.
+    `kv` is the sequence that holds the pages, if the pages stay from step to step. The block table
+    on a GPU then gets only its new pages.
     """
 
     token_ids: list[int]
@@ -50,7 +51,10 @@ class SequenceSlice:
 
     @property
     def end(self) -> int:
-        """The slot after the last token: the number of keys. A chain's last token sees them all."""
+        """The slot after the last token: the number of keys.
+
+        The last token of a chain sees all keys.
+        """
         return self.start + len(self.token_ids)
 
     @property
@@ -92,7 +96,7 @@ def slot_mapping(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
 
 
 def ancestors_by_token(slices: Sequence[SequenceSlice]) -> list[int]:
-    """Return `ancestor_words` of each packed token, unsigned; 0 for tokens outside trees."""
+    """Return each packed token's `ancestor_words` bitmask, unsigned; 0 for tokens outside trees."""
     words: list[int] = []
     for part in slices:
         words += [0] * (len(part.token_ids) - len(part.parents))
@@ -136,7 +140,7 @@ class AttentionGroup:
 
     @cached_property
     def rows_BQ(self) -> torch.Tensor:
-        """Packed token numbers. The padding repeats each slice's last token."""
+        """The packed token numbers. The padding repeats each slice's last token."""
         first_rows = zip(self._first_rows, self._slices, strict=True)
         return self._padded(
             [range(first, first + len(part.token_ids)) for first, part in first_rows]
@@ -151,7 +155,7 @@ class AttentionGroup:
 
     @cached_property
     def block_table_BP(self) -> torch.Tensor:
-        """Page numbers, padded with page 0, which the mask hides."""
+        """The page numbers, padded with page 0, which the mask hides."""
         return self._layout.block_table(self._slices)
 
     @cached_property
@@ -198,7 +202,7 @@ class AttentionGroup:
         return zeros.masked_fill_(hidden, -torch.inf)
 
     def _hide_branches(self, hidden_BQK: torch.Tensor) -> None:
-        """Hide the tokens of a tree that are no ancestors of a query of that tree."""
+        """Hide from each query of a tree the tree's tokens that are not its ancestors."""
         for hidden_QK, part in zip(hidden_BQK, self._slices, strict=True):
             ancestors = _ancestor_matrix(part.parents).to(hidden_QK.device)
             queries = slice(part.tree_start - part.start, len(part.token_ids))
@@ -214,7 +218,7 @@ class AttentionGroup:
 
 
 def _ancestor_matrix(parents: Sequence[int]) -> torch.Tensor:
-    """Return [N, N]: whether draft token j (column) is draft token i (row) or its ancestor."""
+    """Return bool [N, N]: True if draft token j (column) is draft token i (row) or its ancestor."""
     words = torch.tensor(ancestor_words(parents), dtype=torch.uint64).view(torch.int64)
     return (words[:, None] >> torch.arange(len(parents)) & 1).bool()
 
@@ -229,7 +233,10 @@ def _contiguous_slots(part: SequenceSlice, page_size: int) -> slice | None:
 
 
 class BatchLayout:
-    """T tokens of B slices, packed into one row. The properties serve the attention backends."""
+    """The layout of T tokens of B slices, packed into one row.
+
+    Its properties serve the backends.
+    """
 
     def __init__(
         self, slices: Sequence[SequenceSlice], page_size: int, device: torch.device
@@ -254,7 +261,7 @@ class BatchLayout:
         self.logits_indices = self._sent["logits_indices"]
 
     def _send(self, numbers: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
-        """Bring arrays to the device."""
+        """Copy arrays to the device."""
         staging = Staging(self._device)
         staged = {name: staging.add(array) for name, array in numbers.items()}
         staging.send()
@@ -262,13 +269,13 @@ class BatchLayout:
 
     @cached_property
     def slot_mapping(self) -> torch.Tensor:
-        """Slot in the flattened cache for each token, [T]."""
+        """The slot of each token in the flattened cache, [T]."""
         sent = self._sent.get("slot_mapping")
         return self.tensor(slot_mapping(self.slices, self.page_size)) if sent is None else sent
 
     @cached_property
     def cpu_batch(self) -> PagedBatch:
-        """Arguments of the C attention."""
+        """The arguments of the C attention."""
         tree_starts: list[int] = []
         ancestors: list[int] = []
         if any(part.parents for part in self.slices):
@@ -286,7 +293,7 @@ class BatchLayout:
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """Groups for attention that gathers pages: all short slices, then each long slice."""
+        """The groups for attention that gathers pages: all short slices, then each long slice."""
         short: list[int] = []
         long: list[int] = []
         for i, part in enumerate(self.slices):
@@ -323,7 +330,7 @@ class BatchLayout:
 
     @cached_property
     def kernel(self) -> KernelArguments:
-        """Arguments of the GPU kernel."""
+        """The arguments of the GPU kernel."""
         sent = self._sent
         if "seq_lens" not in sent:
             sent = self._send(self._kernel_numbers())
@@ -348,18 +355,17 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True)
 class KernelArguments:
-    """One batch of B slices with T tokens, as `outrider.lm.gpu.triton_attention` takes it.
+    """One batch of B slices with T tokens, in the form for `outrider.lm.gpu.triton_attention`.
 
     `cu_seqlens_q` [B + 1]: cumulative token counts of the slices, from 0 on. `seq_lens` [B]: keys
     of each sequence, including the slice's own. `block_table` [B, P]: the pages of those keys.
-    `slots` [T]: each token's place among the keys of its sequence.
-    `positions` [T]: equal to `slots` except for a tree's tokens.
-    `tree_starts` [B]: the slot of a slice's first tree token, or the slice's `seq_lens` if it has
-    no tree.
-    `ancestors`: for each token of a tree a word with bit j set if draft token j is an ancestor or
-    itself; [T], where the words of other tokens are not read, or [1] in a batch without trees.
-    `has_trees`: whether some slice may have a tree; if none may, the kernel reads no `ancestors`.
-    `ancestors` is int64, the other tensors are int32.
+    `slots` [T]: each token's place among the keys of its sequence. `positions` [T]: equal to
+    `slots` except for a tree's tokens. `tree_starts` [B]: the slot of a slice's first tree token,
+    or the slice's `seq_lens` if it has no tree. `ancestors`: for each token of a tree a bitmask
+    with bit j set if draft token j is an ancestor or itself; [T], where the bitmasks of other
+    tokens are not read, or [1] in a batch without trees. `has_trees`: whether some slice may have a
+    tree; if none may, the kernel reads no `ancestors`. `ancestors` is int64, the other tensors are
+    int32.
     """
 
     cu_seqlens_q: torch.Tensor

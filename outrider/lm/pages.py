@@ -44,8 +44,8 @@ class PagePool:
         self.page_size = page_size
         self._prefix_caching = prefix_caching
         self._holders = [0] * page_count
-        # A heap: the lowest free pages are often neighbours, and attention reads neighbouring pages
-        # in place.
+        # This is a heap: the lowest free pages are often neighbours, and attention reads
+        # neighbouring pages in place.
         self._blank = list(range(page_count))
         self._by_digest: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -53,17 +53,17 @@ class PagePool:
 
     @property
     def free_count(self) -> int:
-        """Number of pages that the pool could hand out now."""
+        """The number of pages that the pool could hand out now."""
         return len(self._blank) + len(self._idle)
 
     @property
     def used_count(self) -> int:
-        """Number of pages that sequences hold."""
+        """The number of pages that sequences hold."""
         return self.page_count - self.free_count
 
     @property
     def usage(self) -> float:
-        """Share of the pages that sequences hold, 0 to 1."""
+        """The share of the pages that sequences hold, 0 to 1."""
         return self.used_count / self.page_count
 
     def reserve(self, sequence: KVSequence, length: int) -> bool:
@@ -81,7 +81,7 @@ class PagePool:
         return True
 
     def room(self, sequence: KVSequence) -> int:
-        """Return the most tokens for which `reserve` can give the sequence pages."""
+        """Return the maximum number of tokens for which `reserve` can give the sequence pages."""
         return (len(sequence.pages) + self.free_count) * self.page_size
 
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
@@ -108,7 +108,8 @@ class PagePool:
         if length < sequence.num_computed_tokens:
             sequence.num_computed_tokens = length
         keep = -(-length // self.page_size)
-        # Backwards, so that the pool evicts the end of a cached prefix before its beginning.
+        # Free the pages backwards, so that the pool evicts the end of a cached prefix before its
+        # beginning.
         while len(sequence.pages) > keep:
             self._give_back(sequence.pages.pop())
         sequence.sent_page_count = min(sequence.sent_page_count, keep)
@@ -148,7 +149,7 @@ class PagePool:
     def known_pages(self, hashes: list[bytes], token_ids: Sequence[int], salt: str) -> int:
         """Return how many full pages of `token_ids` are cached.
 
-        `match_prefix` finds no more of them. `hashes` belongs to one text with one salt, is empty
+        `match_prefix` finds no more pages. `hashes` belongs to one sequence with one salt, is empty
         at first, and keeps the block hashes.
         """
         for i in range(len(hashes), len(token_ids) // self.page_size):

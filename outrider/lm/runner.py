@@ -37,11 +37,12 @@ __all__ = ["Bounds", "ModelRunner", "SequenceSlice"]
 
 log = logging.getLogger(__name__)
 
-# Tokens a page. Small pages waste little, and no attention kernel is faster with larger pages.
+# The number of tokens a page. Small pages waste little, and no attention kernel is faster with
+# larger pages.
 _PAGE_SIZE = 16
 _CPU_CACHE_BYTES = 2**30
 _SEQUENCES_AT_FULL_CONTEXT = 64
-# Share of a GPU's free memory that is kept for the steps of a model without the kernel.
+# This share of a GPU's free memory is kept for the steps of a model without the kernel.
 _UNMEASURED_STEP = 0.15
 
 
@@ -59,7 +60,7 @@ class ModelRunner:
         memory_share: float = 0.9,
         fused_layers: bool = True,
     ) -> None:
-        """Take over a loaded `transformers` model; `load` explains the parameters.
+        """Serve a loaded `transformers` model; `load` explains the parameters.
 
         `fused_layers` lets a GPU compute by fewer kernels, where that is possible. Raises
         OutriderError(INVALID_VALUE) for a model that cannot be served.
@@ -135,7 +136,8 @@ class ModelRunner:
 
     @property
     def _most_slots(self) -> int:
-        """The most slots of a sequence: the branches of a tree may lie beyond the last position."""
+        """The maximum number of a sequence's slots; a tree's branches may exceed the last position.
+        """
         return self.context_length + MAX_TREE_TOKENS
 
     def _allocate(self, pages: int, max_seq_len: int) -> None:
@@ -143,7 +145,7 @@ class ModelRunner:
             layer.allocate(pages, self.page_size, max_seq_len, self.dtype, self.device)
 
     def _fuse(self, texts: Texts, own: OwnLogits) -> None:
-        """Have a GPU compute by fewer kernels, unless they give other logits than the model."""
+        """Let a GPU compute with fewer kernels, unless they give other logits than the model."""
         # Imported here, because not every machine has Triton.
         from outrider.lm.gpu.fused_layers import FusedForward, join_projections
 
@@ -232,7 +234,8 @@ class ModelRunner:
             bounds=bounds,
             memory_share=memory_share,
         )
-        # The loaded configuration has the default of the model's type where the files state none.
+        # Where the files state no value, the loaded configuration has the default of the model's
+        # type.
         runner.eos_token_ids = end_token_ids(model, runner.vocab_size)
         return runner
 
@@ -271,17 +274,17 @@ class ModelRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the KV cache, on the model's device."""
+        """The size of the KV cache, on the model's device."""
         return sum(array.nbytes for array in self._cache_arrays())
 
     @property
     def graph_count(self) -> int:
-        """Number of CUDA graphs."""
+        """The number of CUDA graphs."""
         return self._graphs.count if self._graphs is not None else 0
 
     @property
     def graph_memory_bytes(self) -> int:
-        """Device memory that the CUDA graphs take."""
+        """The device memory that the CUDA graphs take."""
         return self._graphs.memory_bytes if self._graphs is not None else 0
 
     def can_watch(self, states: Collection[int]) -> bool:
@@ -394,7 +397,10 @@ class ModelRunner:
         return logits
 
     def _takes_graphs(self) -> bool:
-        """Whether forwards can be captured: no layer may gather pages, which depends on lengths."""
+        """True if forwards can be captured.
+
+        No layer may gather pages, because gathering depends on the lengths.
+        """
         return all(layer.supports_kernel(self.device) for layer in self._layers.values())
 
     def _make_token_mover(self) -> TokenMover | None:
@@ -417,7 +423,7 @@ class ModelRunner:
 
     @property
     def continues(self) -> bool:
-        """Whether `continue_greedily` can decode several tokens in one call."""
+        """True if `continue_greedily` can decode several tokens in one call."""
         return self.decoder is not None or self.graph_count > 0
 
     def continue_greedily(
@@ -425,7 +431,7 @@ class ModelRunner:
     ) -> list[list[int]] | None:
         """Decode `count` tokens greedily for slices of one token each, by one call.
 
-        The call is one of C, or CUDA graphs one after the other with one wait at their end. Return
+        The call runs C, or CUDA graphs one after the other with one wait at their end. Return
         `count` rows of one token per slice, each the likeliest below `limit`; None if the model has
         neither, or if a slice has more tokens or a tree. For a small model, one call instead of
         many saves more time than its forwards take.
@@ -462,7 +468,7 @@ class ModelRunner:
         return BatchLayout(slices, self.page_size, self.device)
 
     def _default_page_count(self, bounds: Bounds | None, memory_share: float) -> int:
-        """Return the pages that memory affords, up to what full batches of long texts can use."""
+        """Return the number of pages for which there is memory; full batches need no more."""
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
         numbers = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes)
         page_bytes = numbers * self.dtype.itemsize * self.page_size
@@ -475,7 +481,8 @@ class ModelRunner:
         return max(1, min(budget // page_bytes, useful))
 
     def _gpu_cache_bytes(self, bounds: Bounds | None, memory_share: float, page_bytes: int) -> int:
-        """Return the cache's GPU memory; raise OutriderError(INVALID_VALUE) if no page fits."""
+        """Return the GPU memory for the cache; raise OutriderError(INVALID_VALUE) if no page fits.
+        """
         step = 0
         if bounds is not None and self._takes_graphs():
             step = self._largest_step_bytes(bounds)
@@ -511,9 +518,9 @@ def _is_bfloat16(model: torch.nn.Module) -> bool:
 
 
 def _dtype_for_int8(dtype: str, device: torch.device) -> str:
-    """Return the type of the computation beside int8 weights, if it can be.
+    """Return the type in which a model with int8 weights computes.
 
-    Raises OutriderError(INVALID_VALUE) otherwise.
+    Raises OutriderError(INVALID_VALUE) if int8 weights are impossible here.
     """
     if device.type != "cpu":
         message = f"weights int8 is for CPUs, not for {device.type}: set device to cpu"
@@ -529,7 +536,8 @@ def _dtype_for_int8(dtype: str, device: torch.device) -> str:
 def _hidden_states(model: Any) -> HiddenStates | None:
     try:
         return HiddenStates(model)
-    # A model's own code may lack what `HiddenStates` reads; it is served without features.
+    # A model's own code may lack the parts that `HiddenStates` reads. Then the model is served
+    # without features.
     except (LookupError, AttributeError) as reason:
         log.info("no drafter gets features of %s: %s", type(model).__name__, reason)
         return None

@@ -1,4 +1,4 @@
-"""Whether a row's logits have the same bits however many rows its forward has.
+"""Tells whether a row's logits have the same bits in forwards with any number of rows.
 
 Our C kernels for CPUs keep one order of sums for all numbers of rows. Other products and attentions
 choose their code by the number of rows. docs/losslessness.md says what follows for texts.
@@ -16,7 +16,7 @@ from outrider.lm.cpu.weights import LeanLinear, PackedLinear
 
 
 def reason_against(model: Any, layers: Iterable[LayerCache]) -> str | None:
-    """Return why the bits of a row of the model's own forward may differ; None if they do not.
+    """Return why a row's bits may differ between forwards of the model; None if they do not.
 
     `layers` are the allocated caches of its attention layers.
     """

@@ -1,4 +1,4 @@
-"""How one layer's attention weighs keys: scale, window, soft cap and sinks."""
+"""Describes how a layer's attention weighs keys: scale, window, soft cap and sinks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """How a layer weighs the keys that a token sees.
+    """The settings by which a layer weighs the keys that a token sees.
 
     Scores are products times `scale`; with a `softcap` they are squashed to (-softcap, softcap).
     With a `window`, a token sees the last `window` positions of its text, its own included; if
@@ -25,7 +25,7 @@ class Softmax:
     chunked: bool = False
 
     def first_seen(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the first position that each token sees, or one below 0; needs a `window`."""
+        """Return the first position that each token sees, possibly below 0; needs a `window`."""
         if self.window is None:
             raise ValueError("no window limits what a token sees")
         if self.chunked:
@@ -34,7 +34,7 @@ class Softmax:
 
 
 def counts_rows(module: Any) -> bool:
-    """Return whether a layer scales queries by their row, which it takes for their position.
+    """Return whether a layer scales queries by their row number as if it were their position.
 
     Llama 4 does so in layers without a rotary embedding.
     """

@@ -1,4 +1,4 @@
-"""CUDA streams of the threads of a process, and the order of what passes between them.
+"""Gives a process's threads CUDA streams, and orders the tensors that pass between them.
 
 A thread computes on one stream, by default the legacy default stream, which all threads share. On
 it, a drafter's kernels would wait for a forward of the target in the same process. So each drafter
@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import torch
 
-# Below 0 is before streams of the usual priority. A draft is short, and a step may wait for it.
+# A priority below 0 goes before streams of the usual priority. A draft is short, and a step may
+# wait for it.
 _HIGH_PRIORITY = -1
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Have this thread compute on `device` and a stream of high priority; on a CPU do nothing."""
+    """Let this thread compute on `device` in a stream of high priority; on a CPU do nothing."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # torch has no types for it.
@@ -37,7 +38,7 @@ class SharedRows:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SharedRows:
-        """Return the rows of a tensor that this thread's stream computes. Called by their maker."""
+        """Share the rows of a tensor that this thread's stream computes."""
         stream = _stream_of(tensor)
         return cls(tensor, None if stream is None else stream.record_event())
 
@@ -45,12 +46,12 @@ class SharedRows:
         return len(self._tensor)
 
     def __getitem__(self, rows: slice) -> SharedRows:
-        """Some of the rows, in the same memory."""
+        """Return some of the rows, in the same memory."""
         return SharedRows(self._tensor[rows], self._ready)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows."""
+        """The size of the rows in bytes."""
         return self._tensor.nbytes
 
     def alone(self) -> SharedRows:
@@ -63,7 +64,7 @@ class SharedRows:
         return SharedRows.of(self._tensor.clone())
 
     def read(self) -> torch.Tensor:
-        """Return the tensor; this thread's stream first waits until its maker has written it."""
+        """Return the tensor; first this thread's stream waits until the tensor is written."""
         stream = _stream_of(self._tensor)
         if stream is not None:
             stream.wait_event(self._ready)

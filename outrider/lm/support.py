@@ -21,7 +21,7 @@ _WINDOWED = ("sliding_attention", _CHUNKED)
 _VLLM = "--engine vllm may serve it"
 _HYBRID = "for state-space, linear-attention and hybrid models, use --engine vllm"
 _LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# The most characters of another library's error that a refusal repeats.
+# The maximum number of characters of another library's error that a refusal repeats.
 _CAUSE_CHARACTERS = 300
 
 
@@ -41,10 +41,10 @@ def is_built_like_llama(model: Any) -> bool:
 
 @contextmanager
 def refusals(name: str, what: str = "its forward") -> Iterator[None]:
-    """Turn any error within into OutriderError(INVALID_VALUE), which says that `what` failed.
+    """Turn any error in the block into OutriderError(INVALID_VALUE), which says that `what` failed.
 
-    A model's code and configuration are not ours, so an error there may be of any type. Only a
-    device that failed is no fault of the model.
+    A model's code and configuration are not ours, so an error there may be of any type. Only the
+    failure of a device is not the model's fault.
     """
     try:
         yield
@@ -60,7 +60,7 @@ def refusals(name: str, what: str = "its forward") -> Iterator[None]:
 
 
 def _lacks_mask(cause: Exception) -> bool:
-    """Return whether a line that names a mask failed because the mask is None."""
+    """Return whether an error was raised because a mask is None, in a line that names a mask."""
     lines = [frame.line or "" for frame in traceback.extract_tb(cause.__traceback__)[-2:]]
     return "NoneType" in str(cause) and any("mask" in line for line in lines)
 
@@ -89,7 +89,7 @@ def context_length(name: str, config: Any) -> int:
 def parallel_token_id(name: str, config: Any) -> int | None:
     """Return the id by which a PARD model (arXiv 2504.18583) guesses several tokens at once.
 
-    None for other models. Raises OutriderError(INVALID_VALUE) for an id that is not in the
+    Return None for other models. Raises OutriderError(INVALID_VALUE) for an id that is not in the
     vocabulary.
     """
     token = getattr(config, "pard_token", None)
@@ -118,7 +118,7 @@ def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCa
 
 
 def _cut_into_pieces(name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
-    """Give the layers with chunked attention their chunk size, which only the model's mask has."""
+    """Set the chunk size of layers with chunked attention, which only the model's mask has."""
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
         if kind != _CHUNKED or index not in layers:
             continue
@@ -139,7 +139,7 @@ def _check_layers(name: str, config: Any, layers: Mapping[int, LayerCache]) -> N
         raise unsupported(name, why)
     for index, layer in layers.items():
         if layer.trial_calls > 1:
-            # The later call would overwrite the keys and values of the earlier one.
+            # The later call would overwrite the keys and values of the earlier call.
             raise unsupported(name, f"layer {index} attends {layer.trial_calls} times in a forward")
 
 
@@ -197,7 +197,7 @@ def own_logits(model: Any, name: str, vocab_size: int, texts: trial.Texts) -> tr
 
 
 def _rounding(model: Any, texts: trial.Texts, logits: torch.Tensor) -> float:
-    """Return the median by which logits with sdpa differ; infinite for a model without sdpa."""
+    """Return the median difference of the logits with sdpa; infinite for a model without sdpa."""
     try:
         model.set_attn_implementation("sdpa")
     except (ImportError, ValueError):

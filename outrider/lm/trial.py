@@ -1,9 +1,9 @@
 """Compares the logits that will be served with the model's own, for two short texts at start.
 
-A model may attend in ways that the paged attention does not see: to later tokens, by positions of
-its own, through a state beside the cache. Such a model raises no error, but would write another
-text. The served forward gets the texts as in service: in chunks, packed into one row, with tokens
-rewound and computed again, one token alone, and with the ends of both texts as one tree.
+A model may attend in ways that the paged attention does not see: to later tokens, with its own
+positions, or through a state beside the cache. Such a model raises no error, but would write
+another text. The served forward gets the texts as in service: in chunks, packed into one row, with
+tokens rewound and computed again, one token alone, and with the ends of both texts as one tree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _TOKENS = 43
 _PAST_WINDOW = 20
 # Tokens at the end of each text that the other text does not have.
 _BRANCH = SPARE_TOKENS
-# The most tokens at the end of a text whose logits are compared: a vocabulary is large.
+# The maximum number of tokens at the end of a text whose logits are compared: a vocabulary is
+# large.
 _COMPARED = 48
 # Some models set the logits of tokens that they never give to the lowest number of their dtype.
 _NEVER = -1e30
@@ -101,7 +102,7 @@ class Texts:
         self._pages = [pages[0::2], pages[1::2]]
 
     def batches(self) -> list[list[_Piece]]:
-        """Return the batches in which the served forward gets the texts."""
+        """Return the batches in which the served forward computes the texts."""
         middle = self.count // 2 + 1
         fork = self._fork
         return [
@@ -134,7 +135,7 @@ class Texts:
 
 @torch.inference_mode()
 def compute(model: Any, texts: Texts) -> torch.Tensor:
-    """Return the logits [2, compared, V] of a forward with the attention that is set."""
+    """Return the logits [2, compared, V] of a forward with the present attention."""
     device = next(model.parameters()).device
     ids = torch.tensor(texts.token_ids, device=device)
     output = model(
@@ -165,7 +166,7 @@ def disagreement(
 ) -> str | None:
     """Compare the logits of `forward`, which will be served, with the model's own.
 
-    Return a sentence about the first slice in which they differ by more than rounding, else None.
+    Return a sentence about the first slice whose logits differ by more than rounding; else None.
     """
     exact = all(parameter.dtype is torch.float32 for parameter in model.parameters())
     least, largest = _EXACT if exact else _ROUNDED

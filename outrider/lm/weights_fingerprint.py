@@ -27,7 +27,7 @@ _ORIGIN = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def weights_fingerprint(model: str) -> str:
-    """SHA-256 (hex) over each tensor's name, type, shape and samples, and over the config.
+    """Return a SHA-256 (hex) over the config and each tensor's name, type, shape and samples.
 
     `model` is a directory or a hub id. A model whose tensors are not found in safetensors has a
     random fingerprint, which equals no other fingerprint. Raises OutriderError(MODEL_NOT_FOUND) if

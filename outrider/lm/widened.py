@@ -1,4 +1,4 @@
-"""Judges our forward of a Llama-like model against the model's own, by a forward in float32.
+"""Compares our forward of a Llama-like model with the model's own, using a forward in float32.
 
 Both round to the model's dtype, each in its own places. Both are compared with the same weights'
 logits in float32. Our forward's error may be larger than the error of the model's own forward, by
@@ -19,7 +19,7 @@ from outrider.lm.cpu.weights import TiledLinear
 from outrider.lm.fused_linear import FusedLinearPart
 from outrider.lm.layout import BatchLayout, SequenceSlice
 
-# Rows of a weight that are widened at a time: the head of a large vocabulary has gigabytes.
+# This many rows of a weight are widened at a time: the lm_head of a large vocabulary has gigabytes.
 _ROWS = 4096
 _MULTIPLIES = (TiledLinear, torch.nn.Linear)
 _TOKENS = 96
@@ -54,8 +54,8 @@ def rounding_errors(
 ) -> tuple[float, float]:
     """Compute some tokens' logits with `forward`, with the model's own forward, and exactly.
 
-    Return how far the first and the second are from the third: the root mean square over the
-    standard deviation. In float32 the model's own logits count as exact.
+    Return how far the first and the second result are from the exact logits: the root mean square
+    over the standard deviation. In float32 the model's own logits count as exact.
     """
     parameter = next(model.parameters())
     count = min(_TOKENS, page_size * next(iter(caches.values())).page_count)
@@ -104,7 +104,7 @@ def widened_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 class _Widened(torch.nn.Module):
-    """Computes a layer in float32; x [..., in] to [..., out]."""
+    """Computes a layer in float32; maps x [..., in] to [..., out]."""
 
     def __init__(self, layer: TiledLinear | torch.nn.Linear) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _Widened(torch.nn.Module):
 
 @contextmanager
 def _widened(model: torch.nn.Module) -> Iterator[None]:
-    """While the block runs, have every product below the model compute in float32."""
+    """While the block runs, let every product in the model compute in float32."""
     restored: list[tuple[Any, str, Any]] = []
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:

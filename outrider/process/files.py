@@ -1,4 +1,4 @@
-"""Opens files that may be anything: a pipe, a device or a file without an end stops no process."""
+"""Opens files that may be of any kind: a pipe, a device or an endless file stops no process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Configurations, keys, certificates and templates are kilobytes; a tokenizer has up to 40 MB.
 MOST_BYTES = 256 * 2**20
-# The ends of the names of a model's files that are read whole.
+# A model's files whose names end so are read whole.
 _READ_WHOLE = {".json", ".jinja", ".txt", ".model", ".py", ".yaml"}
 
 
@@ -35,7 +35,7 @@ def check_file(path: Path, most_bytes: int = MOST_BYTES) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check the files of a model; a library opens the files that it knows.
+    """Check the files of a model's folder, which a library opens later.
 
     Weights may have any size. Raises OSError, whose `filename` is the file.
     """
@@ -47,7 +47,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check(status: os.stat_result, path: Path, most_bytes: int) -> None:
-    """Raise OSError unless it is a regular file of at most `most_bytes`; 0 allows any size."""
+    """Raise OSError unless the file is regular and has at most `most_bytes`; 0 allows any size."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):

@@ -1,6 +1,6 @@
 """Attention over the paged cache on a CPU by `kernels/paged_attention.c`.
 
-It reads pages in place, where torch's operators need them gathered.
+The C code reads pages in place; torch's operators need them gathered.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class RowsStruct(ctypes.Structure):
 
 
 class PagedBatch:
-    """One batch as the C library takes it, built once a forward.
+    """One batch in the form that the C library reads, built once for each forward.
 
     `slot_mapping` has one slot in the flattened cache per token. The other fields have one entry
-    per slice. For the slice's first token, `first_rows` has its number in the batch, and `starts`
-    its slot. `lengths` has the slice's number of tokens, and `page_tables` its page numbers.
+    per slice. `first_rows` and `starts` have the number in the batch and the slot of the slice's
+    first token. `lengths` has the slice's number of tokens, and `page_tables` its page numbers.
 
-    In a batch with trees, `tree_starts` has the slot of each slice's first tree token or the
-    slot after its last token, and `ancestors` a word for each token of the batch; see
+    In a batch with trees, `tree_starts` has the slot of each slice's first tree token or the slot
+    after its last token, and `ancestors` a bitmask for each token of the batch; see
     `outrider.lm.layout.ancestors_by_token`.
     """
 
@@ -116,8 +116,7 @@ class PagedAttention:
 
     @staticmethod
     def supports(keys: torch.Tensor, values: torch.Tensor, softmax: Softmax) -> bool:
-        """Return whether the library was built and supports a layer with such caches and softmax.
-        """
+        """True if the library was built and supports a layer with such caches and softmax."""
         if softmax.softcap is not None:
             return False
         if keys.device.type != "cpu" or keys.shape != values.shape:
@@ -136,7 +135,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Store all keys and values [1, KV heads, T, D] of the batch, and attend for its slices.
 
-        query [1, H, T, D] to output [T, H, D]. Output rows of tokens outside the slices are
+        Maps query [1, H, T, D] to output [T, H, D]. Output rows of tokens outside the slices are
         uninitialised.
         """
         _, heads, tokens, size = query.shape

@@ -1,6 +1,6 @@
 """A whole forward of a Llama-like model in one call of `kernels/decoder.c`, in bfloat16 or float32.
 
-Weights in int8 are multiplied by integers, and all else is in bfloat16.
+Weights in int8 are multiplied by integers, and all other arithmetic is in bfloat16.
 
 The `transformers` model stays: its modules hold the weights, and in a trial this forward must be as
 near to the logits in float32 as the model's own forward. Any other model keeps running its own
@@ -87,7 +87,7 @@ class CpuDecoder:
         if not is_built_like_llama(model):
             raise LookupError("it is not one of the models that are built like Llama")
         base = model.model
-        # Kept alive, because the C structures have only their addresses.
+        # These are kept alive, because the C structures have only their addresses.
         self._kept: list[object] = [model]
         self._layers = (_DecoderLayer * len(base.layers))(
             *(self._layer(layer, caches[i]) for i, layer in enumerate(base.layers))
@@ -147,7 +147,7 @@ class CpuDecoder:
     def continue_greedily(
         self, layout: BatchLayout, count: int, limit: int, *, keep_logits: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode `count` tokens greedily for each of B slices of one token: [count, B].
+        """Decode `count` tokens greedily for each of B one-token slices; return [count, B].
 
         Considers token ids below `limit` only. Writes keys and values of the slices' tokens and of
         all new tokens but the last to the caches; the caller provides pages for them. Also returns

@@ -1,6 +1,6 @@
 """Loads the library of C kernels that suits the processor.
 
-Installation builds one library for each kind of processor, if there is a C compiler.
+The installation builds one library for each kind of processor, if there is a C compiler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.errors import invalid
 
 log = logging.getLogger(__name__)
 
-# The name of the library for each capability of a processor, as torch names it. A processor can run
+# Maps a processor's capability, as torch names it, to the name of its library. A processor can run
 # its own library and all libraries before it.
 _BUILDS = {"DEFAULT": "_cpu", "AVX2": "_cpu_avx2", "AVX512": "_cpu_avx512"}
 _AVX512_BFLOAT16 = "_cpu_avx512_bf16"
@@ -88,7 +88,7 @@ def runnable_builds() -> list[str]:
 
 @cache
 def _can(question: str) -> bool:
-    """Ask torch for a capability of the processor; False if this torch has no such function."""
+    """Ask torch whether the processor has a capability; False if this torch lacks the function."""
     ask = getattr(torch.cpu, question, None)
     return ask is not None and bool(ask())
 

@@ -27,19 +27,21 @@ from outrider.errors import OutriderError, Reason
 from outrider.lm.cpu.library import library, prefix
 from outrider.lm.fused_linear import SIBLINGS, FusedLinear, FusedLinearPart, MakeLayer, fusible
 
-# The byte that stands for zero in a weight of int8.
+# This byte stands for zero in a weight of int8.
 _ZERO = 128
-# Rows of a weight that are quantised at a time: the head of a large vocabulary has gigabytes.
+# This many rows of a weight are quantised at a time: the lm_head of a large vocabulary has
+# gigabytes.
 _ROWS = 4096
 
 
 class LeanLinear(torch.nn.Module):
-    """A `torch.nn.Linear` whose call does not look for hooks; x [..., in] to [..., out]."""
+    """A `torch.nn.Linear` whose call does not look for hooks; maps x [..., in] to [..., out]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # Tensors rather than parameters, because a module takes longer to find its parameters.
+        # These are tensors rather than parameters, because a module takes longer to find its
+        # parameters.
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
 
@@ -51,7 +53,7 @@ class LeanLinear(torch.nn.Module):
 
 
 class PackedLinear(torch.nn.Module):
-    """A `torch.nn.Linear` with its weight in oneDNN's order; x [..., in] to [..., out]."""
+    """A `torch.nn.Linear` with its weight in oneDNN's order; maps x [..., in] to [..., out]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -77,9 +79,9 @@ class LinearStruct(ctypes.Structure):
 
 
 class TiledLinear(torch.nn.Module):
-    """A bfloat16 or float32 `torch.nn.Linear` by `gemm.h`, with its weight in tiles.
+    """A bfloat16 or float32 `torch.nn.Linear` with its weight in tiles, computed by `gemm.h`.
 
-    x [..., in] to [..., out].
+    Maps x [..., in] to [..., out].
     """
 
     BLOCK = 32
@@ -125,7 +127,7 @@ class TiledLinear(torch.nn.Module):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The bias [out]."""
+        """The bias [out], or None."""
         return None if self._bias is None else self._bias[: self.out_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +191,7 @@ def in_huge_pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     With pages of 4 KiB a product took 1.06 to 1.09 times as long on an EPYC (Zen 3).
     """
     memory = mmap.mmap(-1, shape.numel() * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without such pages refuses the advice, and other systems do not know it.
+    # A Linux kernel without huge pages refuses the advice, and other systems have no such advice.
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -205,14 +207,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _constant(numbers: str, name: str) -> int:
-    """Return a constant of the library: how it wants weights of this type next to each other."""
+    """Return a constant of the library, which says how weights of this type are laid out."""
     found = library()
     assert found is not None
     return ctypes.c_int64.in_dll(found, prefix(numbers) + name).value
 
 
 def _gemm_function(numbers: str) -> Any:
-    """Return the library's matrix product for such weights, or None."""
+    """Return the library's matrix product for weights of this type, or None."""
     function = getattr(library(), f"{prefix(numbers)}product", None)
     if function is not None:
         function.argtypes = (
@@ -236,8 +238,9 @@ def fastest_dtype() -> torch.dtype:
 def int8_is_faster() -> bool:
     """Return whether int8 weights are faster than bfloat16 for few rows and for many.
 
-    They are where the library has dot products of int8, of which a line of weights interleaves
-    four, and no AMX. AMX multiplies a prompt's rows by bfloat16 faster than vectors by int8.
+    They are faster if the library has dot products of int8, for which a line of weights interleaves
+    four numbers, and no AMX. AMX multiplies a prompt's rows by bfloat16 faster than vectors by
+    int8.
     """
     if _gemm_function("int8") is None:
         return False
@@ -250,8 +253,8 @@ def optimize_for_cpu(
 ) -> None:
     """Copy the weights into ordinary memory and replace the linear layers, in place.
 
-    `siblings` are the names of layers that become one product, where one module has them all.
-    A reordered weight is no longer tied to an embedding, which keeps its own copy. Subclasses of
+    `siblings` are names of layers that become one product if a module has all of them. A reordered
+    weight is no longer tied to an embedding, which keeps its own copy. Subclasses of
     `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
 
     `int8` keeps the bfloat16 weights of layers in int8, which changes results. Layers whose inputs
@@ -265,7 +268,7 @@ def optimize_for_cpu(
         raise OutriderError(Reason.INVALID_VALUE, message, "weights")
     groups = [layers for module in model.modules() for layers in fusible(module, siblings)]
     fused = {layer for layers in groups for layer in layers}
-    # Fusing and reordering copy a weight out of the file. An earlier copy as well would double the
+    # Fusing and reordering copy a weight out of the file. A copy before that would double the
     # model's memory for a while, and the heap would stay that large.
     unfused = (module for module in model.modules() if module not in fused)
     in_file = [module for module in unfused if _cpu_class(module) in (None, LeanLinear)]
@@ -280,7 +283,7 @@ def optimize_for_cpu(
 
 
 def _cpu_class(module: torch.nn.Module) -> type[CpuLinear] | None:
-    """Return the class that replaces a layer; None if nothing does."""
+    """Return the class that replaces a layer; None if the layer is not replaced."""
     if type(module) is not torch.nn.Linear:
         return None
     if TiledLinear.supports(module.weight):

@@ -38,7 +38,7 @@ _Joined = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Weights and cache of one layer; `qkv` and `gate_up` are joined weights and biases."""
+    """The weights and cache of one layer; `qkv` and `gate_up` are joined weights and biases."""
 
     cache: LayerCache
     input_norm: Norm
@@ -86,7 +86,8 @@ class FusedForward:
         layout: BatchLayout | StaticLayout,
         rows: torch.Tensor | int = 0,
     ) -> torch.Tensor:
-        """Compute the tokens [T], and write to the caches: logits of `rows`, 0 for all."""
+        """Compute the tokens [T] and write to the caches; return the logits of `rows`, 0 for all.
+        """
         batch, slots = layout.kernel, layout.slot_mapping
         stream = self._model.embed_tokens(token_ids)
         turns = self._model.rotary_emb(stream.unsqueeze(0), positions.unsqueeze(0))
@@ -181,5 +182,5 @@ def _return_memory() -> None:
 
     Otherwise memory that held parts of two layers would stay reserved, and neither could use it.
     """
-    # It does nothing where no GPU is used.
+    # This call does nothing where no GPU is used.
     torch.cuda.empty_cache()

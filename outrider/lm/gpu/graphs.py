@@ -27,14 +27,15 @@ Replay = Callable[[], object]
 CaptureGraph = Callable[[Callable[[], object]], Replay]
 """Captures what a function launches; raises RuntimeError if it waits for the device."""
 
-# Sizes of decoding batches: sequences, and mean tokens a sequence. Padding adds at most half to a
-# number of 16 sequences or more, and to a mean of 2 or more.
+# The sizes of decoding batches: numbers of sequences, and mean numbers of tokens a sequence.
+# Padding adds at most half to a number of 16 sequences or more, and to a mean of 2 or more.
 _LARGE_BATCHES = tuple(
     size for power in range(4, 12) for size in (3 * 2 ** (power - 1), 2 ** (power + 1))
 )
 _BATCHES = (1, 2, 4, 8, 16, *_LARGE_BATCHES)
 _MEANS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Tokens of batches with a prompt. Fewer than 128 tokens cost a large model as much time as 128.
+# The numbers of tokens of batches with a prompt. Fewer than 128 tokens cost a large model as much
+# time as 128.
 _PROMPT_ROWS = tuple(2**power for power in range(7, 14))
 
 
@@ -103,7 +104,7 @@ class Graphs:
         device: torch.device,
         states: HiddenStates | None = None,
     ) -> None:
-        """Hold the graphs of `forward`, which `capture` makes.
+        """Hold the graphs of `forward`, which `capture` creates.
 
         `forward` takes token ids [T], positions [T] and a layout, and returns logits [T, V]. It
         must not read their values on the host. The graphs keep the hidden states that `states`
@@ -124,12 +125,12 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """Number of captured graphs."""
+        """The number of captured graphs."""
         return len(self._graphs)
 
     @property
     def states(self) -> Collection[int]:
-        """The hidden states that the graphs keep."""
+        """The numbers of the hidden states that the graphs keep."""
         return self._kept.keys()
 
     def kept(self, token_count: int) -> dict[int, torch.Tensor]:
@@ -140,7 +141,7 @@ class Graphs:
         """Capture a graph for each bucket within `bounds`.
 
         A bucket for which memory does not suffice gets no graph. A model that cannot be captured
-        gets none at all. Raises torch.AcceleratorError if the device failed.
+        gets no graphs at all. Raises torch.AcceleratorError if the device failed.
         """
         started = time.monotonic()
         free_before = _free_bytes(self._device)
@@ -155,7 +156,7 @@ class Graphs:
             for bucket in wanted:
                 self._capture_bucket(bucket, table)
         except torch.AcceleratorError:
-            raise  # this process cannot use the device again
+            raise  # the device is lost for this process
         except RuntimeError as cause:
             # A model that cannot be captured fails at its first graph.
             log.warning("captured only %d of %d CUDA graphs: %s", self.count, len(wanted), cause)
@@ -217,9 +218,9 @@ class Graphs:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Decode `count` tokens for slices of one token each, without a wait for the device.
 
-        Each is the likeliest token below `limit`, and the input of the next forward. Return the
-        tokens, int64 [count, B], and with `keep_logits` their logits [count, B, V], else an empty
-        tensor; None if the batch has no graph.
+        Each new token is the likeliest token below `limit`, and the input of the next forward.
+        Return the tokens, int64 [count, B], and with `keep_logits` their logits [count, B, V], else
+        an empty tensor; None if the batch has no graph.
         """
         bucket = bucket_of([1] * len(slices), self._bounds)
         found = self._graphs.get(bucket) if bucket is not None else None
@@ -251,7 +252,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes below `most`, then `most`."""
+    """Return the sizes below `most`, followed by `most`."""
     return [*(size for size in sizes if size < most), most]
 
 
@@ -263,7 +264,7 @@ def _means(batch: int, bounds: Bounds) -> list[int]:
 
 
 def _at_least(least: int, sizes: Sequence[int]) -> int:
-    """Return the first of the ascending sizes that is no less than `least`."""
+    """Return the first of the ascending sizes that is at least `least`."""
     return sizes[bisect_left(sizes, least)]
 
 
@@ -307,7 +308,7 @@ class _CudaCapture:
 def _run_without_waits(run: Callable[[], object]) -> None:
     """Call `run`; raise RuntimeError if it waits for the device.
 
-    The error comes before any capture has begun, so nothing has to be undone. Other threads that
+    The error is raised before any capture starts, so nothing has to be undone. Other threads that
     wait meanwhile would get the error too, so a process captures while it loads, before any of its
     drafters runs.
     """

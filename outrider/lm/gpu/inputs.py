@@ -26,7 +26,8 @@ from outrider.lm.pages import KVSequence
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Tokens a page, most pages a sequence, and the number of a page that no sequence uses."""
+    """Tokens a page, maximum pages of a sequence, and the number of a page that no sequence uses.
+    """
 
     page_size: int
     pages_each: int
@@ -35,7 +36,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The size of a captured forward: sequences, tokens in all, and most tokens of a sequence."""
+    """The size of a captured forward: sequences, tokens in all, maximum tokens of a sequence."""
 
     batch: int
     rows: int
@@ -56,8 +57,8 @@ class BlockTable:
         size = (most + 1, shape.pages_each)
         self.pages_RP = torch.full(size, shape.spare_page, dtype=torch.int32, device=device)
         self._unused = list(range(most))
-        # In the order in which the sequences ran, the last sequence at the end. The reference keeps
-        # Python from reusing their identities.
+        # The sequences are in the order in which they ran. The references keep Python from reusing
+        # their identities.
         self._rows: dict[KVSequence, int] = {}
         self._pinned = device.type == "cuda"
         self._copied = torch.Event(device) if self._pinned else None
@@ -81,7 +82,7 @@ class BlockTable:
         """Return each slice's row, after sending the pages that the rows lack.
 
         The pages of `ahead` tokens after each slice are sent too. A slice without a `kv` gets the
-        row of a new sequence. At most `most` slices.
+        row of a new sequence. There may be at most `most` slices.
         """
         sequences = [part.kv or KVSequence(part.pages) for part in slices]
         rows = self._rows_of(sequences)
@@ -141,8 +142,8 @@ class Inputs:
         self._table = table
         rows = bucket.rows
         by_token = ("token_ids", "slot_mapping", "logits_indices")
-        # First the 64-bit words, because their addresses must be multiples of 8. The
-        # arrays that grow by 1 with each token lie together, so that one kernel adds to them.
+        # The 64-bit arrays come first, because their addresses must be multiples of 8. The arrays
+        # that grow by 1 with each token lie together, so that one kernel adds to them.
         sizes = {
             "ancestors": 2 * rows,
             **dict.fromkeys(by_token, rows),
@@ -180,25 +181,26 @@ class Inputs:
         return StaticLayout(arrays["slot_mapping"].long(), kernel)
 
     def advance(self) -> None:
-        """Let each sequence go on with a token, without the host, in a bucket of one token each.
+        """Advance each sequence by a token, without the host, in a bucket with one token a
+        sequence.
 
-        The caller writes `token_ids`. The pages must have been sent, see `write`. Padding goes on
-        in the spare page.
+        The caller writes `token_ids`. The pages must have been sent, see `write`. Padding stays in
+        the spare page.
         """
         self._counting += 1
         self._find_slots(self._arrays["table_rows"])
 
     def follow_tree(self, width: int) -> None:
-        """Let each sequence go on with `width` rows, which are one level deeper in its tree.
+        """Advance each sequence by `width` rows, which are one level deeper in its tree.
 
-        As `advance`; the caller writes `token_ids` and `ancestors`.
+        The caller writes `token_ids` and `ancestors`. The rest is as in `advance`.
         """
         self.positions += 1
         self._occupied += width
         self._find_slots(self._arrays["table_rows"].repeat_interleave(width))
 
     def _find_slots(self, table_rows_T: torch.Tensor) -> None:
-        """Find the slots of the tokens in the cache from the rows of their pages."""
+        """Find the tokens' slots in the cache from their sequences' rows in the block table."""
         slots_T, shape = self._arrays["slots"], self._table.shape
         places_T = torch.add(slots_T // shape.page_size, table_rows_T, alpha=shape.pages_each)
         pages_T = self._table.pages_RP.view(-1).index_select(0, places_T)

@@ -1,7 +1,8 @@
 """The small operators of a layer built like Llama, as three Triton kernels.
 
-Each number is rounded where `transformers` rounds it. A row is computed by programs of its own, in
-an order that only its length decides. So its bits do not depend on the number of rows.
+Each number is rounded where `transformers` rounds it. Each row has its own programs, which compute
+in an order that depends only on the row's length. So a row's bits do not depend on the number of
+rows.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-# Numbers of a row for each thread of `_add_norm`. More would not fit its registers.
+# The number of a row's numbers for each thread of `_add_norm`. More would not fit its registers.
 _NORM_NUMBERS = 16
 _MOST_WARPS = 16
 _WARP = 32
-# Heads of a token that one warp rotates.
+# The number of a token's heads that one warp rotates.
 _HEADS = tl.constexpr(4)
-# Products of a row that one program computes.
+# The number of a row's products that one program computes.
 _PRODUCTS = tl.constexpr(1024)
 
 
@@ -32,7 +33,7 @@ class Norm:
 
 @triton.jit
 def _rounded(x, like):  # type: ignore[no-untyped-def]  # x: a tensor; like: a Triton pointer
-    """Return float32 numbers as the type of `like` rounds them."""
+    """Return float32 numbers, rounded to the type of `like`."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
@@ -43,7 +44,7 @@ def _add_norm(  # type: ignore[no-untyped-def]  # the arguments are Triton point
 ):  # fmt: skip
     """Add one row of `delta` to the row of `stream`, into `total`; norm the sum into `out`.
 
-    Without ADDS there are no `delta` and no `total`.
+    Without ADDS, `delta` and `total` are not used.
     """
     lanes = tl.arange(0, LANES)
     at = tl.program_id(0).to(tl.int64) * SIZE + lanes
@@ -61,7 +62,7 @@ def _add_norm(  # type: ignore[no-untyped-def]  # the arguments are Triton point
 def _half(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
     rows, at, lanes, real, SIZE: tl.constexpr
 ):
-    """Load half a head for each of some rows, as float32, padded with zeros."""
+    """Load one half of each row's head as float32, padded with zeros."""
     mask = real & (lanes < SIZE // 2)[None, :]
     return tl.load(rows + at + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
 
@@ -152,7 +153,7 @@ def _silu_product(  # type: ignore[no-untyped-def]  # the arguments are Triton p
 def add_norm(
     stream: torch.Tensor, delta: torch.Tensor | None, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of `stream` + `delta`, and that sum; all are contiguous [T, size].
+    """Return the norm of `stream` + `delta`, and the sum itself; all are contiguous [T, size].
 
     Without `delta` the sum is `stream` itself.
     """
@@ -169,7 +170,8 @@ def add_norm(
 
 
 def norm_warps(lanes: int) -> int:
-    """Return the warps of a program that norms a row of `lanes` numbers, a power of two."""
+    """Return the number of warps for a program that norms a row of `lanes` numbers, a power of two.
+    """
     return max(1, min(_MOST_WARPS, lanes // (_NORM_NUMBERS * _WARP)))
 
 

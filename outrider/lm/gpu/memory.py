@@ -15,9 +15,9 @@ from outrider.sampling.context import Context
 from outrider.sampling.logits import adjust
 from outrider.sampling.sampler import coupled_sample, target_probs
 
-# Memory of a graph besides its tensors. An H200 took 5 to 10 MiB for each of 48 graphs.
+# The memory of a graph besides its tensors. An H200 took 5 to 10 MiB for each of 48 graphs.
 _GRAPH_BYTES = 10 * 2**20
-# Memory of CUDA in a process besides torch's tensors. A guess, not measured on a GPU.
+# The memory of CUDA in a process besides torch's tensors: a guess, not measured on a GPU.
 _CONTEXT_BYTES = 2**29
 # The settings that take the most memory: penalties count tokens, and top-p sorts candidates.
 _SAMPLING = SamplingParams(0.7, top_k=50, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.1)
@@ -26,8 +26,8 @@ _SAMPLING = SamplingParams(0.7, top_k=50, top_p=0.9, repetition_penalty=1.1, pre
 def cache_bytes(total: int, free: int, own: int, step: int, share: float) -> int:
     """Return the bytes that are left for the KV cache, negative if there are too few.
 
-    This process may have a `share` of the card's `total` bytes. It holds `own` bytes of its share
-    already, and keeps `step` bytes for its largest step. It takes no more than is `free`.
+    This process may use a `share` of the card's `total` bytes. It already holds `own` bytes of its
+    share, and keeps `step` bytes for its largest step. It takes no more than is `free`.
     """
     return min(int(total * share) - own - _CONTEXT_BYTES, free) - step
 
@@ -60,7 +60,7 @@ def _sample(logits_TV: torch.Tensor) -> torch.Tensor:
 
 
 def _peak_bytes(run: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """Run a function; return the most bytes that were allocated meanwhile, and the result."""
+    """Run a function; return the peak of allocated bytes meanwhile, and the result."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     result = run()

@@ -15,9 +15,9 @@ import triton.language as tl
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.tensors import on
 
-# How many moves are read before the first of them is written; a tree has no more moves.
+# This many moves are read before the first of them is written; a tree has no more moves.
 _MOVES = MAX_TREE_TOKENS
-# 64-bit words of a slot that one program moves.
+# The number of a slot's 64-bit words that one program moves.
 _LANES = 32
 _WORD_BYTES = 8
 
@@ -31,9 +31,9 @@ def _move(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
 ):
     """Move the same 64-bit words of all moved slots, in one array.
 
-    All moves touch the same words of their slots, and no other program does. So programs need no
-    order among themselves. Within a program, the barriers order the threads: a chunk's sources are
-    read before its targets are written, and then the next chunk's sources are read.
+    In each slot all moves of a program touch the same words, and no other program touches these. So
+    programs may run in any order. Within a program, the barriers order the threads: a chunk's
+    sources are read before its targets are written, and then the next chunk's sources are read.
     """
     array = tl.program_id(0)
     base = tl.load(addresses + array).to(tl.pointer_type(tl.int64))

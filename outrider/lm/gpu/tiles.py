@@ -1,4 +1,4 @@
-"""How attention on a GPU is cut into tiles, parts and programs. No sequence's length changes it.
+"""Cuts attention on a GPU into tiles, parts and programs, whatever the sequences' lengths are.
 
 The order in which a row adds its keys decides its last bits. Tiles of keys and parts begin at fixed
 slots, so the order depends only on the query rows of its tile. Tiles of 16 and of 32 rows use the
@@ -29,9 +29,10 @@ parts would be written and read again for each row."""
 
 # Query rows of a tile; tensor cores need at least 16.
 _ROWS = (16, 32, 64)
-# Bytes of a tile of keys.
+# The size of a tile of keys in bytes.
 _TILE_BYTES = 2**14
-# The most tiles of keys and values in shared memory: one in use, the rest on their way.
+# The maximum number of tiles of keys and values in shared memory: one in use, the others being
+# loaded.
 _MOST_BUFFERS = 3
 # Programs for each multiprocessor: enough for several to run on it at once, in a few turns.
 _PROGRAMS = 8
@@ -39,7 +40,8 @@ _PROGRAMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Bytes of shared memory that a program may use, multiprocessors, major compute capability."""
+    """A GPU's shared memory for a program (bytes), multiprocessors, and major compute capability.
+    """
 
     shared_bytes: int
     multiprocessors: int
@@ -58,7 +60,8 @@ def card_of(device: torch.device) -> Card:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Query heads that share a key/value head, key/value heads, sizes of keys and values."""
+    """The number of query heads of a key/value head, key/value heads, and sizes of keys and values.
+    """
 
     group: int
     kv_heads: int
@@ -83,7 +86,8 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query rows and keys of a tile, and Triton's number of stages for the loop over keys."""
+    """The numbers of query rows and keys in a tile, and of Triton's stages for the loop over keys.
+    """
 
     rows: int
     keys: int
@@ -102,7 +106,7 @@ def tiles(tokens: int, sequences: int, heads: Heads, card: Card) -> Tiles:
 
 
 def _stages(rows: int, keys: int, heads: Heads, card: Card) -> int:
-    """Return the stages with the most buffers that still let two programs share a multiprocessor.
+    """Return the largest number of stages with which two programs can share a multiprocessor.
 
     Two buffers are worth more than a second program, because with a single buffer a tile's load
     begins only after the tile before it is computed.

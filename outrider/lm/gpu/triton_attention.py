@@ -6,10 +6,10 @@ once for all of them. The keys are split into parts, and a second kernel joins t
 (Flash-Decoding, Dao et al. 2023). The split depends only on slots, so a row adds its keys in the
 same order in every batch. `outrider.lm.gpu.tiles` chooses the sizes of tiles and grid.
 
-A slot is a token's place among its sequence's keys. Tokens of a tree follow the text, so their
-slots are not their positions. Tiles of keys that end before the tree are computed as for a chain.
-Tiles begin at multiples of their length, wherever the tree begins: a tree's first path, which has
-the slots of a chain, gets exactly the result of that chain.
+A slot is a token's place among its sequence's keys. Tokens of a tree come after all committed
+tokens, so their slots are not their positions. Tiles of keys that end before the tree are computed
+as for a chain. Tiles begin at multiples of their length, wherever the tree begins: a tree's first
+path, which has the slots of a chain, gets exactly the result of that chain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PART = tl.constexpr(tiles.PART)
 _PARTS = tl.constexpr(tiles.PARTS)
 _STEPS = tl.constexpr(tiles.STEPS)
 _WHOLE = tl.constexpr(tiles.WHOLE)
-# Parts that are joined at once.
+# The number of parts that are joined at once.
 _JOINED = tl.constexpr(8)
 
 
@@ -88,7 +88,7 @@ def _tile_scores(  # type: ignore[no-untyped-def]  # the arguments are Triton te
 def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     words, hidden
 ):
-    """Return each row's word of ancestors without the first `hidden`, which its window leaves out.
+    """Return each row's ancestor bitmask without the first `hidden`, which its window leaves out.
 
     Ancestors come before their descendants, so the lowest bits are the farthest.
     """
@@ -103,7 +103,7 @@ def _ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton poin
     ancestors, positions, at, slot, real, tree_start, window,
     WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, TREES: tl.constexpr,
 ):  # fmt: skip
-    """Return each row's position, and its word of the ancestors that it sees, if there are trees.
+    """Return each row's position, and if there are trees, a bitmask of the ancestors that it sees.
 
     `at` is each row's token in the batch. Without trees a position is the slot.
     """
@@ -142,7 +142,8 @@ def _load(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
 
 @triton.jit
 def _sequence(cu_seqlens_q, seq_lens, tree_starts, number):  # type: ignore[no-untyped-def]  # pointers
-    """Return first token in the batch, number of tokens, slots before them, start of the tree."""
+    """Return a sequence's first token in the batch, token count, slots before them, and tree start.
+    """
     first = tl.load(cu_seqlens_q + number)
     count = tl.load(cu_seqlens_q + number + 1) - first
     return first, count, tl.load(seq_lens + number) - count, tl.load(tree_starts + number)
@@ -152,7 +153,8 @@ def _sequence(cu_seqlens_q, seq_lens, tree_starts, number):  # type: ignore[no-u
 def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     at, tree_start, words
 ):
-    """Return which keys in the slots `at` are text or in each row's word, [rows, keys].
+    """Return which keys in the slots `at` each row sees: no tree's keys, or its ancestors; [rows,
+    keys].
 
     The result is arbitrary for keys after the tree, which no row sees.
     """

@@ -31,7 +31,7 @@ def check_address(address: str) -> None:
 
 
 class Addresses:
-    """The addresses of a list, whose names are resolved again and again."""
+    """The addresses of a list, whose names are resolved repeatedly."""
 
     def __init__(
         self, entries: Sequence[str], on_failure: Callable[[str], object] | None = None
@@ -47,16 +47,19 @@ class Addresses:
 
     @property
     def has_names(self) -> bool:
-        """Whether addresses may come and go."""
+        """True if addresses may come and go."""
         return any(map(is_name, self._entries))
 
     @property
     def now(self) -> list[str]:
-        """The addresses, each once. A name stands for the addresses of its last answer."""
+        """The present addresses without repetition.
+
+        A name stands for the addresses of its last answer.
+        """
         return list(dict.fromkeys(each for entry in self._entries for each in self._found[entry]))
 
     async def follow(self, take: Callable[[list[str]], Awaitable[None]]) -> None:
-        """Resolve the names again and again, and pass all addresses to `take` each time."""
+        """Resolve the names repeatedly, and pass all addresses to `take` each time."""
         while True:
             await self.refresh()
             await take(self.now)
@@ -72,7 +75,7 @@ class Addresses:
         try:
             # The system's resolver has time-outs of its own.
             found = await resolve(host, int(port))
-        # A UnicodeError tells of a name with an impossible label.
+        # A name with an impossible label raises UnicodeError.
         except (OSError, UnicodeError) as cause:
             self._failed(name, getattr(cause, "strerror", None) or str(cause))
             return

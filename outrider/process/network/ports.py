@@ -1,4 +1,4 @@
-"""Find a free port for a server, and say which flag names a port that is not free."""
+"""Finds a free port for a server, and says which flag names a port that is not free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.errors import OutriderError, Reason
 # Linux gives outgoing connections higher ports. Such a connection could take the port of a server
 # that is down for a moment.
 _PORTS = range(20_000, 32_000)
-# Each process has its own order of ports, and gives all ports before it gives one again.
+# Each process tries ports in its own order, and returns all ports before it repeats one.
 _candidates = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
 
 
@@ -33,14 +33,14 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise OSError if a server cannot listen there now."""
+    """Raise OSError if a server cannot listen on this port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
 
 
 def refused(flag: str, host: str, port: int, cause: OSError) -> OutriderError:
-    """The INVALID_VALUE error for an address that a server cannot listen on, which `flag` gives."""
+    """Return the INVALID_VALUE error for the address in `flag`: no server can listen there."""
     address = f"{host}:{port}"
     why = f"cannot listen on {address}: {cause.strerror or cause}"
     if cause.errno == errno.EADDRINUSE:

@@ -17,14 +17,14 @@ _Item = TypeVar("_Item")
 
 
 def ignore(_: bool) -> None:
-    """Take no notice of a pause."""
+    """Do nothing about a pause."""
 
 
 class ReadAhead(Generic[_Item]):
     """The items of one producer, for one reader on the same event loop.
 
     `set_reading(False)` asks the producer to pause, and `set_reading(True)` to go on. The producer
-    may be late: `put` takes every item. `give_up` is called once nothing has been read for
+    may be late: `put` takes every item. `give_up` is called when nothing has been read for
     `seconds` since the pause began. `on_pause` is told of each pause when it begins (True) and when
     it ends (False). `close` begins a pause without an end.
     """
@@ -49,7 +49,7 @@ class ReadAhead(Generic[_Item]):
 
     @property
     def paused(self) -> bool:
-        """Whether the producer was asked to pause, and not yet to go on."""
+        """True if the producer was asked to pause, and not yet to go on."""
         return self._timer is not None
 
     def put(self, item: _Item) -> None:
@@ -74,9 +74,9 @@ class ReadAhead(Generic[_Item]):
         return item
 
     def close(self) -> None:
-        """Expect nothing more of the producer: neither ask it anything nor give up.
+        """Stop asking the producer to pause or go on, and never call `give_up`.
 
-        Unread items stay, and more may be put.
+        Unread items stay, and `put` still adds items.
         """
         if self._closed:
             return

@@ -35,7 +35,7 @@ def serve_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
 
 def _described(services: Iterable[str]) -> descriptor_pool.DescriptorPool:
-    """The files of the services and of the errors' details, and the file of the newer reflection.
+    """Return a pool with the files of the services, the errors' details and the newer reflection.
 
     The pool is the server's own. In the process's pool, the file of the newer reflection would
     clash with a library that brings this file itself.
@@ -64,7 +64,7 @@ def _add(pool: descriptor_pool.DescriptorPool, file: FileDescriptor, added: set[
 
 
 def _newer_reflection() -> bytes:
-    """Return the file of the reflection that is named v1: the older file under the newer name."""
+    """Return the file of the reflection named v1, which is the older file under the newer name."""
     file = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
     file.name = file.name.replace("v1alpha", "v1")
     file.package = _V1

@@ -48,8 +48,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
 ]
-# A lost peer is redialled quickly. The "min" is how long one attempt may take: a connection to
-# another region needs several round trips, so a short attempt would never succeed there.
+# A lost peer is redialled quickly. The "min" is the maximum duration of one attempt: a connection
+# to another region needs several round trips, so a short attempt would never succeed there.
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -69,8 +69,8 @@ def dial(
     """Return a channel to `host:port` or `unix:/path`, with mutual TLS if files are given.
 
     With TLS, the server's certificate must have the role that `server` names. If `server` is None,
-    it must have the name of the host. The files are read now; a channel keeps what they held.
-    Raises OutriderError(INVALID_VALUE) if they are bad.
+    the certificate must have the name of the host. The files are read now; a channel keeps their
+    contents. Raises OutriderError(INVALID_VALUE) if the files are bad.
     """
     return channel(address, None if tls is None else client_credentials(address, tls, server))
 
