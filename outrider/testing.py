@@ -47,11 +47,11 @@ class DraftStream:
         self._outbox.put_nowait(message)
 
     def end(self, status: status_pb2.Status | None) -> None:
-        """End the stream with this status. None ends it as if the verifier's process had died."""
+        """End the stream with this status; with None, end it as a killed verifier would."""
         self._outbox.put_nowait(status)
 
     def heard(self, request: verifier_pb2.StreamDraftsRequest | None) -> None:
-        """Take a message of the drafter, or None when it half-closes."""
+        """Take a message of the drafter; None means that it half-closed."""
         self.requests.put_nowait(request)
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class ScriptedVerifier:
         return DraftStream(hello)
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """Return how many numbers each feature for this drafter has; 0 if it gets no features."""
+        """Return the size of each feature for this drafter; 0 if it gets no features."""
         return 0
 
     def check_first(

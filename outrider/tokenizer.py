@@ -1,6 +1,6 @@
 """Loads a model's fast tokenizer without torch and computes its fingerprint.
 
-Knows no chat template and no text limits.
+Knows no chat templates and no limits of texts.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _not_found(message: str) -> OutriderError:
 
 @functools.cache
 def _look_for_hub() -> None:
-    """If the hub does not answer, turn on its offline mode for this process and its children.
+    """If the hub does not answer, turn on offline mode for this process and its children.
 
     Online, the hub's library retries for half a minute before it reads its cache.
     """
@@ -109,7 +109,9 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a text, read from a model directory or hub id. The log names them.
+    """Return the tokens that end an answer, read from a model directory or hub id.
+
+    The log names the tokens.
 
     The generation config comes first, then the configuration, then the tokenizer's eos_token. The
     default of the model's type never counts: it may be any token of the model. Ids of `vocab_size`
@@ -151,10 +153,12 @@ def _object_of(model: str, name: str) -> dict[str, object]:
 
 
 def token_ids(place: str, *found: object) -> tuple[int, ...] | None:
-    """The ids that a configuration has at a place: the first entry of `found` that is not None.
+    """Return the ids of a configuration: the first entry of `found` that is not None.
+
+    `place` names the place in errors.
 
     The value is an id or a list of ids; a negative id stands for none. Returns None if all are
-    None. Raises OutriderError(INVALID_VALUE) for something else.
+    None. Raises OutriderError(INVALID_VALUE) for any other value.
     """
     first = next((each for each in found if each is not None), None)
     if first is None:

@@ -403,8 +403,7 @@ def _shared(own: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
 
 
 class Picker:
-    """Turns scores of the draft vocabulary into tokens, and collects the parts of a HeadProposal.
-    """
+    """Turns scores of the draft vocabulary into tokens, and collects them for a HeadProposal."""
 
     def __init__(self, model: HeadModel, width: int, rank: Rank | None) -> None:
         self.width = min(width, model.spec.draft_vocab_size)

@@ -157,8 +157,9 @@ class _Trial:
         ]
 
     def _rank(self, length: int, counts: list[list[int]]) -> Rank:
-        """Return a `Rank` that counts right guesses after `length` tokens and goes on with the
-        text.
+        """Return a `Rank` that counts right guesses after `length` tokens.
+
+        The `Rank` goes on with the text's own tokens.
         """
 
         def rank(

@@ -304,8 +304,7 @@ def _by_scores(
 
 
 def install(model: torch.nn.Module) -> dict[int, LayerCache]:
-    """Attach a `LayerCache` to every module with a layer index; return the caches, keyed by index.
-    """
+    """Attach a `LayerCache` to every module with a layer index; return the caches by index."""
     caches: dict[int, LayerCache] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)

@@ -26,8 +26,7 @@ class FeatureProjection(Protocol):
         """The number of numbers that the projection computes from a token's states."""
 
     def __call__(self, features: torch.Tensor, /) -> torch.Tensor:
-        """Project rows of the `states`, of any type; return [R, projected_width] of the same type.
-        """
+        """Project rows of the `states`, of any type; return [R, projected_width] of that type."""
 
 
 class HiddenStates:
@@ -68,8 +67,7 @@ class HiddenStates:
         return self._parameter.new_empty(token_count, self._size)
 
     def put(self, state: int, rows: torch.Tensor) -> None:
-        """Keep a state [T, H] if it is watched; a forward that does not call the layers calls this.
-        """
+        """Keep a state [T, H] if it is watched. Forwards that do not call the layers call this."""
         if state in self.watched:
             self._kept[state] = rows
 

@@ -136,8 +136,7 @@ class ModelRunner:
 
     @property
     def _most_slots(self) -> int:
-        """The maximum number of a sequence's slots; a tree's branches may exceed the last position.
-        """
+        """The maximum number of a sequence's slots. Branches may lie beyond the last position."""
         return self.context_length + MAX_TREE_TOKENS
 
     def _allocate(self, pages: int, max_seq_len: int) -> None:
@@ -468,7 +467,7 @@ class ModelRunner:
         return BatchLayout(slices, self.page_size, self.device)
 
     def _default_page_count(self, bounds: Bounds | None, memory_share: float) -> int:
-        """Return the number of pages for which there is memory; full batches need no more."""
+        """Return how many pages fit into memory, up to what full batches of long texts can use."""
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
         numbers = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes)
         page_bytes = numbers * self.dtype.itemsize * self.page_size
@@ -481,8 +480,7 @@ class ModelRunner:
         return max(1, min(budget // page_bytes, useful))
 
     def _gpu_cache_bytes(self, bounds: Bounds | None, memory_share: float, page_bytes: int) -> int:
-        """Return the GPU memory for the cache; raise OutriderError(INVALID_VALUE) if no page fits.
-        """
+        """Return the cache's GPU memory; raise OutriderError(INVALID_VALUE) if no page fits."""
         step = 0
         if bounds is not None and self._takes_graphs():
             step = self._largest_step_bytes(bounds)

@@ -57,7 +57,7 @@ class SharedRows:
     def alone(self) -> SharedRows:
         """Return the same rows in memory of their own, if they are parts of a larger tensor.
 
-        Called by their maker.
+        The thread that computed the rows calls this.
         """
         if self._tensor.untyped_storage().nbytes() == self.nbytes:
             return self

@@ -1,8 +1,8 @@
-"""Environment variables that libraries read once, and the end of a process without teardown.
+"""Sets environment variables that libraries read once, and ends a process without teardown.
 
 `outrider` imports this module before anything else, so that the variables are set before torch,
-gRPC or Hugging Face's libraries are loaded. No other module sets a variable when it is imported.
-A variable that the caller has set keeps its value.
+gRPC or Hugging Face's libraries are loaded. No other module sets an environment variable when it is
+imported. A variable that the caller has set keeps its value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _set_defaults() -> None:
     # Torch allocates weights and caches in huge pages. A CPU that reads a whole model for each
     # token otherwise spends much of its time in address translation.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # A progress bar rewrites one line, which fills a log file with fragments.
+    # A progress bar rewrites its line, which fills a log file with fragments.
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Outrider logs a failed download itself, after the last attempt.

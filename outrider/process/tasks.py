@@ -1,4 +1,4 @@
-"""Long-lived asyncio tasks: exceptions are logged at once, and end no work unnoticed."""
+"""Runs long-lived asyncio tasks. Exceptions are logged at once, and end no work unnoticed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def watch(
     name: str,
     failed: Callable[[BaseException], object] | None = None,
 ) -> asyncio.Task[_Result]:
-    """Start a task that its owner awaits late or never.
+    """Start a task whose owner awaits it late or never.
 
     If it raises, the exception is logged at once and passed to `failed`. Cancellation is not a
     failure.
@@ -72,7 +72,7 @@ def keep_running(
             began = time.monotonic()
             try:
                 return await work()
-            # Whatever went wrong is logged, and the work begins again.
+            # Any error is logged, and the work starts again.
             except Exception:
                 if time.monotonic() - began > _GOOD_S:
                     delay_s = backoff_s[0]

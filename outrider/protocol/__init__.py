@@ -1,1 +1,1 @@
-"""What processes say to each other: messages, their limits and errors, and the wire's forms."""
+"""The messages between processes, with their limits and errors, and their forms on the wire."""

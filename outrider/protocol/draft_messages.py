@@ -34,7 +34,7 @@ class FeatureDtype(IntEnum):
 
     @property
     def size(self) -> int:
-        """Bytes of a number."""
+        """The size of a number in bytes."""
         return 4 if self is FeatureDtype.FLOAT32 else 2
 
 
@@ -44,7 +44,7 @@ class FeatureRequest:
 
     First come the residual streams that enter the layers `aux_layers`, then, with `final_state`,
     the state after the final norm. Only a prompt's last `prompt_token_count` tokens need features;
-    0 stands for all. `projection` names what the verifier may make of the states.
+    0 stands for all. `projection` names the projection that the verifier may apply to the states.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How far a drafter may run ahead: `token_count` draft tokens in all, `depth` in a row."""
+    """The limit for running ahead: `token_count` draft tokens in all, `depth` in a row."""
 
     token_count: int
     depth: int
@@ -103,7 +103,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class SparseDistribution:
-    """Probability `probabilities[i]` for `token_ids[i]`, 0 for every other token.
+    """A distribution: `probabilities[i]` for `token_ids[i]`, 0 for every other token.
 
     `token_ids` is int64 [S], `probabilities` float64 [S], already renormalised.
     """
@@ -114,7 +114,7 @@ class SparseDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The verifier hands a sequence to a drafter.
+    """A message with which the verifier opens a sequence at a drafter.
 
     `token_ids` are the committed tokens; the first `prompt_length` of them are the prompt. The next
     step can use `draft_tokens` guesses in a row; for a tree, `tree_tokens` guesses in all are worth
@@ -140,10 +140,10 @@ class Proposal:
     """Guesses after the first `base_length` committed tokens.
 
     `parents` is empty for a chain. For a tree it holds each token's parent: 0 for the base, j for
-    `token_ids[j - 1]`. `distributions` is empty or holds, for each token, the distribution it was
-    sampled from; None for a one-hot token and where an earlier proposal had the distribution.
-    `confidences` is empty or holds the drafter's estimates, in (0, 1], of the probability that each
-    token is committed if its parent is.
+    `token_ids[j - 1]`. `distributions` is empty or holds, for each token, the distribution from
+    which it was sampled; None for a one-hot token and where an earlier proposal had the
+    distribution. `confidences` is empty or holds the drafter's estimates, in (0, 1], of the
+    probability that each token is committed if its parent is.
     """
 
     sequence_id: int
@@ -157,7 +157,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The drafter proposes nothing more after `base_length` tokens until the next verdict."""
+    """A message that the drafter has no more drafts after `base_length` tokens until a verdict."""
 
     sequence_id: int
     base_length: int
@@ -165,7 +165,7 @@ class Skip:
 
 @dataclass(slots=True)
 class Verdict:
-    """The verifier committed `new_token_ids`; now `committed_length` tokens are committed.
+    """A message that `new_token_ids` were committed, which makes `committed_length` tokens in all.
 
     `accepted_count` is the number of this drafter's tokens that the last commit matched. A `window`
     of None leaves the window as it is. `draft_tokens` and `tree_tokens` are as in Opened.
@@ -196,7 +196,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The sequence has ended for this drafter."""
+    """A message that the sequence has ended for this drafter."""
 
     sequence_id: int
 
@@ -223,6 +223,6 @@ class StepBatch:
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes of all features."""
+        """The size of all features in bytes."""
         rows = [features.rows for features in self.features]
         return sum([len(each) if isinstance(each, bytes) else each.nbytes for each in rows])

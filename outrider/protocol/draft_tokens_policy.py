@@ -19,7 +19,7 @@ _AUTO_LARGE_BATCH_TOKENS = 3
 
 @dataclass(frozen=True, slots=True)
 class DraftTokensPolicy:
-    """How many draft tokens of a sequence a step verifies.
+    """The rule for the number of a sequence's draft tokens that a step verifies.
 
     `goodput` takes the fastest number by measured acceptance and costs, from 0 to
     `max_draft_tokens`. `auto` is TensorRT-LLM's heuristic: 5 up to a batch of 4, 3 up to 32, 0
@@ -49,7 +49,7 @@ class DraftTokensPolicy:
         raise invalid("draft_tokens", message)
 
     def limit(self, batch: int) -> int:
-        """Return the most draft tokens of a sequence in a batch of `batch` decoding sequences.
+        """Return the maximum number of a sequence's draft tokens among `batch` sequences.
 
         Prompts do not count towards the batch, because they come and go.
         """

@@ -25,7 +25,7 @@ class DraftDistribution(IntEnum):
 
 
 class TokenSource(IntEnum):
-    """Who wrote a committed token."""
+    """The writer of a committed token."""
 
     PLAIN = 1
     ACCEPTED = 2
@@ -36,19 +36,19 @@ class TokenSource(IntEnum):
 
     @property
     def is_accepted(self) -> bool:
-        """Whether a drafter wrote the token."""
+        """True if a drafter wrote the token."""
         return self in (TokenSource.ACCEPTED, TokenSource.ACCEPTED_SIDE)
 
 
 class FinishReason(IntEnum):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     STOP = 1
     LENGTH = 2
 
 
 class Acceptance(Enum):
-    """How closely the output has to follow the target. All but EXACT are lossy."""
+    """The rule for how closely the output follows the target. All but EXACT are lossy."""
 
     EXACT = 1
     TYPICAL = 2
@@ -72,7 +72,7 @@ class AcceptanceRule(IntEnum):
 
     @property
     def lossy(self) -> bool:
-        """Whether the output's distribution may differ from the target's."""
+        """True if the output's distribution may differ from the target's."""
         return self in _LOSSY_RULES
 
     @property
@@ -82,7 +82,7 @@ class AcceptanceRule(IntEnum):
 
 
 class PauseReason(IntEnum):
-    """Why steps verified no draft although the request may speculate."""
+    """The reason why steps verified no draft although the request may speculate."""
 
     UNKNOWN = 0
     NO_DRAFTER = 1
@@ -105,7 +105,7 @@ SampledRule = Literal["block", "token-wise"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn; `outrider.sampling.sampler` documents the order of the steps.
+    """The settings for drawing the next token; `outrider.sampling.sampler` has the order of steps.
 
     Temperature 0 is greedy, top_k 0 is off. `logit_bias` has pairs of token id and value, at most
     one for each id.
@@ -123,7 +123,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     banned_token_ids: tuple[int, ...] = ()
-    # Computed once, because each step reads them for every sequence.
+    # These are computed once, because each step reads them for every sequence.
     greedy: bool = field(init=False, repr=False, compare=False)
     adjusts: bool = field(init=False, repr=False, compare=False)
     """Whether bias, penalties, bans or min_tokens change the logits before the temperature."""
@@ -137,7 +137,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the tokens so far change a token's probability."""
+        """True if the tokens so far change a token's probability."""
         added = self.presence_penalty or self.frequency_penalty
         return self.repetition_penalty != 1.0 or bool(added)
 
@@ -158,10 +158,10 @@ SAMPLING_RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """Whether to speculate and how.
+    """The settings that say whether and how to speculate.
 
-    At most one of `drafter_id` and `drafter_family` restricts drafting. `draft_tokens` None takes
-    the verifier's setting.
+    At most one of `drafter_id` and `drafter_family` restricts drafting. If `draft_tokens` is None,
+    the verifier's setting applies.
     """
 
     enabled: bool = True
@@ -190,7 +190,7 @@ class TokenRequest:
 
     `top_logprobs` is the number of likeliest tokens to report with each generated token,
     `prompt_logprobs` is the number to report with each token of the prompt; None asks for no
-    report. The output goes on after `committed`. `noise_seed` seeds the random numbers if
+    report. The output continues after `committed`. `noise_seed` seeds the random numbers if
     `sampling` has no seed. A verifier of another `model_fingerprint` refuses the request; an empty
     fingerprint suits any verifier.
     """
@@ -216,7 +216,7 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPause:
-    """Why most steps of a sequence verified no draft.
+    """The explanation why most steps of a sequence verified no draft.
 
     `step_count` counts those steps, and `reason` is their most frequent reason. `forward_s` are the
     seconds of a step without drafts, `draft_s` the seconds from a verdict to the quickest drafter's
@@ -262,10 +262,10 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithms of the target's unprocessed softmax for a token and the likeliest tokens.
+    """Log probabilities of a token and the likeliest tokens, from the target's unprocessed softmax.
 
-    The likeliest come first. `rank` counts the tokens at least as likely as this token, itself
-    included.
+    They are natural logarithms, and the likeliest tokens come first. `rank` counts the tokens at
+    least as likely as this token, itself included.
     """
 
     logprob: float
@@ -297,7 +297,7 @@ class TokenChunk:
 
     @property
     def accepted_count(self) -> int:
-        """How many of the tokens were written by drafters."""
+        """The number of tokens that drafters wrote."""
         return sum([source.is_accepted for source in self.sources])
 
     def joined(self, after: TokenChunk) -> TokenChunk:

@@ -1,4 +1,4 @@
-"""How a verifier describes its model and its drafters: GetModel's answer as plain data."""
+"""A verifier's description of its model and drafters: GetModel's answer as plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Stage(Enum):
-    """How far a verifier has loaded. FAILED may come from verifiers of other makes."""
+    """The stage of a verifier's start or end. FAILED may come from other verifiers than ours."""
 
     LOADING = 1
     WARMING_UP = 2
@@ -20,7 +20,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a drafter runs. Empty `cores`: not pinned; `numa_node` None: memory not bound."""
+    """The place of a drafter. Empty `cores` mean not pinned; `numa_node` None means not bound."""
 
     kind: str = "local"
     host: str = ""
@@ -34,7 +34,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """What a verifier knows about a drafter."""
+    """A verifier's information about a drafter."""
 
     drafter_id: str
     family: str
@@ -50,7 +50,7 @@ class DrafterInfo:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a verifier is. The counts are of sequences."""
+    """A verifier's load. The counts are of sequences."""
 
     running: int
     waiting: int
@@ -63,8 +63,10 @@ class Load:
 
     @property
     def fitting(self) -> float:
-        """How many sequences of the present lengths can run at once. The KV cache may have room for
-        fewer sequences than the batch has places."""
+        """The number of sequences of the present lengths that can run at once.
+
+        The KV cache may have room for fewer sequences than the batch has places.
+        """
         if self.waiting and self.running:
             return self.running
         if self.running and self.kv_cache_usage:
@@ -73,26 +75,25 @@ class Load:
 
     @property
     def places(self) -> int:
-        """How many sequences can run at once.
+        """The number of sequences that can run at once.
 
         If long sequences fill the cache before the batch is full, others wait, and no more can run.
         """
         return self.running if self.waiting and self.running else self.max_running
 
     def beside(self, own: int) -> int:
-        """Return how many sequences belong to other callers, if `own` sequences are the caller's.
-        """
+        """Return how many sequences belong to other callers if `own` belong to the caller."""
         return max(0, self.running + self.waiting - own)
 
     def wait_s(self) -> float:
-        """Return the seconds until a further sequence gets a place; 0 if that is not known."""
+        """Return how many seconds a further sequence waits for a place; 0 if that is not known."""
         return wait_s(self.running + self.waiting + 1, self.places, self.sequence_s)
 
 
 def wait_s(count: int, places: float, sequence_s: float | None) -> float:
-    """Return the seconds until the last of `count` sequences gets one of the `places` places.
+    """Return how many seconds the last of `count` sequences waits for one of `places` places.
 
-    `sequence_s` is how long each sequence keeps its place. 0 if that is not known.
+    `sequence_s` is how long each sequence keeps its place. The result is 0 if that is not known.
     """
     return max(0.0, count - places) * (sequence_s or 0.0) / places
 
@@ -100,8 +101,8 @@ def wait_s(count: int, places: float, sequence_s: float | None) -> float:
 def retry_after_s(wait_s: float) -> float:
     """Return how many seconds a refused caller should wait before it tries again.
 
-    `wait_s` is the wait in the present queue: after it, all sequences that wait now have begun.
-    OpenAI's clients ignore times of more than a minute.
+    `wait_s` is the wait in the present queue: after this time, all sequences that wait now will
+    have started. OpenAI's clients ignore times of more than a minute.
     """
     return min(max(1.0, wait_s), 60.0)
 
@@ -142,7 +143,7 @@ class ModelInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the model in requests; answers have the first name."""
+        """The names by which requests may call the model. Answers contain the first name."""
         return self.model_id, *self.aliases
 
 

@@ -1,6 +1,6 @@
-"""Trees of draft tokens after a text, as lists of parents.
+"""Trees of draft tokens after a sequence, as lists of parents.
 
-Row 0 is the text's last token, and row i + 1 is draft token i. `parents[i]` is the row of draft
+Row 0 is the sequence's last token, and row i + 1 is draft token i. `parents[i]` is the row of draft
 token i's parent, which comes before it. An empty list stands for a chain. This is the form of
 `Proposal.parents` in protos/outrider/v1/drafts.proto.
 """
@@ -27,9 +27,9 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestor_words(parents: Sequence[int]) -> list[int]:
-    """For each draft token, a word with bit j set if draft token j is an ancestor or itself.
+    """Return each draft token's bitmask: bit j is set if draft token j is an ancestor or itself.
 
-    Raises ValueError for more than MAX_TREE_TOKENS tokens, whose bits do not fit a word.
+    Raises ValueError for more than MAX_TREE_TOKENS tokens, whose bits do not fit in 64 bits.
     """
     if len(parents) > MAX_TREE_TOKENS:
         raise ValueError(f"a tree has at most {MAX_TREE_TOKENS} draft tokens, not {len(parents)}")
@@ -40,7 +40,7 @@ def ancestor_words(parents: Sequence[int]) -> list[int]:
 
 
 def children(parents: Sequence[int]) -> list[list[int]]:
-    """Return the child rows of each row, in order; row 0's first."""
+    """Return the list of child rows of each row, from row 0 on."""
     found: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for i, parent in enumerate(parents):
         found[parent].append(i + 1)

@@ -1,4 +1,4 @@
-"""Requests that an engine cannot serve. It names them in GetModel, and gateways refuse them.
+"""Kinds of requests that an engine cannot serve: GetModel names them, and gateways refuse them.
 
 The verifier checks requests too, because callers other than gateways may send them unchecked.
 """

@@ -1,4 +1,4 @@
-"""The text and the settings of a sequence, which decide how its logits are adjusted."""
+"""A sequence's tokens and settings, which decide how its logits are adjusted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Mask = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class Context:
-    """The text that the rows of one sequence follow.
+    """The tokens before the rows of one sequence, and the sequence's settings.
 
     Row i has the logits of the token that follows `tokens` and then the path to row i. Without
     `parents` the path is the first i tokens of `drafted`; otherwise see `protocol.token_tree`.
     `tokens` are committed, and the first `prompt_length` of them are the prompt. `end_ids` end the
-    sequence. `mask` holds a bit for each token that the grammar allows, lowest bit first, int32
+    sequence. `mask` is a bitmask of the tokens that the grammar allows, lowest bit first, int32
     [len(drafted) + 1, ceil(V / 32)]; None for no grammar.
     """
 
@@ -35,12 +35,12 @@ class Context:
 
     @property
     def row_count(self) -> int:
-        """Logits rows of the sequence."""
+        """The number of the sequence's logits rows."""
         return len(self.drafted) + 1
 
     @property
     def depths(self) -> Sequence[int]:
-        """How many draft tokens are before each row."""
+        """The number of draft tokens before each row."""
         return [0, *depths(self.parents)] if self.parents else range(self.row_count)
 
     def drafted_before(self) -> list[list[int]]:
@@ -53,5 +53,5 @@ class Context:
 
     @property
     def plain(self) -> bool:
-        """Whether the rows need no adjustment."""
+        """True if the rows need no adjustment."""
         return self.mask is None and not self.sampling.adjusts

@@ -1,6 +1,6 @@
 """Adjusts logits before they become probabilities: bias, penalties, bans and grammar.
 
-Each row has its own settings and sees the text up to its position, the drafted tokens on its path
+Each row has its own settings and sees the tokens up to its position, the drafted tokens on its path
 included. Rows without settings cost nothing.
 """
 
@@ -21,9 +21,9 @@ from outrider.sampling.tensors import Staged, Staging
 
 
 def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-    """Logits [R, V] after the settings and masks of `contexts`, the sequences of the rows in order.
+    """Return logits [R, V] after the settings and masks of `contexts`, the rows' sequences.
 
-    As `Adjustments.apply`, for texts that are seen once.
+    This is `Adjustments.apply` for sequences that are seen once.
     """
     if all(context.plain for context in contexts):
         return logits_RV
@@ -57,11 +57,11 @@ class Adjustments:
         self._bans = _lay_out_bans(pairs, staging)
 
     def apply(self, logits_RV: torch.Tensor, masks: Sequence[Mask | None]) -> torch.Tensor:
-        """Logits [R, V] after bias, penalties, bans (also of early end tokens) and grammar masks.
+        """Return logits [R, V] after bias, penalties, bans, `min_tokens` and grammar masks.
 
         `masks` has the mask of each sequence, as in `Context`. Order and formulas follow
         transformers' processors; presence and frequency penalty follow OpenAI. The given tensor is
-        not changed, and is returned itself if no row needs an adjustment. A row with no token left
+        not changed; it is returned itself if no row needs an adjustment. A row with no token left
         is -inf throughout.
         """
         given = [mask for mask in masks if mask is not None]
@@ -70,7 +70,7 @@ class Adjustments:
         logits_RV = logits_RV.clone()
         if self._bias is not None:
             rows, tokens, biases = self._bias
-            # No token of a row is biased twice.
+            # A row's `logit_bias` has each token only once.
             at = rows.tensor, tokens.tensor
             logits_RV[at] = logits_RV[at] + biases.tensor
         if self._penalties is not None:
@@ -152,7 +152,7 @@ def _mask(logits_RV: torch.Tensor, firsts: Sequence[int], masks: Sequence[Mask |
 
 
 def _zeros(words_RW: torch.Tensor) -> torch.Tensor:
-    """Return whether each bit of int32 words [R, W] is zero, the lowest first: bool [R, 32 W]."""
+    """Return whether each bit of int32 masks [R, W] is zero, lowest first: bool [R, 32 W]."""
     bytes_RB = words_RW.view(torch.uint8)
     if words_RW.device.type == "cpu":
         # For few rows NumPy takes half the time of the table.

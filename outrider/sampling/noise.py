@@ -35,7 +35,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 def philox4x32(
     counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
+    """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 
     `counter` is [4, N], `key` [2, N], and the result [4, N]. All are 32-bit words in uint64. A test
     has the known-answer vectors of the Random123 distribution.
@@ -69,10 +69,10 @@ def _words(
 def uniforms(
     seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike = 0
 ) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits, float64 [N], for each (seed, position, step).
+    """Return uniform numbers in [0, 1), float64 [N], for each (seed, position, step).
 
-    `seeds` have 64 bits; `positions` count a sequence's tokens from 0, prompt included; `steps` are
-    below 2^32.
+    They have 53 random bits. `seeds` have 64 bits; `positions` count a sequence's tokens from 0,
+    prompt included; `steps` are below 2^32.
     """
     words = _words(seeds, positions, purpose, steps)
     bits = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
@@ -81,14 +81,14 @@ def uniforms(
 
 
 def coupled_keys(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """SplitMix64 seeds of the coupled noise, int64 [N] (two's complement), per (seed, position)."""
+    """Return SplitMix64 seeds of the coupled noise for each (seed, position), int64 [N]."""
     words = _words(seeds, positions, Purpose.COUPLED)
     keys: npt.NDArray[np.int64] = (words[0] | words[1] << _32).view(np.int64)
     return keys
 
 
 def coupled_draw(probs_V: npt.ArrayLike, seed: int, position: int) -> int:
-    """The token that the verifier draws from probabilities [V] with this seed at this position.
+    """Return the token that the verifier draws from probabilities [V] for this seed and position.
 
     Computes argmax(probability / exponential), as `outrider.sampling.sampler.coupled_sample` does;
     the lowest id wins a tie. With probabilities close to the verifier's, a drafter draws the same

@@ -19,7 +19,7 @@ _BLOCK = 1024
 def _race(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
     probs, keys, best, tokens, vocab_size, BLOCK: tl.constexpr
 ):
-    """Find the largest probability / exponential in one block of one row, and its token."""
+    """Find the token with the largest probability / exponential in one block of one row."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
@@ -39,7 +39,7 @@ def _race(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel
 
 
 def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor:
-    """Like `outrider.sampling.sampler.coupled_sample`, except for a logarithm's last bit."""
+    """Draw as `outrider.sampling.sampler.coupled_sample` does, up to a logarithm's last bit."""
     row_count, vocab_size = probs_RV.shape
     best = probs_RV.new_empty(row_count, triton.cdiv(vocab_size, _BLOCK), dtype=torch.float64)
     tokens = torch.empty_like(best, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Repetition, presence and frequency penalties, from counts that stay on the device.
 
-A text's tokens are counted once: a step adds the tokens that were committed since the last step.
-Draft tokens are added to copies, so that a rejected draft leaves no trace.
+A sequence's tokens are counted once: a step adds the tokens that were committed since the last
+step. Draft tokens are added to copies, so that a rejected draft leaves no trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _IN_OUTPUT = 2
 
 @dataclass(slots=True)
 class _Text:
-    """A counted text. It holds the list of tokens, so that the list's identity is not reused."""
+    """A counted sequence.
+
+    It holds the list of tokens, so that the list's identity is not reused.
+    """
 
     tokens: Sequence[int]
     row: int
@@ -34,7 +37,7 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Rows to reset, and what is then added to the counts of tokens."""
+    """Rows to reset, and the amounts that are then added to the counts of tokens."""
 
     fresh: Staged | None
     rows: Staged
@@ -43,12 +46,12 @@ class _Change:
 
 
 class TokenCounts:
-    """How often each token occurs in some texts, kept on the device, a row for each text.
+    """A table on the device that counts each token in some sequences, with a row for each sequence.
 
-    A text is recognised by the identity of its list of tokens, which may only grow; a list that
-    became shorter is counted anew. The table has rows for twice as many texts as a batch ever had.
-    In a full table the least recently used text loses its row. It is counted anew when it comes
-    back, as a preempted text may.
+    A sequence is recognised by the identity of its list of tokens, which may only grow; a list that
+    became shorter is counted anew. The table has rows for twice as many sequences as a batch ever
+    had. In a full table the least recently used sequence loses its row. It is counted anew when it
+    comes back, for example after a preemption.
     """
 
     def __init__(self) -> None:
@@ -58,12 +61,12 @@ class TokenCounts:
         self._table_SV = torch.empty(0, 0, dtype=torch.int32)
 
     def lay_out(self, contexts: Sequence[Context], staging: Staging) -> list[int]:
-        """Count what is new in the texts of a batch; return each text's row of the table."""
+        """Count the new tokens of a batch's sequences; return each sequence's row of the table."""
         keys = [(id(context.tokens), context.prompt_length) for context in contexts]
         for key in keys:
             known = self._texts.pop(key, None)
             if known is not None:
-                self._texts[key] = known  # after the texts that this batch does not have
+                self._texts[key] = known  # after the sequences that this batch does not have
         fresh: list[int] = []
         rows: list[int] = []
         added: list[int] = []
@@ -96,14 +99,16 @@ class TokenCounts:
         return found
 
     def _free_row(self, most: int) -> int:
-        """Return a free row for a new text; beyond `most` rows, the row of the least recent text.
+        """Return a free row for a new sequence.
+
+        Beyond `most` rows, it is the row of the least recent sequence.
         """
         if len(self._texts) < most:
             return len(self._texts)
         return self._texts.pop(next(iter(self._texts))).row
 
     def table(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a table int32 [texts, V] on the device of `like` [R, V].
+        """Return a table int32 [sequences, V] on the device of `like` [R, V].
 
         Each entry is twice the token's count in the output, plus 1 if the prompt has the token.
         """
@@ -128,7 +133,7 @@ class Penalties:
     def __init__(
         self, picked: Sequence[tuple[int, Context]], staging: Staging, counts: TokenCounts
     ) -> None:
-        """`picked` are the penalised sequences, each with its first row."""
+        """`picked` has the penalised sequences, each with the number of its first row."""
         contexts = [context for _, context in picked]
         row_counts = [context.row_count for context in contexts]
         numbers = [

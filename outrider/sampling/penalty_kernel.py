@@ -9,8 +9,8 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-# The kernel is compiled for the vocabulary's size, which tells how wide loads may be, but not for
-# the number of rows, which varies.
+# The kernel is compiled for the vocabulary's size, which determines how wide loads may be, but not
+# for the number of rows, which varies.
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]  # has no types
 def _penalise(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
     logits, rows, counts, numbers, vocab_size, row_count, BLOCK: tl.constexpr
@@ -27,7 +27,7 @@ def _penalise(  # type: ignore[no-untyped-def]  # pointers and numbers of the ke
     presence = tl.load(numbers + 2 * row_count + place)
     repeated = tl.where(logit < 0, logit * repetition, tl.div_rn(logit, repetition))
     logit = tl.where(count > 0, repeated, logit)
-    # Bit 0 tells of the prompt; the rest is the count in the output.
+    # Bit 0 says whether the prompt has the token; the other bits are its count in the output.
     output = count >> 1
     logit -= output.to(tl.float32) * frequency
     logit -= (output > 0).to(tl.float32) * presence

@@ -23,7 +23,7 @@ from outrider.sampling.tensors import Staged, Staging, argmax, fetch, on, triton
 # SplitMix64's constants as signed integers, since torch has no full uint64 arithmetic.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-# Random numbers computed at once; bounds the memory for a large vocabulary.
+# The number of random numbers computed at once; it bounds the memory for a large vocabulary.
 _NOISE_BLOCK = 2**24
 # Truncation first looks at this many tokens of a row, and sorts the whole row only if they do not
 # suffice. The nucleus of a peaked row has a few dozen.
@@ -73,7 +73,7 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
 def coupled_top(
     probs_RV: torch.Tensor, keys_R: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank tokens as `coupled_sample` does, which draws the first; return tokens and shares.
+    """Rank tokens in the order in which `coupled_sample` prefers them; return tokens and shares.
 
     Tokens are int64 [R, K], and shares float64 [R, K]. K is `count`, or V if that is less. A
     token's share is its part of the sum of probability / exponential over all tokens: the softmax
@@ -132,14 +132,15 @@ class TargetProbs:
     def probs(
         self, logits_RV: torch.Tensor, whole: Mapping[int, Sequence[int]]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Probabilities [R, V] after temperature, top-k, top-p, min-p and typical-p, in this order.
+        """Return probabilities [R, V] after temperature and truncation.
 
-        The order and the treatment of ties are as in transformers' logits processors. A greedy row
-        (temperature 0) returns its plain softmax; the caller takes its token, the argmax, from the
-        logits. Each step runs only for rows that use it.
+        The steps are temperature, top-k, top-p, min-p and typical-p, in this order. The order and
+        the treatment of ties are as in transformers' logits processors. A greedy row (temperature
+        0) returns its plain softmax; the caller takes its token, the argmax, from the logits. Each
+        step runs only for rows that use it.
 
-        The steps top-p and typical-p sort only a row's candidates, but all tokens of the rows that
-        `whole` has for the step's number. For each of these two steps, this also returns whether
+        The steps top-p and typical-p sort only a row's candidates; `whole` maps a step's number to
+        the rows whose tokens it sorts all. For each of these two steps, this also returns whether
         the candidates of each of its rows sufficed, bool. If candidates of a row that is not in
         `whole` did not suffice, the result is wrong, so the caller calls again with the rows that
         `note_short` finds.
@@ -155,7 +156,7 @@ class TargetProbs:
 
 
 def note_short(whole: dict[int, list[int]], sufficed: Iterable[tuple[int, np.ndarray]]) -> bool:
-    """Add rows whose candidates did not suffice to the rows to sort whole; tell if some are new.
+    """Add rows whose candidates did not suffice to `whole`; return True if some rows are new.
 
     A row that was sorted whole may still be short of candidates.
     """
@@ -187,7 +188,7 @@ class _Candidates:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return truncated logits, and whether each row's candidates sufficed.
 
-        Return None if they are all.
+        The second result is None if the candidates are all tokens.
         """
         size = logits_RV.shape[-1]
         if size <= _CANDIDATES:
@@ -201,7 +202,7 @@ class _Candidates:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A truncation of some rows."""
+    """A truncation that applies to some rows."""
 
     truncate: _Truncate | _Candidates
     rows: Staged | None
@@ -230,7 +231,9 @@ class _Step:
     def apply(
         self, logits_RV: torch.Tensor, whole: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return all rows' logits, with the step's rows truncated; then as `_Candidates.truncate`.
+        """Return all rows' logits, with the step's rows truncated.
+
+        The second result is as in `_Candidates.truncate`.
         """
         rows = self.rows
         some_RV = logits_RV if rows is None else logits_RV[rows.tensor]
@@ -265,7 +268,7 @@ def _min_p(logits_RV: torch.Tensor, shares_R1: torch.Tensor) -> torch.Tensor:
 def _nucleus(
     logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of the nucleus among the `count` likeliest tokens, else -inf, [R, V].
+    """Return logits [R, V]: those of the nucleus among the `count` likeliest tokens, else -inf.
 
     The nucleus has the likeliest tokens up to a mass (Holtzman et al., arXiv 1904.09751). If tokens
     tie at its edge, the lowest ids stay. Also returns whether `count` tokens were enough, bool [R].
@@ -312,7 +315,7 @@ def _typical_set(
 
 
 def inverse_cdf(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
-    """The token of each row at the fraction `uniform_R` of its cumulative weights, int64 [R].
+    """Return each row's token at the fraction `uniform_R` of its cumulative weights, int64 [R].
 
     Weights need not be normalised. They are summed in float64, because with a vocabulary of 150k,
     float32 sums would shift the tail. A token of weight 0 is never returned.

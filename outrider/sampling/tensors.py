@@ -22,7 +22,7 @@ def on(
     numbers: Sequence[object] | npt.NDArray[np.generic],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A tensor on the device, of `dtype` or the numbers' own type (float32 for an empty list).
+    """Return a tensor on the device, of `dtype` or the numbers' type (float32 for an empty list).
 
     The copy does not wait for the device's queue, as a plain copy would.
     """
@@ -60,7 +60,7 @@ class Staging:
         return staged
 
     def send(self) -> None:
-        """Copy what was added since the last call."""
+        """Copy the arrays that were added since the last call."""
         if not self._parts:
             return
         ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) for _, array in self._parts]) * _ALIGNMENT
@@ -81,7 +81,7 @@ class Staging:
 
 
 def argmax(numbers_RN: torch.Tensor) -> torch.Tensor:
-    """Return the first place of each row's largest number, int64 [R]. NaN counts as the largest."""
+    """Return the first index of each row's largest number, int64 [R]. NaN counts as the largest."""
     if numbers_RN.device.type == "cpu":
         # NumPy's argmax takes a seventh of the time of torch's at 4,096 numbers a row, or less.
         return torch.from_numpy(numbers_RN.numpy().argmax(-1))
@@ -89,7 +89,7 @@ def argmax(numbers_RN: torch.Tensor) -> torch.Tensor:
 
 
 def fetch(tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[np.generic]]:
-    """Bring tensors of one device to the host with one wait for the device.
+    """Copy tensors of one device to the host with one wait for the device.
 
     They hold int64, bool or float numbers. From a GPU, bool tensors arrive as int64 and float32
     tensors as float64.
@@ -128,7 +128,7 @@ def triton_works(device: torch.device) -> bool:
 
 
 def _problem(device: torch.device) -> str | None:
-    """Return what keeps Triton kernels from running on a GPU, if anything."""
+    """Return why Triton kernels cannot run on a GPU; None if they can."""
     if find_spec("triton") is None:
         return "no Triton"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -137,9 +137,9 @@ def _problem(device: torch.device) -> str | None:
 
 
 def kernel_problem(device: torch.device) -> str | None:
-    """Run the noise kernel for one token; return what fails, if anything.
+    """Run the noise kernel for one token; return why that fails, or None.
 
-    Triton builds launchers with a C compiler and Python's headers, so what is missing shows only
+    Triton builds launchers with a C compiler and Python's headers, so a missing part shows only
     when a kernel runs. Raises torch.AcceleratorError if the device failed.
     """
     try:
@@ -149,7 +149,7 @@ def kernel_problem(device: torch.device) -> str | None:
         probs, keys = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)
         token = noise_kernel.coupled_sample(probs.to(device), keys.to(device)).item()
     except torch.AcceleratorError:
-        raise  # this process cannot use the device again
+        raise  # the device is lost for this process
     # A missing compiler, header or driver raises errors of many types.
     except Exception as error:  # noqa: BLE001
         return f"Triton kernels do not run ({type(error).__name__}: {' '.join(str(error).split())})"

@@ -86,8 +86,7 @@ class FusedForward:
         layout: BatchLayout | StaticLayout,
         rows: torch.Tensor | int = 0,
     ) -> torch.Tensor:
-        """Compute the tokens [T] and write to the caches; return the logits of `rows`, 0 for all.
-        """
+        """Compute the tokens [T] and write to the caches; return logits of `rows`, 0 for all."""
         batch, slots = layout.kernel, layout.slot_mapping
         stream = self._model.embed_tokens(token_ids)
         turns = self._model.rotary_emb(stream.unsqueeze(0), positions.unsqueeze(0))

@@ -26,8 +26,7 @@ from outrider.lm.pages import KVSequence
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Tokens a page, maximum pages of a sequence, and the number of a page that no sequence uses.
-    """
+    """Tokens a page, maximum pages of a sequence, and the number of a page that is never used."""
 
     page_size: int
     pages_each: int
@@ -181,8 +180,7 @@ class Inputs:
         return StaticLayout(arrays["slot_mapping"].long(), kernel)
 
     def advance(self) -> None:
-        """Advance each sequence by a token, without the host, in a bucket with one token a
-        sequence.
+        """Advance each sequence by a token, without the host, in a bucket of one token each.
 
         The caller writes `token_ids`. The pages must have been sent, see `write`. Padding stays in
         the spare page.

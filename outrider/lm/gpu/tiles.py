@@ -40,8 +40,7 @@ _PROGRAMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU's shared memory for a program (bytes), multiprocessors, and major compute capability.
-    """
+    """A GPU's shared memory for a program (bytes), multiprocessors and compute capability."""
 
     shared_bytes: int
     multiprocessors: int
@@ -60,8 +59,7 @@ def card_of(device: torch.device) -> Card:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The number of query heads of a key/value head, key/value heads, and sizes of keys and values.
-    """
+    """Query heads for each key/value head, key/value heads, and the sizes of keys and values."""
 
     group: int
     kv_heads: int
@@ -86,8 +84,7 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The numbers of query rows and keys in a tile, and of Triton's stages for the loop over keys.
-    """
+    """The query rows and keys in a tile, and Triton's number of stages for the loop over keys."""
 
     rows: int
     keys: int

@@ -142,8 +142,7 @@ def _load(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
 
 @triton.jit
 def _sequence(cu_seqlens_q, seq_lens, tree_starts, number):  # type: ignore[no-untyped-def]  # pointers
-    """Return a sequence's first token in the batch, token count, slots before them, and tree start.
-    """
+    """Return a sequence's first token in the batch, token count, slots before, and tree start."""
     first = tl.load(cu_seqlens_q + number)
     count = tl.load(cu_seqlens_q + number + 1) - first
     return first, count, tl.load(seq_lens + number) - count, tl.load(tree_starts + number)
@@ -153,10 +152,9 @@ def _sequence(cu_seqlens_q, seq_lens, tree_starts, number):  # type: ignore[no-u
 def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     at, tree_start, words
 ):
-    """Return which keys in the slots `at` each row sees: no tree's keys, or its ancestors; [rows,
-    keys].
+    """Return which keys in the slots `at` come before the tree or are a row's ancestors.
 
-    The result is arbitrary for keys after the tree, which no row sees.
+    The result is [rows, keys]. It is arbitrary for keys after the tree, which no row sees.
     """
     # Shifts by less than 0 or more than 63 are undefined.
     bit = ((at - tree_start) & 63).to(tl.int64)

@@ -153,7 +153,7 @@ class Server:
 
 
 def _check_free(flag: str, address: str) -> None:
-    """Raise OutriderError(INVALID_VALUE) if another process listens there, which gRPC hides."""
+    """Raise OutriderError(INVALID_VALUE) if another process listens there; gRPC hides that."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or not int(port):
         return

@@ -27,7 +27,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _is_no_leaving(record: logging.LogRecord) -> bool:
-    """False where gRPC fails to write what a handler yields, because the peer has left."""
+    """Return False for a record that a write of gRPC failed because the peer has left."""
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
@@ -54,7 +54,7 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the method's handler, made to refuse such calls and requests."""
+        """Return the method's handler, wrapped so that it refuses such calls and requests."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:
@@ -99,9 +99,9 @@ def handler_within(
 ) -> Any:
     """Return a handler like the given handler, whose calls run within `enter(context)`.
 
-    There `check` changes the request or the stream of requests, or raises. `parse` replaces the
-    handler's deserializer. The behaviour stays an asynchronous generator or a coroutine function:
-    gRPC calls the two differently.
+    Within it, `check` changes the request or the stream of requests, or raises. `parse` replaces
+    the handler's deserializer. The behaviour stays an asynchronous generator or a coroutine
+    function: gRPC calls the two differently.
     """
     kind = "_".join(
         "stream" if streams else "unary"
@@ -134,7 +134,7 @@ def refusal(error: OutriderError) -> Any:
 
 
 def _parsed(parse: Callable[[bytes], Any], most_bytes: int, data: bytes) -> Any:
-    """Return the message, or the error that takes its place."""
+    """Return the parsed message, or an OutriderError in its place."""
     if len(data) > most_bytes:
         message = f"the message has {len(data)} bytes; at most {most_bytes} are allowed"
         return OutriderError(Reason.REQUEST_TOO_LARGE, message)

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses with details, on their way out and in."""
+"""Converts errors to gRPC statuses with details, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.errors import DOMAIN, OutriderError, Reason, Retry
 
 log = logging.getLogger(__name__)
 
-# A peer's error travels on to callers in a call's metadata, of which gRPC allows 8 KiB.
+# A peer's error is passed on to callers in a call's metadata, of which gRPC allows 8 KiB.
 _MAX_ERROR_BYTES = 1024
 _MAX_RETRY_S = 86_400.0
 _RETRY_KEY = "retry"
@@ -83,7 +83,7 @@ def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> Outrider
 
 
 def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderError:
-    """Return the error with reason, metadata, field and delay from the status' details."""
+    """Return the error, with reason, metadata, field and delay from the status' details."""
     info = error_details_pb2.ErrorInfo()
     bad = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
@@ -99,7 +99,7 @@ def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderEr
 
 
 def _describe(error: OutriderError, info: error_details_pb2.ErrorInfo) -> None:
-    """Give the error the peer's reason; for a reason that this version lacks, its retry class."""
+    """Set the error's reason to the peer's; if this version lacks it, set its retry class."""
     metadata = dict(info.metadata)
     named = metadata.pop(_RETRY_KEY, "")
     if info.reason in Reason.__members__:
@@ -111,7 +111,7 @@ def _describe(error: OutriderError, info: error_details_pb2.ErrorInfo) -> None:
 
 
 def _cut(text: str) -> str:
-    """Return the beginning of a text, as much as a call's metadata has room for."""
+    """Return a string's beginning, cut to the room that a call's metadata has."""
     return text.encode()[:_MAX_ERROR_BYTES].decode(errors="ignore")
 
 
@@ -126,7 +126,7 @@ _Message = TypeVar("_Message")
 
 
 def unexpected(method: str) -> OutriderError:
-    """Log the current exception, and return the error to answer with.
+    """Log the current exception, and return the error for the caller.
 
     The error does not hold the exception's text, which may contain a user's data.
     """

@@ -1,6 +1,6 @@
 """Bidirectional calls that keep the status with which the peer ended them.
 
-Where a write fails because the call is over, grpc.aio sets the status "Internal error from Core",
+Where a write fails because the call has ended, grpc.aio sets the status "Internal error from Core",
 and drops the peer's status, which arrives a moment later (grpc#36066). The peer's reason for a
 refusal and its rule for retries would be lost.
 """
@@ -22,7 +22,7 @@ _UNREAD = "the peer ended the call; its status follows the messages that are not
 def keep_status(channel: grpc.aio.Channel) -> grpc.aio.Channel:
     """Let bidirectional calls of this channel keep their peer's status; return the channel.
 
-    A write to a call that is over then raises AioRpcError with that status, or returns if the
+    A write to a call that has ended then raises AioRpcError with that status, or returns if the
     status is OK. It raises UNAVAILABLE if no status comes within STATUS_WAIT_S, because messages
     before it are unread; reading them gives the status.
     """
@@ -67,7 +67,7 @@ class _PatientCall:
             raise
 
     async def send_receive_close(self) -> None:
-        """Half-close. Does nothing if the call is over: grpc.aio would cancel it."""
+        """Half-close. Does nothing if the call has ended: grpc.aio would cancel it."""
         with suppress(grpc.aio.InternalError):
             await self._call.send_receive_close()
 

@@ -31,7 +31,7 @@ from outrider.process.settings.config import ScrapedSettings
 
 log = logging.getLogger(__name__)
 
-# Nothing here needs a further time series with the creation time of each counter.
+# Nobody needs a further time series with the creation time of each counter.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
 
 # The library gives each connection a thread. A silent connection must not hold it for ever.
@@ -94,11 +94,11 @@ def _log_failure(request: Any, client_address: Any) -> None:
 def pushing_metrics(
     registry: CollectorRegistry, service: str, instance: str = ""
 ) -> Iterator[None]:
-    """Push the registry by OTLP again and again, and at the end of the block.
+    """Push the registry over OTLP repeatedly, and at the end of the block.
 
-    OpenTelemetry's environment variables say whether, how often and to which endpoint: it pushes if
-    OTEL_METRICS_EXPORTER is otlp. It pushes the metrics that the registry has when the block
-    begins. The last push takes 3 s at most.
+    Metrics are pushed only if OTEL_METRICS_EXPORTER is otlp. OpenTelemetry's other environment
+    variables set the interval and the endpoint. The metrics that the registry has when the block
+    begins are pushed. The last push takes 3 s at most.
     """
     if os.environ.get("OTEL_METRICS_EXPORTER") != "otlp":
         yield
@@ -132,7 +132,7 @@ def pushing_metrics(
 def _observe(
     registry: CollectorRegistry, series: str, options: CallbackOptions
 ) -> Iterator[Observation]:
-    """Yield the values of one series now, one for each set of labels."""
+    """Yield the present values of one series, one for each set of labels."""
     for family in registry.collect():
         for sample in family.samples:
             if sample.name == series:

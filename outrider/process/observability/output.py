@@ -1,4 +1,4 @@
-"""A text file whose writers never wait or fail, even if the disk is full or no reader is left."""
+"""A text stream whose writers never wait or fail, even if the disk is full or no reader is left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RETRY_S = 0.5
 
 
 class Output(io.TextIOBase):
-    """A text file for `print` and rich, with a thread that writes to a file descriptor.
+    """A text stream for `print` and rich, with a thread that writes to a file descriptor.
 
     While the descriptor takes nothing (a full disk, a stopped terminal), up to 1000 writes wait.
     Later writes are dropped, and a line says how many.
@@ -64,7 +64,7 @@ class Output(io.TextIOBase):
                 return
 
     def _put(self, text: bytes) -> None:
-        """Write the whole text, with further attempts until `finish`; raise BrokenPipeError."""
+        """Write the whole text; retry until `finish`. Raises BrokenPipeError."""
         while text:
             try:
                 text = text[os.write(self._descriptor, text) :]

@@ -1,4 +1,4 @@
-"""The id of a request, by which its caller and the operator find it in answers, logs and traces."""
+"""Gives each request an id, which finds it in answers, logs and traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def request_id(headers: Mapping[str, str], prefix: str) -> str:
     """Return the caller's own id, or a new id that begins with the prefix.
 
     The caller's id is the header `x-request-id`, of 1 to 96 visible ASCII characters. Any other
-    value is ignored. `headers` has names in lower case, or finds names in any case.
+    value is ignored. The names in `headers` are in lower case, or `headers` finds names in any
+    case.
     """
     own = headers.get(HEADER, "")
     return own if _OWN.fullmatch(own) else f"{prefix}-{secrets.token_hex(16)}"

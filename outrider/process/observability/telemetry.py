@@ -42,11 +42,11 @@ Kind = trace.SpanKind
 _propagator = TraceContextTextMapPropagator()
 _tracer: trace.Tracer | None = None
 _provider: TracerProvider | None = None
-# The traceparent that records of the current task are logged with.
+# Records of the current task are logged with this traceparent.
 _logged: ContextVar[str] = ContextVar("traceparent", default="")
 # The id of the request that the current task serves.
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
-# A line of text shows a value of this form as it is, and quotes any other value.
+# A log line shows a value of this form as it is, and quotes any other value.
 _PLAIN = re.compile(r"[!#-<>-~]+")
 
 
@@ -74,7 +74,7 @@ class Span:
                 self._span.set_attribute(name.replace("__", "."), value)
 
     def ended_by(self, error: BaseException) -> None:
-        """Record what ended the work: `error.type` is an error's reason or an exception's class.
+        """Record the error that ended the work: `error.type` is its reason or exception class.
 
         Only faults of the server set the status to ERROR. By OpenTelemetry's conventions for
         servers, the status stays unset for the caller's faults (4xx). Cancellation, by a caller
@@ -146,7 +146,10 @@ def setup(service: str, processor: SpanProcessor | None = None, *, instance: str
 
 
 def resource(service: str, instance: str = "") -> Resource:
-    """What OpenTelemetry calls this process. `instance` distinguishes processes of one service."""
+    """Return OpenTelemetry's attributes of this process.
+
+    `instance` distinguishes processes of one service.
+    """
     named = {"service.name": service, "service.version": __version__}
     if instance and "service.instance.id" not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         named["service.instance.id"] = instance
@@ -246,9 +249,9 @@ def setup_logging(level: str, log_format: LogFormat = "text") -> None:
 
 
 def announce(text: str) -> None:
-    """Say on standard output that the process serves, whatever the level of its log.
+    """Print on standard output that the process serves, whatever the level of its log.
 
-    It is a JSON record if the log has JSON records.
+    The text is in a JSON record if the log has JSON records.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):
@@ -258,7 +261,7 @@ def announce(text: str) -> None:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    """The record's own fields (`extra={"fields": ...}`), and the ids of its request and span.
+    """Return the record's fields (`extra={"fields": ...}`) and the ids of its request and span.
 
     On a thread that entered no span, such as the engine's, `extra={"traceparent": ...}` names the
     span.
@@ -283,7 +286,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _shown(value: object) -> str:
-    """The value, quoted if it is empty or has blanks, quotes, `=` or characters beyond ASCII."""
+    """Return the value, quoted if it is empty or has blanks, quotes, `=` or other than ASCII."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 

@@ -64,7 +64,7 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen 
 
 
 def bound_replies(client: Redis | RedisCluster) -> None:
-    """Have all connections of a client parse replies with the bounded parser."""
+    """Make all connections of a client parse replies with the bounded parser."""
     if isinstance(client, RedisCluster):
         nodes = client.nodes_manager
         startup = [node.connection_kwargs for node in nodes.startup_nodes.values()]

@@ -1,4 +1,4 @@
-"""Where a Redis is and how to log in, and redis-py's client for it.
+"""Describes a Redis and how to log in, and makes redis-py's client for it.
 
 URL, password file and file of authorities are checked before a connection is made.
 """
@@ -35,7 +35,7 @@ Client = Redis | RedisCluster
 
 
 class Credentials(CredentialProvider):
-    """User and password. The password's file is read for each connection, so it may change."""
+    """The user and password. The password's file is read for each connection, so it may change."""
 
     def __init__(self, user: str, password: str, password_file: Path | None) -> None:
         self._user = user
@@ -65,7 +65,7 @@ class Credentials(CredentialProvider):
 
 @dataclass(frozen=True, slots=True)
 class RedisServer:
-    """The address and credentials of a Redis; of a cluster, some of its nodes' addresses."""
+    """The address and credentials of a Redis; for a cluster, the addresses of some nodes."""
 
     addresses: tuple[tuple[str, int], ...]
     is_cluster: bool = False
@@ -81,7 +81,7 @@ class RedisServer:
 
     @property
     def tls(self) -> Tls | None:
-        """The files with which a client shows who it is; None if it shows nothing."""
+        """The files with which a client proves who it is; None if it does not."""
         names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
         cert, key, ca = (self.options.get(name) for name in names)
         return Tls(Path(cert), Path(key), ca and Path(ca)) if cert and key else None
@@ -125,7 +125,7 @@ class RedisServer:
         *,
         is_cluster: bool = False,
     ) -> RedisServer:
-        """Check a URL, or a cluster's with commas between them, and the files that go with it.
+        """Check a URL, or a cluster's URLs with commas between them, and the files that go with it.
 
         `tls` has this process's certificate. Raises OutriderError(INVALID_VALUE) that names the
         setting. The message does not repeat the URL, which may hold a password.
@@ -181,7 +181,7 @@ def _tls(use_tls: bool, tls: Tls | None) -> dict[str, Any]:
 
 
 def _check_authorities(file: str | None) -> None:
-    """Read the file of certificates that Redis's certificate must be signed by.
+    """Read the authorities' certificates, one of which must have signed Redis's certificate.
 
     redis-py would read it only for the first connection. Raises OutriderError(INVALID_VALUE) that
     names the file.
@@ -212,7 +212,7 @@ def _credentials(user: str, password: str, password_file: Path | None) -> dict[s
 
 
 async def close(*clients: Client) -> None:
-    """Close all connections of the clients, also if one fails; then raise the first failure."""
+    """Close all connections of the clients, even if one fails to close; raise the first failure."""
     closing = [client.aclose() for client in clients]
     failures = await asyncio.gather(*closing, return_exceptions=True)
     for client in clients:

@@ -46,7 +46,7 @@ class Authority:
 
     @classmethod
     def new(cls) -> Authority:
-        """Make an authority. Each has a name of its own, so that errors tell two of them apart."""
+        """Make an authority. Each has a unique name, so that errors distinguish two authorities."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = _subject(f"Outrider authority {secrets.token_hex(4)}")
         usages = x509.KeyUsage(
@@ -82,7 +82,7 @@ class Authority:
     def issue(
         self, kind: str, name: str, hosts: Sequence[str], valid_for: timedelta
     ) -> tuple[bytes, bytes]:
-        """Return a certificate of one of `NAMES` and its key, as PEM.
+        """Return a certificate with one of the roles in `NAMES` and its key, as PEM.
 
         `name` is its common name. `hosts` are DNS names and IP addresses, besides `LOCAL_NAMES` and
         the name of its role. A drafter's certificate has only the name of its role. For tests, the
@@ -134,7 +134,7 @@ def run(
     """
     names = [host.strip() for text in hosts for host in text.split(",")]
     for host in names:
-        # Raises before anything is written.
+        # This raises before anything is written.
         _general_name(host)
     if name is not None and (len(roles) != 1 or not _NAME.fullmatch(name) or name == "ca"):
         raise invalid("name", "takes letters, digits, dots and hyphens, for a single --role")

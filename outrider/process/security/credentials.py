@@ -1,4 +1,4 @@
-"""gRPC credentials from the files of mutual TLS, and the peer that a call's certificate names."""
+"""Makes gRPC credentials from the files of mutual TLS, and finds the peer of a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ClientCredentials(NamedTuple):
 def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCredentials:
     """Return credentials for a server at this address.
 
-    The server's certificate must have the role `server` or, if this is None, the address' name.
+    The server's certificate must have the role `server`, or the address' name if `server` is None.
     Raises OutriderError(INVALID_VALUE) if the files are bad.
     """
     pems = tls.read()
@@ -29,9 +29,9 @@ def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCre
 
 
 def name_options(address: str, server: Role | None) -> list[tuple[str, str]]:
-    """Channel options for the name that the certificate of a server at this address must have.
+    """Return channel options with the name that the server's certificate must have.
 
-    It is the name of the role `server` or, if this is None, the address' name.
+    It is the name of the role `server`, or the address' name if `server` is None.
     """
     name = None if server is None else server.server_name
     if name is None and address.startswith("unix:"):
@@ -54,19 +54,19 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     watched = WatchedTls(tls, load)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Return the new files; None if they are as before. gRPC calls it from its own threads."""
+        """Return changed files; None if none changed. gRPC calls this from its own threads."""
         return watched.current if watched.refresh() else None
 
     return grpc.dynamic_ssl_server_credentials(
         watched.current,
-        # grpc-stubs do not know that it may return None.
+        # grpc-stubs do not know that this function may return None.
         fetch,  # type: ignore[arg-type]
         require_client_authentication=tls.ca is not None,
     )
 
 
 def peer_of(context: grpc.aio.ServicerContext[Any, Any]) -> Peer | None:
-    """Read from the certificate who makes a call; None without TLS.
+    """Return the caller that the call's certificate names; None without TLS.
 
     Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for a certificate with an unknown role.
     """

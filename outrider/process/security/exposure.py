@@ -1,4 +1,4 @@
-"""Refuse to listen beyond the loopback interface for everybody, unless the operator says so."""
+"""Refuses to listen beyond the loopback interface for everybody, unless the operator allows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def check_exposure(listens: Sequence[str], *, has_keys: bool, is_open: bool) -> None:
-    """Raise ValueError if anybody could call the gateway and its operator did not say so.
+    """Raise ValueError if anybody could call the gateway and its operator did not allow that.
 
     `listens` are the hosts of its ports, and unix:/path for sockets.
     """
@@ -23,7 +23,7 @@ def check_exposure(listens: Sequence[str], *, has_keys: bool, is_open: bool) -> 
 
 
 def check_verifier_exposure(host: str, *, has_tls: bool, is_open: bool, remedy: str) -> None:
-    """Raise ValueError if anybody could call the verifier and its operator did not say so.
+    """Raise ValueError if anybody could call the verifier and its operator did not allow that.
 
     `remedy` names the settings that help.
     """
@@ -35,7 +35,7 @@ def check_verifier_exposure(host: str, *, has_tls: bool, is_open: bool, remedy: 
 
 
 def host_of(listen: str) -> str:
-    """Return the host of host:port, without brackets; unix:/path as it is."""
+    """Return the host of host:port, without brackets; unix:/path is returned as it is."""
     if listen.startswith("unix:"):
         return listen
     return listen.rpartition(":")[0].removeprefix("[").removesuffix("]")

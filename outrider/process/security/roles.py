@@ -1,4 +1,4 @@
-"""The roles in certificates, and the one table of who may call what.
+"""The roles in certificates, and the table of the roles that may call each method.
 
 A certificate has its role as the URI outrider://role/NAME among its alternative names, and its
 holder's name as the common name of its subject. A certificate without such a URI is a client's.
@@ -19,7 +19,7 @@ URI = "outrider://role/"
 
 
 class Role(Enum):
-    """What a process or a person is, as its certificate says."""
+    """The role of a process or a person, as its certificate says."""
 
     GATEWAY = "gateway"
     VERIFIER = "verifier"
@@ -49,7 +49,7 @@ CALLERS: Mapping[str, frozenset[Role]] = {
     "/outrider.v1.VerifierService/GetModel": _DRAFTERS | {Role.GATEWAY, Role.OPERATOR},
     "/outrider.internal.v1.TokenStreamService/StreamTokens": frozenset({Role.GATEWAY}),
     "/outrider.v1.GenerationService/GenerateText": frozenset({Role.CLIENT, Role.OPERATOR}),
-    # Health tells nothing of a request, and every process may ask for it.
+    # Health reveals nothing of a request, and every process may ask for it.
     "/grpc.health.v1.Health/Check": _ANY,
     "/grpc.health.v1.Health/List": _ANY,
     "/grpc.health.v1.Health/Watch": _ANY,
@@ -69,7 +69,7 @@ HTTP_CALLERS = frozenset({Role.CLIENT, Role.OPERATOR})
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end of a connection with TLS. `name` is "" without a certificate."""
+    """The peer at the other end of a TLS connection. `name` is "" without a certificate."""
 
     role: Role
     name: str
@@ -89,9 +89,10 @@ class Peer:
 
 
 def peer_of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Peer | None:
-    """Return the peer of a gRPC call by its context; None on a connection without TLS.
+    """Return a gRPC call's peer from its context; None on a connection without TLS.
 
-    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for a certificate with an unknown role or several.
+    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for a certificate with an unknown role or several
+    roles.
     """
     if list(auth_context.get("transport_security_type", ())) != [b"ssl"]:
         return None
@@ -101,7 +102,7 @@ def peer_of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Peer | None:
 
 
 def peer_of_ssl(certificate: Mapping[str, Any] | None) -> Peer:
-    """Return the peer by its certificate, as `ssl.SSLSocket.getpeercert` returns it.
+    """Return the peer with this certificate, which is as `ssl.SSLSocket.getpeercert` returns it.
 
     Raises OutriderError(CERTIFICATE_NOT_ALLOWED) as above.
     """
@@ -115,7 +116,7 @@ def peer_of_ssl(certificate: Mapping[str, Any] | None) -> Peer:
 def peer_of(name: str, uris: Iterable[str]) -> Peer:
     """Return the peer with a certificate of these alternative names.
 
-    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for an unknown role or several.
+    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for an unknown role or several roles.
     """
     roles = [uri.removeprefix(URI) for uri in uris if uri.startswith(URI)]
     if not roles:

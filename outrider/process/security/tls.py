@@ -1,4 +1,4 @@
-"""The files of mutual TLS: read them, read them again when they change, and explain refusals.
+"""Reads the files of mutual TLS, reads them again when they change, and explains refusals.
 
 Knows neither gRPC nor roles. Python's `ssl` and `cryptography` parse the files.
 """
@@ -23,20 +23,21 @@ from outrider.process.files import read_file
 from outrider.process.security.roles import Role, peer_of
 
 if TYPE_CHECKING:
-    # Loaded when a certificate's contents are needed, which is seldom.
+    # This is loaded when a certificate's contents are needed, which is seldom.
     from cryptography import x509
 
 log = logging.getLogger(__name__)
 
 _Loaded = TypeVar("_Loaded")
 
-# How often files that do not fit are tried again: a new mode or link does not change their stamp.
+# Files that do not fit are tried again at this interval: a new mode or link does not change their
+# stamp.
 _RETRY_S = 1.0
 
 SOCKET_NAME = "localhost"
 """The name that the certificate of a server on a Unix socket must have."""
 
-# How gRPC and Python's ssl say why they refused the peer's certificate.
+# The messages in which gRPC and Python's ssl say why they refused the peer's certificate.
 _REFUSED = re.compile(
     r"CERTIFICATE_VERIFY_FAILED(?:: |\] certificate verify failed: )(.+?)(?:: OK$| \(_ssl|$)"
 )
@@ -86,7 +87,7 @@ class Tls:
     ) -> Tls | None:
         """Return certificate, key and, if clients need certificates, their authorities.
 
-        Return None without any. `prefix` begins the names of the settings. Raises
+        Return None if no file is named. `prefix` begins the names of the settings. Raises
         OutriderError(INVALID_VALUE) as above.
         """
         if cert is None or key is None:
@@ -132,7 +133,7 @@ class Tls:
         context.load_cert_chain(self.cert, self.key, password=b"")
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """Return a value that differs once a file has changed."""
+        """Return a value that changes when a file changes."""
         paths = [self.cert, self.key, *([] if self.ca is None else [self.ca])]
         return tuple(map(_stamp, paths))
 
@@ -165,9 +166,9 @@ class Tls:
             raise invalid("tls-cert", f"{self.cert} has the role {role.value}, not {wanted}")
 
     def own_problem(self) -> str | None:
-        """Return why peers would refuse this certificate, as far as these files tell.
+        """Return why peers would refuse this certificate, as far as these files show.
 
-        Return None if they agree. Peers may have other authorities than `ca`.
+        Return None if the files show no reason. Peers may have other authorities than `ca`.
         """
         from cryptography import x509  # loaded only for an explanation
 
@@ -188,7 +189,7 @@ class Tls:
 
 
 class TlsSettings(BaseModel):
-    """The files with which a process shows who it is, and tells who its peers are."""
+    """The files with which a process proves who it is, and checks who its peers are."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -227,7 +228,7 @@ class WatchedTls(Generic[_Loaded]):
         self._files = files
         self._load = load
         self._stamp = files.stamp()
-        # The stamp of files that do not fit, and when to try them again.
+        # The stamp of files that do not fit, and the time when to try them again.
         self._failed: tuple[object, ...] | None = None
         self._retry_at = 0.0
         self.current = load(files)
@@ -237,7 +238,7 @@ class WatchedTls(Generic[_Loaded]):
         """Load changed files; return whether `current` is new.
 
         Files that do not fit, as halfway through a replacement, leave `current` in place. They are
-        loaded again once they have changed, and otherwise at most once a second, because any
+        loaded again when they have changed, and otherwise at most once a second, because any
         stranger's handshake calls this.
         """
         stamp = self._files.stamp()
@@ -262,7 +263,7 @@ class WatchedTls(Generic[_Loaded]):
 
 
 def http_context(tls: Tls) -> ssl.SSLContext:
-    """Return TLS of an HTTP server; each handshake takes the files as they are then.
+    """Return the TLS context of an HTTP server; each handshake uses the files as they are then.
 
     If the files have authorities, a client's certificate that none of them signed, or that has
     expired, ends the handshake. Whether a client needs a certificate is up to the server, which can
@@ -321,7 +322,7 @@ def explain(details: str, tls: Tls | None, *, is_known: bool = False) -> str:
 
 
 def expires_at(cert: Path) -> datetime:
-    """When the first of a file's certificates expires, which may be an intermediate authority's.
+    """Return when the first of a file's certificates, intermediate ones included, expires.
 
     Raises OutriderError(INVALID_VALUE) if the file cannot be read.
     """

@@ -18,7 +18,7 @@ from outrider.process.settings.config import ServiceSettings
 
 # Settings that say how the command runs, not the process.
 _OWN = {"config", "check_config"}
-# Paths that the process makes itself.
+# The process creates these paths itself.
 _MADE = {"uds"}
 _URL = re.compile(r"^(?P<scheme>[A-Za-z][\w+.-]*)://(?P<rest>.*)$", re.DOTALL)
 _HIDDEN = "***"
@@ -29,8 +29,8 @@ def check_config(
 ) -> None:
     """Print the settings as YAML, without passwords and keys, if the process could use them.
 
-    `check` raises OutriderError for problems that only this process can find. A problem ends the
-    command with one sentence and status 1.
+    `check` raises OutriderError for problems that only this process can find. If there is a
+    problem, the command prints one sentence and exits with status 1.
     """
     try:
         for name, value in settings:
@@ -89,7 +89,7 @@ def _shown(settings: ServiceSettings) -> dict[str, Any]:
 
 
 def _masked(value: Any) -> Any:
-    """Return the value, without what may be a secret in URLs: passwords, tokens and options."""
+    """Return the value, without parts of URLs that may be secret: passwords, tokens and options."""
     if isinstance(value, list):
         return [_masked(item) for item in value]
     if not isinstance(value, str) or (url := _URL.match(value)) is None:

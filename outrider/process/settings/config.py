@@ -73,7 +73,7 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
         validate_default=True,
         enable_decoding=False,
-        # Compose and Helm send "" for what is not set.
+        # Compose and Helm send "" for settings that are not set.
         env_ignore_empty=True,
     )
 
@@ -101,7 +101,7 @@ class Settings(BaseSettings):
     def _read_list(cls, value: Any, info: ValidationInfo) -> Any:
         """Read a list setting that is text, or whose items are text.
 
-        A text is a JSON list, one string, or numbers with commas between them.
+        The text is a JSON list, one string, or numbers with commas between them.
         """
         annotation = cls.model_fields[info.field_name or ""].annotation
         if get_origin(annotation) is not list or not isinstance(value, str | list | tuple):
@@ -198,7 +198,7 @@ def _titles(schema: type[Settings]) -> dict[str, str]:
 
 
 def _parameters(schema: type[Settings], names: Iterable[str]) -> list[click.Parameter]:
-    """Return a flag for each of the settings that `names` names."""
+    """Return a flag for each of the settings in `names`."""
     parameters = [_option(name, schema.model_fields[name]) for name in names]
     if schema.argument is not None:
         metavar = f"[{schema.argument.upper()}]"
@@ -210,7 +210,7 @@ def _parameters(schema: type[Settings], names: Iterable[str]) -> list[click.Para
 def _given(
     schema: type[Settings], context: click.Context, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings on the command line.
+    """Return the settings that the command line sets.
 
     Raises UsageError for a setting that is given twice.
     """
@@ -241,7 +241,7 @@ def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
     if path and Path(path).stat().st_size > MOST_BYTES:
         raise ValueError(f"config: {path} has more than {MOST_BYTES} bytes")
 
-    # A class of its own, since the file's path is known only now.
+    # This class is created here, since the file's path is known only now.
     class WithFile(schema):  # type: ignore[misc, valid-type]
         """The schema, reading the YAML file at `path`."""
 
@@ -349,14 +349,14 @@ MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "llguidance", "jsonsc
 
 
 def need_vllm() -> None:
-    """Raises OutriderError(INTERNAL) if vLLM is not installed."""
+    """Raise OutriderError(INTERNAL) if vLLM is not installed."""
     found = find_spec("vllm")
     if found is None or found.origin is None:  # some folder named vllm is no package
         raise OutriderError(Reason.INTERNAL, "the engine vllm needs vLLM, which is not installed")
 
 
 def need_models() -> None:
-    """Raises OutriderError(INTERNAL) that names the missing libraries and the extra with them."""
+    """Raise OutriderError(INTERNAL) that names missing libraries and the extra that has them."""
     missing = [name for name in MODEL_LIBRARIES if find_spec(name) is None]
     if missing:
         need = f"running a model needs {', '.join(missing)}"

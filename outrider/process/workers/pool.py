@@ -1,10 +1,9 @@
 """Runs functions in processes that can be killed, because threads cannot be killed.
 
-What users or a model's files make expensive (compiling grammars, masks, chat templates) runs here:
-within a limit of processor time and of memory, and at a lower priority. All workers of a kind are
-forked from one process that has loaded what they need. They end with the process that uses them,
-however it ends.
-Requests and answers are bytes; nothing is unpickled.
+Work that users or a model's files can make expensive (compiling grammars, masks, chat templates)
+runs here: within limits of processor time and memory, and at a lower priority. All workers of a
+kind are forked from one process that has loaded the code that they need. They end with the process
+that uses them, however it ends. Requests and answers are bytes; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _WALL = 5
 
 
 class WorkerError(Exception):
-    """A worker could not answer; the text says why."""
+    """A worker could not answer; the message says why."""
 
 
 class OutOfTime(WorkerError):
@@ -43,7 +42,7 @@ class OutOfMemory(WorkerError):
 
 
 class WorkerLost(WorkerError):
-    """Somebody else killed the worker, or none could be started; the request is not at fault."""
+    """Another process killed the worker, or none could be started; the request is not at fault."""
 
 
 class WorkerSource:
@@ -74,7 +73,7 @@ class WorkerSource:
         self._start()
 
     def _start(self) -> socket.socket:
-        """Start the process that workers are forked from; it loads meanwhile."""
+        """Start the process from which workers are forked; it loads their code meanwhile."""
         own, other = socket.socketpair()
         self._control = own
         self._loaded = False
@@ -123,12 +122,12 @@ class WorkerSource:
     def kill(self, pid: int) -> int:
         """Kill a worker and wait for its end.
 
-        Returns the signal that ended it: a signal before SIGKILL, or 0 if it ended without a
-        signal.
+        Returns the signal that ended the worker: SIGKILL, an earlier signal, or 0 if the worker
+        exited without a signal.
         """
         with self._lock:
             if self._control is None:
-                return signal.SIGKILL  # its workers ended with the process
+                return signal.SIGKILL  # the workers ended with the process
             try:
                 self._control.sendall(wire.KILL + pid.to_bytes(wire.PID_BYTES, "big"))
                 return _receive(self._control, 1)[0]
@@ -155,7 +154,7 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 class Worker:
-    """One process of a source, forked at its first use and after each kill. For one thread."""
+    """One process of a source, forked at its first use and after each kill. One thread uses it."""
 
     def __init__(self, source: WorkerSource) -> None:
         self._source = source
@@ -167,9 +166,9 @@ class Worker:
             self._forked = self._source.fork()
 
     def call(self, request: bytes, seconds: float) -> bytes:
-        """Have the request answered within `seconds` of processor time.
+        """Send the request; return the answer, which may take `seconds` of processor time.
 
-        A worker that somebody else killed, perhaps before this call, is replaced once. Raises
+        A worker that another process killed, perhaps before this call, is replaced once. Raises
         OutOfTime, also if no answer comes within five times as long by the wall clock; OutOfMemory;
         WorkerLost if the second worker was killed too; or WorkerError. If the process was killed,
         the next call has a new process.
@@ -200,7 +199,7 @@ class Worker:
             raise OutOfMemory(self._memory()) from cause
         if answer[:1] == wire.RESULT:
             return answer[1:]
-        # What a failed request left behind may be large.
+        # A failed request may leave much memory in use.
         self.kill()
         if answer[:1] == wire.NO_MEMORY:
             raise OutOfMemory(self._memory())

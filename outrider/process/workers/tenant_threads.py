@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 _Job = tuple[Future[Any], Callable[[], Any]]
-# The time of a piece of work beyond this counts against its tenant's budget.
+# The part of a piece of work's time beyond this counts against its tenant's budget.
 _FREE_S = 0.1
 _BUDGET_S = 2.0
-# How much of the budget comes back in a second.
+# The budget regains this much in a second.
 _BACK_S = 0.1
 _LOOK_AGAIN_S = 0.5
 # From this number on, tenants with whole budgets are forgotten.
@@ -28,9 +28,9 @@ class TenantThreads:
 
     A free thread takes the work of the tenant with the fewest running pieces of work. If several
     tenants have the fewest, it takes the work of the tenant that was served longest ago. A tenant
-    never has all threads, so that another tenant need not wait for work that has begun; it has at
-    most `each` threads, if given. Each thread has a stack of `stack_bytes`, if given, and runs at
-    the priority `nice`, where the system has priorities of threads.
+    never has all threads, so that another tenant need not wait for running work. If `each` is
+    given, a tenant has at most `each` threads. Each thread has a stack of `stack_bytes`, if given,
+    and runs at the priority `nice`, where the system has priorities of threads.
 
     All slow tenants together leave `spare` threads free, so that another tenant need not wait,
     however many slow tenants there are. A tenant is slow while it has used up its budget: 2 s
@@ -67,7 +67,7 @@ class TenantThreads:
             threading.stack_size(usual)
 
     def submit(self, tenant: str, work: Callable[[], _Result]) -> Future[_Result]:
-        """Queue a piece of work; cancelling the future takes it out unless it has begun."""
+        """Queue a piece of work; cancelling the future removes the work unless it has started."""
         future: Future[_Result] = Future()
         with self._changed:
             self._waiting.setdefault(tenant, deque()).append((future, work))
@@ -75,7 +75,7 @@ class TenantThreads:
         return future
 
     def close(self) -> None:
-        """End each thread after its work; what waits is cancelled."""
+        """End each thread after its present work, and cancel queued work."""
         with self._changed:
             self._closed = True
             for jobs in self._waiting.values():
@@ -99,11 +99,11 @@ class TenantThreads:
                 self._running[tenant] -= 1
                 if not self._running[tenant]:
                     del self._running[tenant]
-                # Another piece of this tenant's work may begin now.
+                # Another piece of this tenant's work may start now.
                 self._changed.notify()
 
     def _take(self) -> tuple[str, _Job] | None:
-        """Wait for a piece of work that may begin; None when closed."""
+        """Wait for a piece of work that may start; return None when closed."""
         with self._changed:
             while not self._closed:
                 tenant = self._next()
@@ -147,11 +147,11 @@ class _Budgets:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # When each tenant has its whole budget again.
+        # The time when each tenant will have its whole budget again.
         self._whole_at: dict[str, float] = {}
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """Count a piece of work that took so long."""
+        """Charge a tenant for a piece of work that took `seconds`."""
         if seconds <= _FREE_S:
             return
         now = self._clock()
@@ -169,7 +169,7 @@ class _Budgets:
 def _fulfil(future: Future[_Result], work: Callable[[], _Result]) -> None:
     try:
         result = work()
-    # Whoever waits for the future gets the exception.
+    # The caller that waits for the future gets the exception.
     except BaseException as error:  # noqa: BLE001
         future.set_exception(error)
     else:

@@ -29,7 +29,7 @@ READY = b"R"
 PID_BYTES = 8
 # A request begins with the processor time that it may take, in seconds.
 SECONDS = struct.Struct("d")
-# Ends a worker that has taken its processor time.
+# This signal ends a worker that has taken its processor time.
 OUT_OF_TIME = signal.SIGPROF
 # The first byte of an answer: a result, no memory left, or an exception's text.
 RESULT = b"\0"
@@ -43,7 +43,7 @@ STACK_BYTES = 256 * 2**20
 
 
 def main() -> None:
-    """Load the handler that the arguments name, then fork and kill workers as told."""
+    """Load the handler that the arguments name, then fork and kill workers as commands say."""
     control = socket.socket(fileno=int(sys.argv[1]))
     name, arguments, limits = json.loads(sys.argv[2])
     # Ctrl-C reaches the whole group, but the parent decides when its workers end.
@@ -66,7 +66,7 @@ def main() -> None:
             # A child that was not waited for keeps its id, so no other process is hit.
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
-            # Not SIGKILL if the worker had ended before.
+            # This is not SIGKILL if the worker had exited before it was killed.
             control.sendall(bytes([os.WTERMSIG(status)]))
 
 
@@ -90,7 +90,7 @@ def _fork(control: socket.socket, descriptor: int, handler: Handler, limits: dic
 
 
 def _bind_to(parent: int) -> None:
-    """End with the parent, however it ends. Other systems than Linux have no such call."""
+    """End with the parent, however it ends. Systems other than Linux have no such call."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
@@ -98,7 +98,7 @@ def _bind_to(parent: int) -> None:
 
 
 def _limit(memory_bytes: int, nice: int) -> None:
-    """Bound the memory that is added from now on, and lower the priority."""
+    """Limit the memory that the worker may add from now on, and lower its priority."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(OUT_OF_TIME, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -116,7 +116,7 @@ def _serve(connection: Connection, handler: Handler) -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
-        # A timer of the processor's time: on a busy machine a worker may wait long for its turn.
+        # The timer counts processor time: on a busy machine a worker may wait long for its turn.
         signal.setitimer(signal.ITIMER_PROF, *SECONDS.unpack_from(request))
         answer = _answer(handler, request[SECONDS.size :])
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -66,7 +66,7 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
 
 
 def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | None:
-    """Check and convert a Hello's request; None without one.
+    """Check and convert a Hello's request for features; return None without such a request.
 
     The number of the target's layers is not known here. Raises OutriderError(INVALID_VALUE).
     """

@@ -93,7 +93,8 @@ def _drafter_to_proto(drafter: DrafterInfo) -> verifier_pb2.DrafterInfo:
 def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
     """Check the placements and convert; raise OutriderError(INVALID_VALUE).
 
-    A later version's stage counts as LOADING, so that no requests are sent.
+    A stage that only a later version knows counts as LOADING, so that the verifier gets no
+    requests.
     """
     return ModelInfo(
         model_id=proto.model_id,

@@ -110,7 +110,7 @@ def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:
 
 
 def _set_fields(proto: Message) -> dict[str, Any]:
-    """The fields that the sender set, keyed by name: a list as a tuple, a map as sorted pairs.
+    """Return the fields that the sender set, keyed by name: lists as tuples, maps as sorted pairs.
 
     Plain data has its own default for a field that is left out. Where the proto cannot tell an
     unset field from zero, the default is zero.
@@ -125,8 +125,7 @@ def _plain(value: Any) -> Any:
 
 
 def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:
-    """Return the enum's member with this value; `otherwise` for 0 and for a later version's values.
-    """
+    """Return the enum's member for this value; `otherwise` for 0 and for unknown values."""
     try:
         return kind(value)
     except ValueError:
