@@ -1,4 +1,4 @@
-"""The access line of every response, over HTTP and gRPC, under the id of its request."""
+"""Writes the access line of every response, over HTTP and gRPC, with the id of its request."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _current: ContextVar[Access] = ContextVar("access")
 
 
 def arrived(headers: Mapping[str, str], method: str, path: str, client: str) -> Access:
-    """Return the access of a request with these headers, whose names are in lower case."""
+    """Return the access line's fields for a request with these headers (names in lower case)."""
     return Access(request_id(headers, _PREFIXES.get(path, "req")), method, path, client)
 
 
@@ -81,13 +81,13 @@ def client_of(scope: Mapping[str, Any]) -> str:
 
 
 def begin(access: Access) -> None:
-    """Make this the request that the current task serves."""
+    """Note the access of the request that the current task serves."""
     _current.set(access)
     telemetry.log_request_id(access.request_id)
 
 
 def current() -> Access:
-    """Return the request that the current task serves. Raises LookupError if it serves none."""
+    """Return the access of the current task's request. Raises LookupError if it has none."""
     return _current.get()
 
 
@@ -106,7 +106,7 @@ class AccessLog:
         _write(access, str(status), is_good=status < 400)
 
     def called(self, access: Access, status: str) -> None:
-        """Count and log a call of gRPC."""
+        """Count and log a gRPC call."""
         # Each unknown name would make a new time series.
         method = access.path if access.path in _PREFIXES else "other"
         self._metrics.grpc_responses.labels(method, status).inc()

@@ -1,4 +1,4 @@
-"""Answer every error in the API's shape: from validation, routing, the verifier or a bug of ours.
+"""Answers every error in the API's shape: from validation, routing, the verifier or our bugs.
 
 The shape is Anthropic's on the paths of its Messages API, and OpenAI's on all others.
 
@@ -146,7 +146,8 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 
 
 def _names_beside(model: Any, location: Sequence[str | int]) -> Iterable[str]:
-    """Return the fields of the object that holds a parameter; none in lists and unions."""
+    """Return the names of all fields of the object that has a parameter; none in lists and unions.
+    """
     for part in location[1:-1]:
         field = getattr(model, "model_fields", {}).get(part)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))
@@ -176,7 +177,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _instead(path: str) -> str:
-    """A hint for callers who left /v1 out, or who call other endpoints, such as /v1/embeddings."""
+    """Return a hint for callers who left out /v1, or call endpoints such as /v1/embeddings."""
     if path.startswith("/v1/v1/"):
         return "; the client adds /v1 itself, so its base URL ends before it"
     if f"/v1{path}" in (*_PATHS, "/v1/models"):
@@ -242,7 +243,9 @@ def text_only(kind: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return the first characters of a value as JSON; the rest of a large value is never encoded.
+    """Return the first characters of a value as JSON.
+
+    The rest of a large value is never encoded.
     """
     if isinstance(value, str):
         value = _cut(value)
@@ -259,7 +262,7 @@ def _cut(text: str) -> str:
 
 
 def field_path(location: Sequence[str | int]) -> str:
-    """`messages[0].content` for ("body", "messages", 0, "content"); long keys are cut."""
+    """Return `messages[0].content` for ("body", "messages", 0, "content"); cut long keys."""
     path = ""
     named = location[:1] in (("body",), ("query",))
     for part in location[1:] if named else location:

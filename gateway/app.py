@@ -1,4 +1,4 @@
-"""The HTTP application: its routes, and the middleware that checks, bounds and logs requests."""
+"""Makes the HTTP application: routes, and middleware that checks, bounds and logs requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outrider.process.observability.request_id import HEADER
 def create_app(
     settings: GatewaySettings, generation: Generation, metrics: GatewayMetrics, gate: Gate
 ) -> FastAPI:
-    """Return the application around one Generation, for the callers that the gate lets in."""
+    """Return the application around one Generation, for the callers that the gate admits."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.state.ping_seconds = settings.ping_seconds
     app.state.ignores_unknown = settings.unknown_parameters == "ignore"
@@ -81,7 +81,7 @@ class LogResponses:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # The connection may have refused the request before this task began.
+        # The connection may have refused the request before this task started.
         access: Access | None = scope.get(access_log.SCOPE_KEY)
         if access is None:
             path = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
@@ -107,6 +107,6 @@ class LogResponses:
                 await failed(scope, receive, identified)
             raise
         finally:
-            # The pattern, not the path: each new path would make a new time series.
+            # This is the pattern, not the path: each new path would make a new time series.
             route = getattr(scope.get("route"), "path", "unknown")
             self._log.responded(access, route, status or 500)

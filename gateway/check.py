@@ -1,4 +1,4 @@
-"""What `--check-config` checks for a gateway besides the types of settings."""
+"""Checks a gateway's settings for `--check-config`, beyond their types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.process.settings.check_config import check_address, check_certific
 
 
 def check(settings: GatewaySettings) -> None:
-    """Raise OutriderError that names a setting which the gateway could not start with."""
+    """Raise OutriderError that names a setting with which the gateway could not start."""
     for address in settings.verifier:
         check_address("verifier", address)
     check_address("grpc-listen", settings.grpc_listen)

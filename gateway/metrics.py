@@ -22,7 +22,7 @@ from prometheus_client import (
 from outrider.errors import Reason
 from outrider.protocol.messages import FinishReason, TokenChunk, TokenSource
 
-# As in the other processes, nothing needs a time series with each counter's creation time.
+# As in the other processes, nobody needs a time series with each counter's creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
 
 _LABELS = ["model_name"]
@@ -41,7 +41,7 @@ _LAG_EVERY_S = 0.02
 
 
 async def observe_lag(lag_s: Histogram) -> None:
-    """Observe forever how many seconds too late the event loop wakes a task that sleeps 20 ms."""
+    """Keep observing how late the event loop wakes a task that sleeps 20 ms, in seconds."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + _LAG_EVERY_S
@@ -76,7 +76,7 @@ class Activity:
     """The time that `later_tokens` took, summed over sequences."""
 
     def add(self, chunk: TokenChunk) -> None:
-        """Count the tokens of a chunk by source, and the draft tokens it verified."""
+        """Count a chunk's tokens by source, and the draft tokens that its step verified."""
         for source in chunk.sources:
             self.tokens[source.name.lower()] += 1
         self.draft_tokens += chunk.draft_token_count
@@ -240,7 +240,7 @@ class GatewayMetrics:
         )
 
     def begin(self, model: str) -> None:
-        """Show a model's counters of trouble as 0, so that their first increase can be seen."""
+        """Export a model's counters of errors as 0, so that their first increase can be seen."""
         self.refused.labels(model)
         self.cancelled.labels(model)
         for reason in Reason:

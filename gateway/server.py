@@ -1,4 +1,4 @@
-"""Run the gateway: HTTP and gRPC on one event loop, until SIGTERM or SIGINT."""
+"""Runs the gateway: HTTP and gRPC on one event loop, until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from outrider.v1 import generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# How long a stopping gateway lets clients read the end of their answers.
+# A stopping gateway lets clients read the end of their answers for this long.
 _LAST_READ_S = 2.0
-# How long uvicorn waits for a request's task. Each task ends long before.
+# uvicorn waits for a request's task for this long. Each task ends long before.
 _CANCEL_S = 20
 
 
@@ -96,7 +96,8 @@ class Gateway:
             http=protocol(settings, log_access),
             ws="none",
             timeout_keep_alive=kept_s,  # type: ignore[arg-type]  # it takes fractions as well
-            # In whole seconds, so that a client does not take the connection for open too long.
+            # The time is in whole seconds, so that a client does not take the connection for open
+            # too long.
             headers=[("keep-alive", f"timeout={int(kept_s)}")],
             timeout_graceful_shutdown=_CANCEL_S,
             ssl_context_factory=None if self._tls is None else partial(_context, self._tls),
@@ -150,7 +151,7 @@ class Gateway:
         self.router.start(self._grpc.set_serving)
 
     async def stop(self) -> None:
-        """Refuse new requests, give running requests `drain_seconds` to finish, fail the rest.
+        """Refuse new requests, let running requests run for `drain_seconds`, and fail the rest.
 
         Until everything has ended, new HTTP requests get an error that says so.
         """
@@ -170,8 +171,7 @@ class Gateway:
 
 
 def _context(tls: Tls, *_: object) -> ssl.SSLContext:
-    """Return the TLS context for uvicorn, which passes its configuration and its default context.
-    """
+    """Return the TLS context for uvicorn; its configuration and default context are not used."""
     return http_context(tls)
 
 

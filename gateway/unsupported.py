@@ -1,4 +1,4 @@
-"""Refuse OpenAI's and vLLM's unsupported parameters, except with values that change nothing."""
+"""Refuses OpenAI's and vLLM's unsupported parameters, except with values that change nothing."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _check_neutral(name: str, value: object) -> None:
 
 
 def _same(value: object, neutral: object) -> bool:
-    """Equality as in JSON, where 0 is not false."""
+    """Return whether two values are equal as in JSON, where 0 is not false."""
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 

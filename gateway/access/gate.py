@@ -1,4 +1,4 @@
-"""Tell callers and tenants apart by API key, and refuse callers without a valid key.
+"""Identifies callers and tenants by API key, and refuses callers without a valid key.
 
 Caches and n-gram pools are private to a tenant.
 """
@@ -34,7 +34,10 @@ _SCOPE_KEY = "outrider.identity"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The caller. Without keys `key` is None, and `tenant` depends on the bearer token, if any."""
+    """The caller's identity.
+
+    Without keys `key` is None, and `tenant` depends on any bearer token.
+    """
 
     tenant: str
     is_operator: bool
@@ -58,7 +61,7 @@ class Gate:
         self._asks_for_certificates = settings.public_tls_ca is not None
 
     def identify(self, headers: Mapping[str, str], peer: Peer | None = None) -> Identity:
-        """The caller with these headers, whose names are in lower case, and this certificate.
+        """Return the caller with these headers, whose names are lower-case, and certificate.
 
         Raises OutriderError(INVALID_API_KEY) if there are keys and the caller has no valid key.
         """
@@ -100,7 +103,7 @@ def _plain_key(headers: Mapping[str, str]) -> str:
 
 
 def _bearer(authorization: str) -> str:
-    """Return the key in `Bearer KEY`; "" for anything else."""
+    """Return the key in `Bearer KEY`; "" for any other value."""
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -151,18 +154,18 @@ class RequireKey:
 
 
 def identity_of(request: HTTPConnection) -> Identity:
-    """Return who sent the request."""
+    """Return the identity of the request's sender."""
     return identity_in(request.scope)
 
 
 def identity_in(scope: Scope) -> Identity:
-    """Return who sent the request with this scope."""
+    """Return the identity of the sender of the request with this scope."""
     identity: Identity = scope[_SCOPE_KEY]
     return identity
 
 
 def operators_only(request: HTTPConnection) -> None:
-    """A route's dependency. Raises OutriderError(INSUFFICIENT_PERMISSIONS) for other callers."""
+    """Raise OutriderError(INSUFFICIENT_PERMISSIONS) unless an operator calls. For routes."""
     if not identity_of(request).is_operator:
         message = "this shows all tenants, so it needs a key with the role operator"
         raise OutriderError(Reason.INSUFFICIENT_PERMISSIONS, message)

@@ -1,4 +1,4 @@
-"""Refuse gRPC calls without a valid API key, except health checks."""
+"""Refuses gRPC calls without a valid API key, except health checks."""
 
 from __future__ import annotations
 

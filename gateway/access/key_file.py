@@ -1,8 +1,8 @@
-"""API keys as they are stored: a hash, a tenant, a limit and an expiry, and never the key itself.
+"""The file of API keys: it has a hash, a tenant, a limit and an expiry, but never a key itself.
 
 A key is 256 random bits, so nobody can find it by trying, and one SHA-256 hides it. A slow hash
-such as bcrypt protects passwords, which people choose. Here it would cost each request 100 ms of
-a core, and callers without a key could spend that time as well.
+such as bcrypt protects passwords, which people choose. Here it would cost each request 100 ms of a
+core, and callers without a key could spend that time as well.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class KeyEntry(BaseModel):
 
 
 def check_distinct(entries: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:
-    """Return the entries. Raises ValueError if two of them have the same id or hash."""
+    """Check the entries and return them. Raises ValueError if two have the same id or hash."""
     for field in ("id", "sha256"):
         counts = Counter(getattr(entry, field) for entry in entries)
         for value, count in counts.items():
@@ -104,7 +104,7 @@ class _Keys(BaseModel):
 
 
 def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
-    """Return the entries of a YAML or JSON text, `{"keys": [{"id": …}, …]}`.
+    """Parse the entries of a YAML or JSON text, `{"keys": [{"id": …}, …]}`.
 
     Raises OutriderError(INVALID_VALUE) that names `source` and the first problem.
     """
@@ -159,7 +159,7 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 @contextmanager
 def changing_keys(path: Path) -> Iterator[Path]:
-    """Lock a file for the block, and yield the path that all links lead to.
+    """Lock a file for the block, and yield the path to which all links lead.
 
     Without the lock, one command could read, wait, and write back a key that another has revoked.
     Raises OSError.
@@ -210,5 +210,5 @@ def new_key() -> str:
 
 
 def key_digest(key: str) -> str:
-    """Return the SHA-256 of a key, as the file holds it: hexadecimal digits."""
+    """Return the SHA-256 of a key in the file's form: hexadecimal digits."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The gateway's API keys: looked up by hash, and read again when their file changes."""
+"""Looks up the gateway's API keys by hash, and reads them again when their file changes."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class KeyRing:
         return entry
 
     async def follow(self) -> None:
-        """Read the file again, forever, whenever it has changed. A bad file keeps the old keys."""
+        """Watch the file for ever; read it when it has changed. With a bad file, old keys stay."""
         while True:
             await asyncio.sleep(_RELOAD_S)
             if self.has_changed():
                 await self.reload()
 
     def has_changed(self) -> bool:
-        """Return whether the file has changed since the keys in force were read."""
+        """Return whether the file has changed since the present keys were read."""
         return self._current_stamp() != self._stamp
 
     async def reload(self) -> None:
-        """Read the file again. The log says if it is bad; the old keys then stay in force.
+        """Read the file again. If the file is bad, the log says so, and the old keys stay valid.
 
         A file that could not be read still counts as changed, so `follow` tries it again.
         """

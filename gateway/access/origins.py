@@ -1,4 +1,4 @@
-"""Check where a request comes from: its Host (against DNS rebinding) and its Origin."""
+"""Checks where a request comes from: its Host (against DNS rebinding) and its Origin."""
 
 from __future__ import annotations
 

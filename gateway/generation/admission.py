@@ -1,7 +1,8 @@
-"""Refuse requests for which the verifiers have no room or no time, before any work on them.
+"""Refuses requests for which the verifiers have no room or no time, before any work on them.
 
 The verifiers report their load with each poll. Between two polls, a gateway knows its own
-sequences. A verifier has the last word: it refuses what is too much from several gateways together.
+sequences. A verifier decides in the end: it refuses requests if several gateways together send too
+many.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ _UNCHOSEN_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ClientTimeout:
-    """Seconds that a caller waits for the whole answer, and for its first token."""
+    """The seconds that a caller waits for the whole answer, and for the first token."""
 
     total_s: float | None = None
     first_s: float | None = None
 
     @property
     def is_chosen(self) -> bool:
-        """Whether a caller chose the timeout. Otherwise it waits for `--patience-seconds`."""
+        """True if a caller chose the timeout.
+
+        Otherwise the caller waits for `--patience-seconds`.
+        """
         return not {self.total_s, self.first_s} <= {None, _UNCHOSEN_S}
 
     def ends_at(self, now: float) -> float:
@@ -44,7 +48,7 @@ class ClientTimeout:
         return math.inf if self.total_s is None else now + self.total_s
 
     def suffices(self, wait_s: float, answer_s: float) -> bool:
-        """Whether the caller waits `wait_s` for its turn, and then `answer_s` for the answer."""
+        """True if the caller waits `wait_s` for its turn, and then `answer_s` for the answer."""
         if self.first_s is not None and wait_s > self.first_s:
             return False
         return self.total_s is None or wait_s + answer_s <= self.total_s
@@ -112,7 +116,10 @@ class AdmissionSlots:
         self._add(-min(1, self._left))
 
     def acquire_again(self) -> None:
-        """Count a released sequence again. It has begun, so it is not refused."""
+        """Count a sequence that `release` stopped counting.
+
+        It has started, so it is not refused.
+        """
         self._add(1)
 
     def close(self) -> None:
@@ -129,7 +136,7 @@ class AdmissionSlots:
 
 
 class TotalLoad(NamedTuple):
-    """How busy a model's verifiers are together. The counts are of sequences."""
+    """The load of a model's verifiers together. The counts are of sequences."""
 
     places: int
     """Sequences that run at once."""
@@ -139,13 +146,12 @@ class TotalLoad(NamedTuple):
     """How long recent sequences were in a batch, on average (seconds); None before the first."""
 
     def wait_s(self, count: int, places: float) -> float:
-        """Return the seconds until the last of `count` sequences gets one of `places` places."""
+        """Return how many seconds the last of `count` sequences waits for one of the `places`."""
         return wait_s(count, places, self.sequence_s)
 
 
 def total_load(reported: Sequence[Load | None]) -> TotalLoad | None:
-    """Return the load of a model's verifiers together; None if a verifier does not report its load.
-    """
+    """Return the load of all verifiers of a model; None if one does not report its load."""
     loads = [load for load in reported if load is not None]
     if not loads or len(loads) < len(reported):
         return None
@@ -176,9 +182,9 @@ def check(
     # late, it ends at its deadline.
     if under_way == 0:
         return
-    # A full queue drops a request of the tenant that uses most for a tenant that uses less, so
-    # the verifier must see this request unless its tenant uses most. If the tenant has no requests
-    # here, the tenant that uses most may be at another gateway.
+    # A full queue drops a request of the tenant with the largest use to make room for a tenant with
+    # less. So the verifier must see this request unless its tenant has the largest use. If the
+    # tenant has no requests here, the tenant with the largest use may be at another gateway.
     is_largest = own + count >= max(counts.values(), default=0) and (own > 0 or foreign_count == 0)
     if under_way + count > load.most and is_largest:
         waiting = max(0, under_way - load.places)
@@ -194,7 +200,7 @@ def check(
 
 
 def fair_share(places: int, rivals: Sequence[int]) -> float:
-    """The places that a tenant gets if it wants all, beside rivals that want `rivals` places.
+    """Return how many places a tenant gets if it wants all, and its rivals want `rivals` places.
 
     The verifier gives a free place to the tenant with the fewest places. So a rival that wants less
     than an equal share gets what it wants, and the other tenants share the rest.

@@ -1,4 +1,4 @@
-"""Run a request's sequences on one of the verifier's replicas. Independent of HTTP and gRPC."""
+"""Runs a request's sequences on one of the verifier's replicas. Independent of HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ from outrider.protocol.model_info import ModelInfo
 log = logging.getLogger(__name__)
 
 # A request that makes verifiers crash must not crash all of them, even if each writes some tokens
-# before its crash. A request that every verifier refuses must not be sent again and again.
+# before its crash. A request that every verifier refuses must not be sent over and over.
 _MOST_LOST = 4
 # Writing a verifier's request takes the event loop 30 ns per token of prompt and prediction.
 _REQUEST_TOKENS_AT_ONCE = 400_000
-# The call that carries a gateway's sequences, for their spans.
+# The name of the call that carries a gateway's sequences, for their spans.
 _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"
 # gRPC ends calls by its own clock, perhaps slightly before our deadline. So a caller that leaves
 # less than this before the deadline counts as late.
 _EARLY_S = 0.1
 
-# How long a client may leave an answer unread once the buffers are full. Meanwhile the answer has
-# no part in the verifier's steps, and no slot. After this time it ends with slow_reader. A client
-# that still reads now and then loses nothing, and a client that is gone frees its buffers soon.
+# A client may leave an answer unread for this long after the buffers are full. Meanwhile the answer
+# has no part in the verifier's steps, and no slot. After this time the answer ends with
+# slow_reader. A client that still reads now and then loses nothing, and a client that is gone frees
+# its buffers soon.
 _UNREAD_S = 60.0
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
@@ -61,7 +62,7 @@ class Generation:
         resume_seconds: float,
         patience_seconds: float = 0.0,
     ) -> None:
-        """A sequence that has begun waits `resume_seconds` for a verifier to continue it.
+        """A sequence that has started waits `resume_seconds` for a verifier to continue it.
 
         `patience_seconds` is the timeout of callers that name no timeout, see `Admission`.
         """
@@ -77,7 +78,7 @@ class Generation:
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
         """Return the prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE).
 
-        If the ids end within a character, that character comes with the answer.
+        If the ids end within a character, the answer has that character.
         """
         if isinstance(prompt, str):
             return prompt
@@ -157,7 +158,7 @@ class _Sequence:
         self._admitted = admitted
         self._prefixes = prefixes
         self._left = False
-        # Whether the sequence has no slot, because the verifier does nothing for it.
+        # True if the sequence has no slot, because the verifier does nothing for it.
         self._is_unread = False
         self._builder: DeltaBuilder | None = None
         # If the request has no seed, every replica draws with this seed.
@@ -168,8 +169,8 @@ class _Sequence:
         self._scored = 0
         self._scored_again = 0
         self._lost_count = 0
-        # Since the last token: how many replicas refused the sequence (not because of a full
-        # queue), and until when it waits for a replica.
+        # These two count from the last token: how many replicas refused the sequence (other than
+        # for a full queue), and when it stops waiting for a replica.
         self._refused_count = 0
         self._deadline: float | None = None
         self._go_to(pick)
@@ -273,9 +274,9 @@ class _Sequence:
             span.end()
 
     def _set_unread(self, is_unread: bool) -> None:
-        """Give the slot back while the verifier has nothing to do.
+        """Release the slot while the verifier has nothing to do.
 
-        The verifier has nothing to do while the client does not read, and once it has ended the
+        The verifier has nothing to do while the client does not read, and after it has ended the
         answer. So a client that reads nothing cannot keep the slot.
         """
         if is_unread == self._is_unread:
@@ -293,7 +294,7 @@ class _Sequence:
         self._generation.metrics.unread.labels(self._pick.model).inc(change)
 
     def _rest(self, traceparent: str) -> TokenRequest:
-        """The verifier's request for what is left to generate, in the trace of `traceparent`."""
+        """Return the verifier's request for the sequence's rest, in the trace of `traceparent`."""
         tokens = replace(self._request.tokens, traceparent=traceparent)
         if self._committed:
             tokens = replace(tokens, committed=self._committed, prompt_logprobs=None)
@@ -302,7 +303,7 @@ class _Sequence:
         return replace(tokens, noise_seed=self._noise_seed, model_fingerprint=fingerprint)
 
     def _taken(self, chunk: TokenChunk) -> TokenChunk:
-        """Keep the tokens that the next replica needs; drop prompt scores that repeat."""
+        """Keep the tokens that the next replica needs; return the chunk without repeated scores."""
         if chunk.token_ids:
             self._committed += chunk.token_ids
             self._refused_count = 0
@@ -317,8 +318,8 @@ class _Sequence:
     def _moves(self, reason: Reason) -> bool:
         """Return whether the sequence goes to another replica after an error.
 
-        If a full queue refused the sequence, it goes to another replica in two cases: it has begun,
-        so it was accepted once, or another replica has room for it.
+        If a full queue refused the sequence, it goes to another replica in two cases: it has
+        started, so it was accepted once, or another replica has room for it.
         """
         if reason is not Reason.OVERLOADED:
             return reason in RETRYABLE

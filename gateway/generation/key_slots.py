@@ -1,4 +1,4 @@
-"""Hold each API key to its limit of sequences at once."""
+"""Limits how many sequences each API key runs at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's span, as OpenTelemetry's conventions for generative AI define it."""
+"""Writes a request's span, as OpenTelemetry's conventions for generative AI define it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin(
 
 
 def describe_settings(span: Span, request: TextRequest) -> None:
-    """Put the settings that differ from their default on a request's span."""
+    """Write settings that differ from their default to a request's span."""
     sampling = request.tokens.sampling
     span.set(outrider__speculation=request.tokens.speculation.enabled)
     for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):
@@ -49,7 +49,7 @@ def describe_settings(span: Span, request: TextRequest) -> None:
 
 
 def describe(span: Span, access: Access, totals: UsageTotals) -> None:
-    """Put finish reasons and usage on a request's span, and the usage into its access line."""
+    """Write finish reasons and usage to a request's span, and the usage to its access line."""
     usage = totals.usage()
     reasons = [
         "stop" if finish.reason is FinishReason.STOP else "length"

@@ -1,4 +1,4 @@
-"""How a request for text passes through the gateway, the same over HTTP and gRPC."""
+"""Passes a request for text through the gateway, the same over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _END_CHARACTERS = 128
 
 
 class Demand(NamedTuple):
-    """How many sequences a request asks for, and how long its caller waits."""
+    """The number of sequences that a request asks for, and the time that its caller waits."""
 
     prompt_count: int
     n: int
@@ -46,8 +46,8 @@ class Demand(NamedTuple):
 class TextCall(ABC):
     """One request for text, as an API's message states it.
 
-    `serve_text` calls the methods in their order here. Each checks its own part of the message, so
-    a refused request costs no later work.
+    `serve_text` calls the methods in their order here. Each method checks its part of the message,
+    so a refused request costs no later work.
     """
 
     identity: Identity
@@ -67,7 +67,7 @@ class TextCall(ABC):
 
     @property
     def request_id(self) -> str:
-        """The answer's id."""
+        """The id of the answer."""
         return self.access.request_id
 
     @abstractmethod
@@ -79,11 +79,11 @@ class TextCall(ABC):
 
     @abstractmethod
     def release_slots(self) -> None:
-        """Give back the slots that the request may hold since its arrival."""
+        """Release the slots that the request may hold since its arrival."""
 
     @abstractmethod
     def responding(self, span: Span) -> AbstractContextManager[None]:
-        """Put the protocol's attributes on a span, and the status with which the block ends."""
+        """Write the protocol's attributes to a span, and the status with which the block ends."""
 
     @abstractmethod
     def prompts(self) -> list[PromptInput]:
@@ -99,7 +99,7 @@ class TextCall(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer:
-    """An answer under way. `totals` and the span are up to date with the last event."""
+    """An answer in progress. `totals` and the span include the last event."""
 
     model: str
     prompts: list[Prompt]
@@ -118,9 +118,9 @@ class TextAnswer:
 async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[TextAnswer]:
     """Serve a request during the block, which reads the answer's events.
 
-    The block's end cancels what still runs, ends the request's span and releases its slots.
-    Raises OutriderError for a request that is refused; errors of the generation come with the
-    events.
+    The block's end cancels sequences that still run, ends the request's span and releases its
+    slots. Raises OutriderError for a request that is refused; errors of the generation come with
+    the events.
     """
     tenant = call.identity.tenant
     model, info = generation.router.lookup(call.model)
@@ -160,7 +160,7 @@ async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[Te
 async def _described(
     events: AsyncGenerator[Event, None], totals: UsageTotals, span: Span, access: Access
 ) -> AsyncGenerator[Event, None]:
-    """Yield the events. Usage and outcome go to the span and the access line."""
+    """Yield the events; write usage and outcome to the span and the access line."""
     try:
         async with aclosing(events):
             async for index, delta in events:

@@ -31,9 +31,9 @@ _GIVE_S = 0.1
 
 
 class TenantSemaphore:
-    """Lets `at_once` requests do their work at once, at most `of_a_tenant` of each tenant.
+    """Lets `at_once` requests work at the same time, at most `of_a_tenant` of each tenant.
 
-    Tenants get slots in turn (round-robin), once no more requests come in.
+    Tenants get slots in turn (round-robin), when no more requests come in.
     """
 
     def __init__(self, at_once: int, of_a_tenant: int) -> None:
@@ -42,12 +42,11 @@ class TenantSemaphore:
         self._under_way: Counter[str] = Counter()
         # Keyed by tenant; the tenant that got a slot longest ago is first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        # Whether a request has arrived since the last check, and whether another check is
-        # scheduled.
+        # True if a request has arrived since the last check; true if another check is scheduled.
         self._has_come = False
         self._looks = False
-        # Until when slots are held back at most, and until when they are given regardless (the
-        # thread's processor time).
+        # The time until which slots are held back at most, and the time until which they are given
+        # regardless (in the thread's processor time).
         self._held_until = 0.0
         self._given_until = 0.0
 
@@ -62,7 +61,7 @@ class TenantSemaphore:
             loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Give slots if no request has come in since the last look; otherwise look again."""
+        """Give slots if no request has come in since the last check; else check again later."""
         loop = asyncio.get_running_loop()
         now = time.thread_time()
         if self._has_come and now < self._held_until:
@@ -84,7 +83,7 @@ class TenantSemaphore:
         try:
             await slot
         except asyncio.CancelledError:
-            # The slot may have been given in the same moment.
+            # The slot may have been given at the same moment.
             if not slot.cancelled():
                 self.release(tenant)
             raise

@@ -1,4 +1,4 @@
-"""Answer a request for text in an API's shape, as one JSON object or as a stream of events."""
+"""Answers a request for text in an API's shape, as one JSON object or as a stream of events."""
 
 from __future__ import annotations
 

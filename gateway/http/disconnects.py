@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 async def until_done_or_disconnected(request: Request, work: Awaitable[_Result]) -> _Result:
     """Return the result of `work`.
 
-    If the client disconnects first, cancel it and raise CLIENT_GONE.
+    If the client disconnects first, cancel the work and raise CLIENT_GONE.
     """
     task = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_disconnected(request))

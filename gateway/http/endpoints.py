@@ -184,15 +184,16 @@ async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int, tenant: str
 
 
 def most_tokens(info: ModelInfo) -> int:
-    """Return the most tokens of a text that is only tokenised, or of ids that are only decoded."""
+    """Return the maximum number of tokens of a text to tokenise or of ids to decode."""
     return max(info.context_length, _MAX_TOKENIZED)
 
 
 @contextmanager
 def naming_limit(field: str, most: int) -> Iterator[None]:
-    """Raise OutriderError(INVALID_VALUE) where the block finds more than `most` tokens.
+    """Turn the block's error for too many tokens into one that names the limit `most`.
 
-    The block's own error names the model's context, but the limit may be higher.
+    The error is OutriderError(INVALID_VALUE). The block's own error names the model's context, but
+    the limit may be higher.
     """
     try:
         yield

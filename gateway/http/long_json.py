@@ -12,7 +12,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class LongList(NamedTuple):
-    """A list whose entries are made while they are written."""
+    """A list whose entries are created while they are written."""
 
     make: Callable[[Any], Any]
     items: Sequence[Any]

@@ -1,4 +1,4 @@
-"""Complete `/openapi.json`: the routes' errors and the media types of their answers."""
+"""Completes `/openapi.json`: the routes' errors and the media types of their answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ STREAMED: Json = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 def error_responses(*errors: int, shape: str = "Error") -> dict[int | str, Json]:
-    """FastAPI's `responses` of a route: these error statuses, and 403 and 431 of every route.
+    """Return FastAPI's `responses` for a route: these error statuses, and 403 and 431.
 
     `shape` is the schema of the errors: Error (OpenAI's) or MessagesError (Anthropic's).
     """
@@ -75,7 +75,7 @@ def error_responses(*errors: int, shape: str = "Error") -> dict[int | str, Json]
 def json_responses(
     *errors: int, also: Json | None = None, shape: str = "Error"
 ) -> dict[int | str, Json]:
-    """`error_responses`, and 200 with a JSON object, or with `also`, keyed by media type."""
+    """Return `error_responses`, and 200 with a JSON object or with `also`, keyed by media type."""
     return {
         200: {"description": "The answer.", "content": JSON | (also or {})},
         **error_responses(*errors, shape=shape),

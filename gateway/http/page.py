@@ -89,14 +89,15 @@ class _Feeds:
         self._router = router
         self._metrics = metrics
         self._open: Counter[str] = Counter()
-        # Maps a tenant, or None for operators, to the last event and when it was made (seconds).
+        # Maps a tenant, or None for operators, to the last event and the time of its creation
+        # (seconds).
         self._made: dict[str | None, tuple[float, bytes]] = {}
 
     def open(self, identity: Identity) -> AsyncExitStack:
         """Count a stream until the returned stack is closed.
 
-        Raises OutriderError(RATE_LIMIT_EXCEEDED) if the tenant has MOST_FEEDS. Without keys all
-        callers count as one tenant, since they choose their names.
+        Raises OutriderError(RATE_LIMIT_EXCEEDED) if the tenant has MOST_FEEDS streams. Without keys
+        all callers count as one tenant, since they choose their names.
         """
         account = "" if identity.key is None else identity.tenant
         if self._open[account] >= MOST_FEEDS:
@@ -115,7 +116,7 @@ class _Feeds:
             self._made.clear()
 
     async def events(self, identify: Callable[[], Identity]) -> AsyncGenerator[bytes, None]:
-        """Yield states: the first is new, later ones may be shared with another stream."""
+        """Yield states. The first state is new; later states may be shared with another stream."""
         most_age_s = 0.0
         while True:
             try:
@@ -129,7 +130,9 @@ class _Feeds:
             await asyncio.sleep(_EVERY_S)
 
     def _event(self, identity: Identity, most_age_s: float) -> bytes:
-        """Return the state for the caller, encoded less than `most_age_s` ago for the same rights.
+        """Return the encoded state for the caller.
+
+        It may be a state that was encoded less than `most_age_s` ago for the same rights.
         """
         rights = None if identity.is_operator else identity.tenant
         made_at, made = self._made.get(rights, (-math.inf, b""))

@@ -49,7 +49,7 @@ class AnswerWriter(Protocol):
         """Return the answer to a request that does not stream."""
 
     def events(self, index: int, delta: TextDelta) -> bytes:
-        """Return the events of a choice's next delta; none if it has nothing to show.
+        """Return the events of a choice's next delta; none if the delta has nothing to show.
 
         The first delta's events begin the stream, and the last delta's events end it.
         """
@@ -82,8 +82,7 @@ class EventStream(StreamingResponse):
 
 
 def ping_seconds(scope: Scope) -> float:
-    """Return after how long a pause a stream of this application gets a ping; infinity for never.
-    """
+    """Return the length of a pause after which a stream gets a ping; infinity for no pings."""
     return scope["app"].state.ping_seconds or math.inf
 
 
@@ -135,7 +134,7 @@ async def sse(
     except OutriderError as error:
         span.ended_by(error)
         yield writer.failure(error)
-    # The status line is out, so the error can only be an event.
+    # The status line has been sent, so the error can only be an event.
     except Exception as error:
         log.exception("a stream failed")
         span.ended_by(error)

@@ -30,8 +30,7 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the method's handler, or the handler that refuses the call, with an access line.
-        """
+        """Return the method's handler, or one that refuses the call; both write an access line."""
         handler = await continuation(handler_call_details)
         return handler_within(partial(self._line, handler_call_details), handler)
 
@@ -39,7 +38,7 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
     async def _line(
         self, details: grpc.HandlerCallDetails, context: _Context
     ) -> AsyncIterator[None]:
-        """Log the call that the block serves, once the block has ended."""
+        """Log the call that the block serves, after the block has ended."""
         headers = text_metadata(details.invocation_metadata)
         client = _address(context.peer())
         access = access_log.arrived(headers, "gRPC", details.method, client)
@@ -64,6 +63,9 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
 
 
 def _address(peer: str) -> str:
-    """Return the address in gRPC's `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`."""
+    """Return the address in gRPC's name for a peer.
+
+    Such a name is `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`.
+    """
     kind, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if kind.startswith("ip") else peer

@@ -122,7 +122,7 @@ def _variables(text: str) -> Mapping[str, Any]:
 
 
 def _object(text: str, field: str) -> dict[str, Any]:
-    """Return the JSON object of a text. Raises OutriderError(INVALID_VALUE)."""
+    """Parse a JSON object. Raises OutriderError(INVALID_VALUE)."""
     check_size(text.encode())
     try:
         parsed = json.loads(text)

@@ -148,7 +148,7 @@ class _Details(MetadataInterceptor[None]):
     """Gives errors of the Connect library a reason, as all errors of the service have."""
 
     async def on_start(self, ctx: _Context) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def on_end(self, token: None, ctx: _Context, error: Exception | None, /) -> None:
         """Raise an error with details in place of an error without details."""

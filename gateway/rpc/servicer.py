@@ -113,7 +113,7 @@ class _Call(TextCall):
         return chat_input(self._request.chat)
 
     def demand(self) -> Demand:
-        """Return one sequence, until the call's deadline."""
+        """Return the demand for one sequence, until the call's deadline."""
         return Demand(1, 1, self._timeout)
 
     def release_slots(self) -> None:
@@ -121,7 +121,7 @@ class _Call(TextCall):
 
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:
-        """Put OpenTelemetry's RPC attributes on a span, and the status of the block's end."""
+        """Write OpenTelemetry's RPC attributes to a span, and the status of the block's end."""
         span.set(rpc__system__name="grpc", rpc__method=f"{SERVICE}/GenerateText")
         status = "OK"
         try:
@@ -157,7 +157,7 @@ class _Call(TextCall):
         return [PromptInput(list(request.tokens.token_ids), "tokens.token_ids")]
 
     def build(self, inputs: TextInputs, info: ModelInfo) -> list[TextRequest]:
-        """Return the request, checked against a model.
+        """Return the request as one sequence, checked against a model.
 
         Raises OutriderError that names field and limit.
         """

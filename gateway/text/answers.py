@@ -1,4 +1,4 @@
-"""What an answer may hold besides content: its grammar, and how to read it."""
+"""Decides what an answer may hold besides content: sets its grammar and its reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.grammar.kinds import FreeThought, Grammar
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """What a chat says about its answer's calls and thought."""
+    """A chat's settings for its answer's calls and thought."""
 
     tools: Sequence[Tool] = ()
     choice: ToolChoice = AUTO
@@ -51,7 +51,7 @@ def with_calls_and_thought(
     """Return the request with a grammar of calls and thought, and with `reading` for its answer.
 
     Raises OutriderError that names the tools or the choice: INVALID_VALUE if they contradict each
-    other, UNSUPPORTED_PARAMETER if nobody knows how the model writes calls.
+    other, UNSUPPORTED_PARAMETER if the format of the model's calls is unknown.
     """
     use = _use(options)
     grammar = request.tokens.grammar
@@ -82,7 +82,7 @@ def with_calls_and_thought(
 
 
 def _use(options: AnswerOptions) -> ToolUse | None:
-    """Return the tools that the answer may call; None for none.
+    """Return the tools that the answer may call; None if it may call no tool.
 
     Raises OutriderError(INVALID_VALUE).
     """

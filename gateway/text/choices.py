@@ -1,4 +1,4 @@
-"""Merge a request's sequences into one stream of events, and add up their usage.
+"""Merges a request's sequences into one stream of events, and adds up their usage.
 
 Independent of the shape of any API.
 """
@@ -26,10 +26,10 @@ async def merge(
 ) -> AsyncGenerator[Event, None]:
     """Yield the deltas of all streams as they arrive, with the index of their stream.
 
-    At most `at_once` streams begin in one round of the event loop.
+    At most `at_once` streams start in one round of the event loop.
 
-    The first exception of a stream is raised and cancels the others. Closing the iterator
-    closes all streams.
+    The first exception of a stream is raised and cancels the others. Closing the iterator closes
+    all streams.
     """
     queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
     tasks: list[asyncio.Task[None]] = []
@@ -60,13 +60,13 @@ async def _forward(index: int, stream: AsyncGenerator[TextDelta, None], queue: _
             async for delta in deltas:
                 await queue.put((index, delta))
         await queue.put(None)
-    # `merge` raises the exception again.
+    # `merge` raises this exception.
     except Exception as failure:  # noqa: BLE001
         await queue.put(failure)
 
 
 class UsageTotals:
-    """How a request's choices finished, and the sums of their usage.
+    """The finish reasons of a request's choices, and the sums of their usage.
 
     There are n choices for each prompt: choice i belongs to prompt i // n.
     """
@@ -77,7 +77,7 @@ class UsageTotals:
 
     @property
     def complete(self) -> bool:
-        """Whether every choice has finished."""
+        """True if every choice has finished."""
         return None not in self.finishes
 
     def usage(self) -> dict[str, Any]:
@@ -108,8 +108,8 @@ class UsageTotals:
         """Return the `speculation` field of an answer. Empty without speculation.
 
         It names the acceptance rules used, and says whether all are lossless. If most steps of a
-        choice verified no draft, it says why. If several choices had such steps, it gives the
-        reason of the choice with the most steps without a draft.
+        choice verified no draft, the field says why. If several choices had such steps, it gives
+        the reason of the choice with the most steps without a draft.
         """
         stats = [finish.stats for finish in self.finishes if finish is not None]
         described: dict[str, Any] = {}

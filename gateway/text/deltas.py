@@ -1,4 +1,4 @@
-"""Turn the token chunks of one sequence into text deltas. Independent of replicas and APIs."""
+"""Turns the token chunks of one sequence into text deltas. Independent of replicas and APIs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class FinishInfo:
-    """Why a sequence ended, and its usage."""
+    """The reason why a sequence ended, and its usage."""
 
     reason: FinishReason
     prompt_token_count: int
@@ -66,7 +66,7 @@ class AttributedToken:
     """The text that a token adds, in whole characters, and the token's source.
 
     `drafter_id` is empty if the step verified no draft. `part` is the field of the answer's message
-    that the token belongs to, such as tool_calls[0]. The marks around a call belong to its field.
+    to which the token belongs, such as tool_calls[0]. The marks around a call belong to its field.
     `part` is empty if an answer can have only content. It is None for blanks and for possible
     beginnings of marks. Such a token has the part of the next token whose `part` is not None; if
     none follows, of the last token before it.
@@ -130,13 +130,13 @@ class DeltaBuilder:
             prompt=prompt,
             within=within,
         )
-        # Decodes token by token to find the text of each token.
+        # This decodes token by token to find the text of each token.
         hidden = None if reading is None else table.hidden_ids(reading.literals)
         self._attribution = None
         if request.attributed:
             self._attribution = Detokenizer(table, hidden, prompt=prompt, within=within)
-        # Finds the part of the answer that each token belongs to. `_text` gives only the text of
-        # parts, not of tokens.
+        # This finds the part of the answer to which each token belongs. `_text` gives only the text
+        # of parts, not of tokens.
         places = request.attributed and reading is not None
         self._attribution_reader = AnswerReader(reading) if places and reading else None
         self._echo = request.echo or ""

@@ -1,4 +1,4 @@
-"""Turn prompts into token ids with the model's tokenizer and chat template, without torch.
+"""Turns prompts into token ids with the model's tokenizer and chat template, without torch.
 
 A template gets the variables that `apply_chat_template` of `transformers` would give it. The
 template always comes from the model, never from a request.
@@ -20,7 +20,7 @@ from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
 # Longer texts are tokenised on a thread. At 0.4 µs a character, these take the event loop 2 ms.
 _INLINE_CHARACTERS = 5_000
-# How many texts are tokenised on threads at the same time, besides one long text. A million tokens
+# This many texts are tokenised on threads at the same time, besides one long text. A million tokens
 # take about 200 MB while they are tokenised.
 _CONCURRENT_TEXTS = 2
 # A text with more characters per token of the context is probably too long. Its tokens are
@@ -120,14 +120,13 @@ class Prompts:
         work = asyncio.ensure_future(
             self.tokenizer.async_encode_batch_fast([text], add_special_tokens=add_special_tokens)
         )
-        # The work goes on if the caller is cancelled, so it releases its turn itself.
+        # The work goes on if the caller is cancelled, so the work itself releases its turn.
         work.add_done_callback(lambda _: turns.release())
         encodings: list[Encoding] = await asyncio.shield(work)
         return encodings[0]
 
     async def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Return the tokenizer's names of the tokens, such as `Ġif`; None for ids without a token.
-        """
+        """Return the names of the tokens in the tokenizer, such as `Ġif`; None for other ids."""
         return await asyncio.to_thread(
             lambda: [self.tokenizer.id_to_token(token_id) for token_id in token_ids]
         )
@@ -145,7 +144,7 @@ class Prompts:
         tenant: str,
         **options: Any,
     ) -> str:
-        """`render_blocking` with `options`, off the event loop, in the tenant's turn.
+        """Do `render_blocking` with `options` off the event loop, when it is the tenant's turn.
 
         Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation must
         have more than `max_tokens` tokens.
@@ -239,7 +238,7 @@ def _tokenizer_config(model: str) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Maps bos_token, eos_token and so on to the token, which is a string or {"content": …}."""
+    """Map bos_token, eos_token and so on to the token, which is a string or {"content": …}."""
     tokens = {}
     for name, token in config.items():
         text = token.get("content") if isinstance(token, dict) else token
@@ -251,7 +250,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _tokenizer_info(
     config: Mapping[str, Any], special_tokens: Mapping[str, str], template: str
 ) -> dict[str, Any]:
-    """See `Prompts.tokenizer_info`. Tokens that the tokenizer lacks are None."""
+    """Return `Prompts.tokenizer_info`. Tokens that the tokenizer lacks are None."""
     plain = {name: each for name, each in config.items() if isinstance(each, str | int | float)}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

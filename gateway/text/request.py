@@ -19,7 +19,7 @@ MAX_STOP_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The id of the answer, the trace that the request belongs to, and the tenant."""
+    """The id of the answer, the trace to which the request belongs, and the tenant."""
 
     request_id: str
     traceparent: str
@@ -36,7 +36,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """A prompt as the caller gives it: a text, token ids or a conversation.
+    """A prompt in the caller's form: a text, token ids or a conversation.
 
     `field_name` is the caller's name for it. If it `echoes`, the answer repeats its text. If it
     `adds_special_tokens`, the tokenizer adds its special tokens to a text.
@@ -52,8 +52,8 @@ class PromptInput:
 class Prompt:
     """A tokenised prompt. `field_name` is the caller's name for it, in errors.
 
-    `echo` is its text if the answer repeats it; `prediction` has the tokens the caller expects.
-    `end` is the end of a conversation's text, and `call_count` counts the calls in it.
+    `echo` is its text if the answer repeats it; `prediction` has the tokens that the caller
+    expects. `end` is the end of a conversation's text, and `call_count` counts the calls in it.
     """
 
     token_ids: list[int]
@@ -71,7 +71,7 @@ class TextRequest:
     `asked_tokens` is the caller's limit of tokens; None if the caller sets no limit. The answer
     lists the prompt's tokens with their log probabilities if `shows_prompt`, and each token's
     source if `attributed`. `grammar_field` is the caller's name of the grammar, for errors.
-    `reading` says what the answer may hold besides content; None for nothing.
+    `reading` says what the answer may hold besides content; None if only content.
     """
 
     tokens: TokenRequest
@@ -88,8 +88,8 @@ class TextRequest:
 class AnswerLimit:
     """The limit of tokens to generate: the caller's value, its field, and the default.
 
-    A default of None takes all that the context leaves free. Only a caller that wants its prompt
-    scored or echoed may ask for 0 tokens.
+    A default of None allows all tokens that the context leaves free. Only a caller that wants its
+    prompt scored or echoed may ask for 0 tokens.
     """
 
     asked: int | None
@@ -98,7 +98,7 @@ class AnswerLimit:
     scores_prompt: bool = False
 
     def resolve(self, prompt: Prompt, min_tokens: int, info: ModelInfo) -> int:
-        """Return the most tokens to generate after this prompt.
+        """Return the maximum number of tokens to generate after this prompt.
 
         Raises OutriderError, which names the caller's fields: INVALID_VALUE for ids that the model
         does not have, for too few tokens and for `min_tokens` above the result,
@@ -152,7 +152,7 @@ def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:
 
 
 def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    """Return the stop strings.
+    """Check the stop strings and return them.
 
     Raises OutriderError(INVALID_VALUE) if they are too many or too long.
     """

@@ -30,7 +30,8 @@ def renderer(sources: dict[str, str]) -> Callable[[bytes], bytes]:
     def handle(request: bytes) -> bytes:
         name, variables = json.loads(request)
         try:
-            # Compiled here and not earlier: jinja2 computes constants when it compiles.
+            # The template is compiled here and not earlier, since jinja2 computes constants when it
+            # compiles.
             if name not in compiled:
                 compiled[name] = _environment().from_string(sources[name])
             text = "" if variables is None else compiled[name].render(variables)

@@ -1,4 +1,4 @@
-"""A model's chat templates, rendered in worker processes within a time and a memory limit."""
+"""Renders a model's chat templates in worker processes, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SPARE_WORKERS = 2
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template expects the calls of earlier answers.
+    """The form in which a template expects the calls of earlier answers.
 
-    The arguments are an object or its JSON text. Missing content beside calls is an empty text
-    or null: the first templates of DeepSeek show calls only beside null.
+    The arguments are an object or its JSON text. Missing content beside calls is an empty text or
+    null: the first templates of DeepSeek show calls only beside null.
     """
 
     has_text_arguments: bool = False
@@ -128,8 +128,8 @@ class ChatTemplate:
         """Return the text for these variables, which JSON can hold.
 
         Raises OutriderError(INVALID_VALUE) that names `field`: with the template's message if it
-        refuses the variables, and with the limit if it takes too long or too much memory. NOT_READY
-        if two workers were killed.
+        refuses the variables, and with the limit if it takes too long or too much memory. Raises
+        NOT_READY if two workers were killed.
         """
         name = TOOL_USE if variables["tools"] and TOOL_USE in self._sources else DEFAULT
         if name not in self._sources:
@@ -142,12 +142,12 @@ class ChatTemplate:
         return str(answer["text"])
 
     async def render(self, variables: Mapping[str, Any], field: str, tenant: str) -> str:
-        """`render_blocking` off the event loop, when it is the tenant's turn."""
+        """Do `render_blocking` off the event loop, when it is the tenant's turn."""
         work = self._threads.submit(tenant, partial(self.render_blocking, variables, field))
         return await asyncio.wrap_future(work)
 
     def _find_form(self, name: str, special_tokens: Mapping[str, str]) -> CallForm:
-        """The first form of a call whose arguments the template shows, and not as Python's repr."""
+        """Return the first form of a call whose arguments the template renders as JSON."""
         variables = {
             **special_tokens,
             "tools": [_PROBE_TOOL],

@@ -1,4 +1,4 @@
-"""Decode token ids to text incrementally, in whole characters, and find stop strings."""
+"""Decodes token ids to text incrementally, in whole characters, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.tools.reader import AnswerReader, Content, Part, Reading
 # An unfinished UTF-8 character has at most 3 bytes. A decoder shows each of these bytes as a
 # replacement character.
 _UNSURE_CHARACTERS = 3
-# How many tokens may wait for the end of a character. Decoders of byte tokens show a whole run of
+# This many tokens may wait for the end of a character. Decoders of byte tokens show a whole run of
 # byte tokens as replacement characters until the run's last character is complete.
 _LONGEST_WAIT = 128
 _BORDER_SEARCH = 8
@@ -36,7 +36,7 @@ class Detokenizer:
         prompt: Sequence[int] = (),
         within: bool = False,
     ) -> None:
-        """Begin after the ids of a prompt. The prompt's text is not returned again.
+        """Start after the ids of a prompt. The prompt's text is not returned.
 
         If the prompt ends within a character, the first text has the whole character. `hidden` are
         the tokens without text; by default all special tokens. `within` keeps a first space, which
@@ -48,11 +48,11 @@ class Detokenizer:
         self._tail = recent[-_PROMPT_CONTEXT:]
         while self._tail and not table.begins_character(self._tail[0]):
             del self._tail[0]
-        # Whether there is text before the tail.
+        # True if there is text before the tail.
         self._within = within or len(recent) > len(self._tail) or len(prompt) > _PROMPT_SEARCH
         # The first tokens of the tail have been returned. They are the context of the later tokens.
         self._context = table.whole_characters(self._tail)
-        # How many characters of the tail's text have been returned.
+        # The number of characters of the tail's text that have been returned.
         self._sent = len(self._decode(self._tail[: self._context]))
 
     def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
@@ -79,7 +79,7 @@ class Detokenizer:
         return self._decode(self._tail)[self._sent :]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        # The hidden tokens are left out already.
+        # Hidden tokens have been left out before.
         if self._within:
             return self._table.decode_within(token_ids)
         return self._table.decode(token_ids, skip_special_tokens=False)
@@ -164,13 +164,13 @@ class StopScanner:
         self._starts = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
         self._longest_start = max((len(stop) - 1 for stop in stops), default=0)
         self._held = ""
-        # How many of the held characters are too early: no stop string may end in them.
+        # The number of held characters that are too early: no stop string may end in them.
         self._early = 0
         self.found = ""
         """The stop string that was found, after which nothing follows; "" before."""
 
     def push(self, text: str, *, early: bool = False) -> str:
-        """Add text, and return the text that no stop string can begin in.
+        """Add text, and return the text in which no stop string can begin.
 
         No stop string ends in `early` text, but a stop string that begins there may end later.
         """
@@ -220,7 +220,7 @@ class TextStream:
         prompt: Sequence[int] = (),
         within: bool = False,
     ) -> None:
-        """`reading` says what the answer may hold besides content; None for nothing.
+        """`reading` says what the answer may hold besides content; None if only content.
 
         The answer comes after the ids of `prompt`; `Detokenizer` explains `within`.
         """
@@ -240,12 +240,12 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found. Then nothing follows."""
+        """True if a stop string was found. Then nothing follows."""
         return bool(self.stop)
 
     @property
     def call_count(self) -> int:
-        """How many calls of tools have begun."""
+        """The number of tool calls that have started."""
         return 0 if self._reader is None else self._reader.call_count
 
     def push(self, token_ids: Sequence[int]) -> list[Part]:
@@ -283,8 +283,7 @@ class TextStream:
         return [Content(text)] if text else []
 
     def _scan(self, parts: Sequence[Part]) -> list[Part]:
-        """Return the parts before the first stop string, which ends in content and before any call.
-        """
+        """Return the parts before the first stop string in content, unless a call comes first."""
         early = self.token_count <= self._min_tokens
         scanned: list[Part] = []
         for part in parts:

@@ -1,4 +1,4 @@
-"""The texts and bytes of a tokenizer's tokens, by themselves and within a text."""
+"""Maps a tokenizer's tokens to texts and bytes, alone or within a text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _PRINTED = [
 _UNPRINTED = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTED}
 _BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTED)}
-# An unfinished character, and the character before it, must begin among this many last tokens.
+# An unfinished last character, and the character before it, begin within this many last tokens.
 _CHARACTER_TOKENS = 8
-# How many tokens are tried if no token is a single letter.
+# This many tokens are tried if no token is a single letter.
 _SEARCHED = 4096
 
 
@@ -64,8 +64,7 @@ class TokenTable:
         return []
 
     def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
-        """Return the special tokens without text: all whose names are in none of the texts `shown`.
-        """
+        """Return the special tokens without text: those whose name is in no text of `shown`."""
         known = self._hidden.get(tuple(shown))
         if known is None:
             names = {index: self.token_text(index) for index in self._special}
@@ -80,12 +79,12 @@ class TokenTable:
         return token_id in self._special
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token; a special token's name; U+FFFD for part of a character."""
+        """Return a token's text: a special token's name, or U+FFFD for part of a character."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
     def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
-        """The text of a token within a text, and its bytes, which may be part of a character.
+        """Return a token's text within a text, and its bytes, which may be part of a character.
 
         Joined, the bytes of a text's tokens are the text's bytes, except for a first token; see
         `first_text_and_bytes`.
@@ -98,12 +97,12 @@ class TokenTable:
         return known
 
     def first_text_and_bytes(self, before: Sequence[int], token_id: int) -> tuple[str, bytes]:
-        """Like `text_and_bytes`, at the start of a text: the tokens `before` have no text there."""
+        """Return `text_and_bytes` at a text's start, where the tokens `before` have no text."""
         text = self.decode([*before, token_id], skip_special_tokens=False)
         return text, self._bytes(token_id, text)
 
     def _bytes(self, token_id: int, text: str) -> bytes:
-        """The bytes of a token's text or, if that is not whole, the bytes that its name spells."""
+        """Return the bytes of a token's text; if it is not whole, those that its name spells."""
         if REPLACEMENT not in text:
             return text.encode()
         name: str = self._tokenizer.id_to_token(token_id) or ""
@@ -116,7 +115,7 @@ class TokenTable:
         return text.encode()
 
     def whole_characters(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens before the tokens of an unfinished last character."""
+        """Return how many tokens come before the tokens of an unfinished last character."""
         last = [self.text_and_bytes(token_id)[1] for token_id in token_ids[-_CHARACTER_TOKENS:]]
         count = len(token_ids)
         # A token may end one character and begin the next.
@@ -126,13 +125,12 @@ class TokenTable:
         return count
 
     def begins_character(self, token_id: int) -> bool:
-        """True if the token's first byte is not a later byte of a character."""
+        """True if a character begins at the token's first byte."""
         first = self.text_and_bytes(token_id)[1][:1]
         return not b"\x80" <= first < b"\xc0"
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of the ids, without special tokens unless `skip_special_tokens` is false.
-        """
+        """Return the ids' text, without special tokens unless `skip_special_tokens` is false."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -143,7 +141,7 @@ class TokenTable:
 
 
 def _ends_within(text: bytes) -> bool:
-    """Return whether the last character lacks bytes."""
+    """Return whether the text ends within a character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(text)
     return bool(decoder.getstate()[0])

@@ -1,1 +1,1 @@
-"""Tools and thinking: the grammar on the way in, and the reader of the answer on the way out."""
+"""Tools and thinking: the grammar for the request, and the reader of the answer."""

@@ -1,7 +1,7 @@
-"""Read a call's arguments from a growing text, and write them as JSON.
+"""Reads a call's arguments from a growing text, and writes them as JSON.
 
-A reader takes the text that belongs to the arguments and leaves the rest. JSON passes as the model
-writes it, piece by piece; other styles give a piece for each value.
+A reader takes the text that belongs to the arguments and leaves the rest. JSON passes piece by
+piece, as the model writes it. For other styles there is a piece for each value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ArgumentReader(ABC):
 
 
 class _JsonReader(ArgumentReader):
-    """A JSON object, unchanged. A mark within one of its strings ends nothing."""
+    """Reads a JSON object, unchanged. A mark within one of its strings ends nothing."""
 
     _MARK = re.compile(r'[\\"{}\[\]]')
 
@@ -70,7 +70,7 @@ _JSON_MARK = r'\\.|"'
 
 
 class _TagReader(ArgumentReader):
-    """Parameters in tags. The tool's schema says which parameters are texts.
+    """Reads parameters in tags. The tool's schema says which parameters are strings.
 
     `end` is the text after the arguments. Where the arguments were `held` to the schema, a closing
     tag within a JSON string ends nothing.
@@ -83,7 +83,7 @@ class _TagReader(ArgumentReader):
         self._types = Types(schema)
         self._held = held
         self._written = "{"
-        # The parameter whose value is under way.
+        # The parameter whose value is in progress.
         self._value: _Value | None = None
 
     def read(self, text: str) -> tuple[str, str]:
@@ -130,7 +130,7 @@ class _Value:
     """The value of one parameter, which grows up to its closing tag."""
 
     def __init__(self, key: str, types: frozenset[str], tags: Tags, *, held: bool) -> None:
-        """`types` are the types that the value may have. Without `string` it is JSON."""
+        """`types` are the types that the value may have. Without `string`, the value is JSON."""
         self.key = key
         self._types, self._tags, self._held = types, tags, held
         self._parts: list[str] = []
@@ -144,7 +144,7 @@ class _Value:
             self._is_json = True
 
     def take(self, text: str) -> str | None:
-        """Add text. Returns the text after the closing tag; None before the tag has come."""
+        """Add text. Return the text after the closing tag, or None if the tag has not come yet."""
         text = self._tail + text
         if self._is_json is None:
             # Before a JSON value that may also be a text, there may be only a line break of layout.
@@ -172,8 +172,7 @@ class _Value:
         return None
 
     def _next(self, text: str, at: int) -> tuple[int, int] | None:
-        """Return where the next mark begins and ends: a mark of JSON's strings, or the closing tag.
-        """
+        """Return begin and end of the next mark: a mark of a JSON string, or the closing tag."""
         if self._is_json:
             found = self._mark.search(text, at)
             return None if found is None else found.span()
@@ -211,9 +210,9 @@ class _Value:
 
 
 def _json_kind(text: str, *, finite: bool) -> str | None:
-    """Return the type of the JSON value that the text writes; None if it writes none.
+    """Return the type of the JSON value in the text; None if the text is no JSON value.
 
-    With `finite`, 1e999 is no value, since most languages read it as infinite.
+    With `finite`, 1e999 counts as no value, since most languages read it as infinite.
     """
 
     def refuse(constant: str) -> Any:
@@ -232,7 +231,7 @@ def _json_kind(text: str, *, finite: bool) -> str | None:
 
 
 class _GemmaReader(ArgumentReader):
-    """Gemma 4's object: keys without quotation marks, texts between `<|"|>`."""
+    """Reads Gemma 4's object: keys without quotation marks, texts between `<|"|>`."""
 
     _QUOTE = '<|"|>'
     _MARK = re.compile(r'[{}\[\],:]|<\|"\|>')
@@ -241,7 +240,7 @@ class _GemmaReader(ArgumentReader):
     def __init__(self) -> None:
         self._depth = 0
         self._in_text = False
-        # A text under way, or a word that may be a key.
+        # A string in progress, or a word that may be a key.
         self._parts: list[str] = []
 
     def read(self, text: str) -> tuple[str, str]:

@@ -25,9 +25,9 @@ Mode = Literal["auto", "required", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model must call, and which of the request's tools it may call.
+    """The rule whether the model must call, and which of the request's tools it may call.
 
-    `auto` leaves it to the model, `required` demands a call, and `none` allows no call.
+    With `auto` the model decides, `required` demands a call, and `none` allows no call.
     """
 
     mode: Mode

@@ -1,4 +1,4 @@
-"""How models write tool calls: a row for each format."""
+"""A table of the formats in which models write tool calls: a row for each format."""
 
 from __future__ import annotations
 
@@ -250,7 +250,8 @@ JSON_FORMAT = ToolFormat("json", (CallMarks('{"name": "{name}", "arguments": ', 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes calls and thoughts; None for what it cannot write."""
+    """The formats of a model's calls and thoughts; None for a kind that the model does not write.
+    """
 
     calls: ToolFormat | None = None
     thought: Thought | None = None
@@ -262,7 +263,7 @@ class AnswerFormat:
 
 
 def answer_format(template: str, name: str = "") -> AnswerFormat:
-    """Return how a model writes calls and thoughts, according to its chat template.
+    """Return the formats of a model's calls and thoughts, according to its chat template.
 
     If `name` is given, it names the format of calls, or is "none" for no calls. Raises
     OutriderError(INVALID_VALUE) for an unknown name.

@@ -1,4 +1,4 @@
-"""The grammar of an answer that may call tools, as a structural tag.
+"""Writes the grammar of an answer that may call tools, as a structural tag.
 
 It forces the texts around a call. If the call is forced or the tool is strict, it holds the
 arguments to the tool's schema, and otherwise to an object.
@@ -70,14 +70,14 @@ class _Calls:
         self._form, self._use = form, use
 
     def alone(self) -> Json:
-        """Only calls, at least one."""
+        """The element for an answer of only calls, at least one."""
         if not self._form.sections:
             return self._listed()
         # Sections differ only in layout, so a forced call has the first section.
         return self._section(*self._form.sections[0])
 
     def within_text(self) -> Json:
-        """Free text, in which the format's trigger begins a call."""
+        """The element for free text, in which the format's trigger begins a call."""
         tags = self.tags()
         triggers = [self._form.trigger]
         if self._form.begins_as_text:
@@ -97,7 +97,8 @@ class _Calls:
         return self._tags()
 
     def after_first(self, text: Json | None) -> list[Json]:
-        """What may follow the first of `tags`: `text`, or only calls if there is no text."""
+        """Return the elements that may follow the first of `tags`: `text` if given, or only calls.
+        """
         if not self._use.is_parallel:
             return []
         if text is not None:
@@ -146,7 +147,7 @@ class _Calls:
 def _after_thought(
     thought: Thought, state: ThoughtState, body: Json, calls: _Calls, *, is_text: bool
 ) -> Json:
-    """Return a thought before the body. A call that begins within the thought ends the thought."""
+    """Return the elements for a thought and then the body. A call within the thought ends it."""
     # Messages of content and messages with a call begin differently, so `after` is no layout there.
     is_layout = thought.after and not thought.is_message
     after = [_const(thought.after)] if is_layout and not is_text else []
@@ -180,7 +181,7 @@ def _held(tool: Tool, use: ToolUse) -> Json:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, closed to properties that its objects do not name, unless it asks for others.
+    """Return the schema, closed to properties that it does not name, unless it asks for others.
 
     A model would otherwise invent arguments, which no function takes.
     """

@@ -1,4 +1,4 @@
-"""Split a model's answer into content, thought and calls while it grows.
+"""Splits a model's answer into content, thought and calls while it grows.
 
 The answer's grammar forces the texts around a call, so the reader walks those texts. It does not
 look for them within a call's arguments or a thought, and stop strings see only content.
@@ -39,7 +39,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of a tool begins. Calls of an answer are numbered from 0."""
+    """The begin of a call of a tool. Calls of an answer are numbered from 0."""
 
     index: int
     call_id: str
@@ -59,7 +59,7 @@ Part = Content | Reasoning | CallBegin | CallArguments
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an answer may hold besides content."""
+    """The description of what an answer may hold besides content."""
 
     form: ToolFormat | None = None
     """The format of the answer's calls; None if it holds no calls."""
@@ -99,15 +99,15 @@ class AnswerReader:
         # Blanks that belong to the content only if more content follows, or line breaks that belong
         # to the thought only if it goes on. There may be thousands of pieces.
         self._blanks: list[str] = []
-        # Whether line breaks that follow belong to the layout, as after a thought.
+        # True if line breaks that follow belong to the layout, as after a thought.
         self._trims = reading.begins_in_thought
         self._arguments: ArgumentReader | None = None
         self._marks: CallMarks | None = None
         self._section_end = ""
-        # Whether text within a thought may be the begin of a call, which would end the thought.
+        # True if text within a thought may be the begin of a call, which would end the thought.
         self._ends_thought = False
         self._thought_may_begin = reading.thought is not None and not reading.begins_in_thought
-        # Whether a message of content may begin.
+        # True if a message of content may begin.
         self._message_may_begin = reading.thought is not None and reading.thought.is_message
         self._call_count = 0
         self._step: Callable[[list[Part]], bool] = self._content
@@ -118,7 +118,7 @@ class AnswerReader:
 
     @property
     def call_count(self) -> int:
-        """How many calls have begun."""
+        """The number of calls that have started."""
         return self._call_count
 
     def push(self, text: str) -> list[Part]:
@@ -130,10 +130,10 @@ class AnswerReader:
         return joined(parts)
 
     def place(self, text: str) -> str | None:
-        """Add text, and return the field of the answer's message that it belongs to.
+        """Add text, and return the field of the answer's message to which the text belongs.
 
-        A call is tool_calls[0] and so on, with the marks around it. None for blanks and possible
-        beginnings of a mark: they belong to the field of the text after them.
+        A call is tool_calls[0] and so on, with the marks around it. Return None for blanks and
+        possible beginnings of a mark: they belong to the field of the text after them.
         """
         before = self._place
         parts = self.push(text)
@@ -144,7 +144,7 @@ class AnswerReader:
 
     @property
     def _place(self) -> str | None:
-        """The place of the next text; None while it is undecided."""
+        """Return the field of the next text; None while the field is undecided."""
         if self._step == self._thought:
             return "reasoning_content"
         if self._step == self._plain:
@@ -162,7 +162,7 @@ class AnswerReader:
 
     @property
     def _may_be_content(self) -> bool:
-        """Whether a call that has begun may be content after all."""
+        """Return whether a call that has started may be content after all."""
         return self._may_be_other and not (self._section_end or self._reading.is_forced)
 
     def finish(self) -> list[Part]:
@@ -358,7 +358,7 @@ class AnswerReader:
 
     @property
     def _may_be_other(self) -> bool:
-        """Whether a text that begins like a call may be no call."""
+        """Return whether a text that begins like a call may be no call."""
         form = self._form
         return self._reading.is_either or self._ends_thought or form.begins_as_text
 
@@ -446,7 +446,7 @@ def _pattern(marks: CallMarks) -> re.Pattern[str]:
 
 
 def _held_from(text: str, marks: Sequence[str]) -> int:
-    """Return where the text's end, if it may begin a mark, starts; else the text's length."""
+    """Return where an end of the text that may begin a mark starts; else the text's length."""
     longest = max((len(mark) for mark in marks), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):

@@ -1,4 +1,4 @@
-"""How models write thoughts: a row for each format."""
+"""A table of the formats in which models write thoughts: a row for each format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Thought:
 
     @property
     def shown(self) -> str:
-        """A chat template with this text has such thoughts."""
+        """A text that is in the chat templates of models with such thoughts."""
         return self.begin if self.is_message else self.end
 
     def state(self, prompt: str, continued: str = "") -> ThoughtState:
@@ -62,7 +62,6 @@ THOUGHTS = {
 
 
 def shown_thought(template: str, known: Thought | None) -> Thought | None:
-    """Return the format that a chat template shows, preferably the `known` format; None for none.
-    """
+    """Return the format that a chat template shows, preferably `known`; None if it shows none."""
     marks = THOUGHTS.values() if known is None else (known, *THOUGHTS.values())
     return next((mark for mark in marks if mark.shown in template), None)

@@ -1,1 +1,1 @@
-"""Verifiers: the choice of a verifier for a request, and the streams of tokens from it."""
+"""Verifiers: chooses one for each request, and streams tokens from it."""

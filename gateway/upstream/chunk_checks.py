@@ -1,4 +1,4 @@
-"""Check what a verifier sends: a broken verifier harms only its own requests, with a clear error.
+"""Checks a verifier's messages: a broken verifier harms only its own requests.
 
 Knows nothing of requests, replicas and texts.
 """
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> None:
     """Check a chunk against the model.
 
-    `left` is how many tokens may come from this chunk on. Raises OutriderError(INTERNAL) for a
+    `left` is the maximum number of tokens from this chunk on. Raises OutriderError(INTERNAL) for a
     chunk that no verifier of this model can send; the log has the verifier's address.
     """
     problem = _false_tokens(chunk, info, left) or _false_counts(chunk)
@@ -50,7 +50,7 @@ def check_model(info: ModelInfo) -> None:
 
 
 def _false_tokens(chunk: TokenChunk, info: ModelInfo, left: int) -> str:
-    """Return the first impossible thing about the tokens; "" if there is none."""
+    """Return a description of the first impossible property of the tokens; "" if there is none."""
     ids = chunk.token_ids
     if ids and max(ids) >= info.vocab_size:
         return _no_token(info)

@@ -1,4 +1,4 @@
-"""The load of a model's verifiers under vLLM's names, for endpoint pickers and autoscalers.
+"""Exports the load of a model's verifiers under vLLM's names, for pickers and autoscalers.
 
 Pickers and autoscalers read these gauges from the server with OpenAI's API: the gateway.
 """
@@ -34,7 +34,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Sequence[Load]], float]]] = {
 
 
 class LoadGauges(Collector):
-    """The gauges, made anew for each scrape from the last polls of verifiers that take requests."""
+    """Makes the gauges for each scrape from the last polls of verifiers that take requests."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

@@ -1,4 +1,4 @@
-"""To which replica each beginning of a prompt was last sent: its prefix cache probably has it.
+"""Records to which replica each prefix of a prompt was last sent: it is probably cached there.
 
 It knows replicas only by their addresses, and knows no requests.
 """
@@ -18,8 +18,8 @@ _MOST_PREFIXES = 2**17
 def prefixes(tenant: str, token_ids: Sequence[int]) -> list[bytes]:
     """Return a hash of each beginning of the prompt that is whole blocks long, the shortest first.
 
-    Tenants share no hash, as they share no pages of a prefix cache. Ids that no model has make no
-    prefixes; the request is refused later.
+    Tenants share no hash, as they share no pages of a prefix cache. Prompts with ids that no model
+    has get no prefixes; the request is refused later.
     """
     try:
         packed = array("I", token_ids).tobytes()
@@ -35,7 +35,10 @@ def prefixes(tenant: str, token_ids: Sequence[int]) -> list[bytes]:
 
 
 class PrefixRecord:
-    """The address that each prefix was last sent to. The least recently used is dropped first."""
+    """Maps each prefix to the address where it was last sent.
+
+    The least recently used drops first.
+    """
 
     def __init__(self, most: int = _MOST_PREFIXES) -> None:
         self._most = most
@@ -51,7 +54,7 @@ class PrefixRecord:
             self._address_of.popitem(last=False)
 
     def holders(self, prefixes: Sequence[bytes]) -> Iterator[str]:
-        """The replicas that were sent prefixes of a prompt, the longest prefix's replica first."""
+        """Yield the replicas that got prefixes of a prompt, the longest prefix's replica first."""
         seen = set()
         for prefix in reversed(prefixes):
             address = self._address_of.get(prefix)

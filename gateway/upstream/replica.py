@@ -1,4 +1,4 @@
-"""One verifier as a gateway sees it: its connection, its model, and why it takes no requests."""
+"""A gateway's state of one verifier: its connection, its model, and why it takes no requests."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class Replica:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether new requests may go there."""
+        """True if new requests may go to this replica."""
         return self.problem is None and not self.leaving
 
     @property
     def own_count(self) -> int:
-        """The sequences of this gateway that have a place at the verifier, or wait for a place."""
+        """The number of this gateway's sequences that run at the verifier or wait there."""
         return len(self.sequences) - self.unread_count
 
     def fail_sequences(self, error: OutriderError, *, waiting_only: bool = False) -> None:
@@ -140,7 +140,7 @@ class Replica:
         self.problem = _problem(self.address, info, fingerprint)
 
     def _take_refusal(self, error: OutriderError) -> None:
-        """Take no requests. NOT_READY means that the verifier itself says that its engine hangs."""
+        """Take no requests. NOT_READY means that the verifier itself reports a hanging engine."""
         if error.reason is Reason.NOT_READY:
             message = f"verifier {self.address} is not ready: {error.message}"
             self.problem = replace(error, message=message)
@@ -180,7 +180,7 @@ class Replica:
 
 
 async def _retire(channel: grpc.aio.Channel, tokens: VerifierStream) -> None:
-    """Close a connection once its sequences have ended."""
+    """Close a connection after its sequences have ended."""
     try:
         await tokens.finished()
     finally:

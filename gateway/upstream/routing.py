@@ -1,4 +1,4 @@
-"""Poll the verifier's replicas, and pick a ready one for each request.
+"""Polls the verifier's replicas, and picks a ready replica for each request.
 
 The router picks the replica that was sent the longest beginning of the prompt before. If that
 replica has clearly more to do than the others, it picks the least busy replica.
@@ -68,14 +68,14 @@ class Pick(NamedTuple):
         return self.replica.full or is_full, count / load.fitting
 
     def continues(self, begun: ModelInfo, length: int) -> bool:
-        """Return whether the replica can write the rest of a sequence that `begun` has begun.
+        """Return whether the replica can continue a sequence that the model `begun` started.
 
         `length` is the sequence's prompt and `max_tokens` together, in tokens.
         """
         return self.is_same(begun) and length <= self.info.context_length
 
     def is_same(self, begun: ModelInfo) -> bool:
-        """Whether the replica writes the same texts as a verifier with the model info `begun`."""
+        """Return whether the replica writes the same texts as a verifier with the info `begun`."""
         return _identity(self.info) == _identity(begun)
 
 
@@ -105,8 +105,8 @@ class Router:
         self._polls: dict[Replica, asyncio.Task[None]] = {}
         self._following: asyncio.Task[None] | None = None
         self._reported_ready: bool | None = None
-        # Set, and replaced, at each change of readiness. A task that takes the event before it
-        # reads the replicas cannot miss a change.
+        # This event is set, and replaced by a new event, at each change of readiness. A task that
+        # takes the event before it reads the replicas cannot miss a change.
         self._changed = asyncio.Event()
         self._cut_off = False
         self._logged_differing: list[str] = []
@@ -125,9 +125,9 @@ class Router:
         self._polls[replica] = keep_running(poll, f"polling verifier {replica.address}")
 
     async def _take(self, addresses: Sequence[str]) -> None:
-        """Add the replicas of new addresses, and give up replicas whose addresses are missing.
+        """Add the replicas of new addresses, and retire replicas whose addresses are missing.
 
-        Such a replica gets no new requests, and is forgotten once its sequences have ended. The
+        A retired replica gets no new requests, and is forgotten after its sequences have ended. The
         sequences may stay: a verifier that is about to stop says so, and then they move.
         """
         known = {replica.address: replica for replica in self.replicas}
@@ -148,7 +148,7 @@ class Router:
                 del self._polls[replica]
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, give running sequences `seconds` to finish, and fail the rest."""
+        """Refuse new requests, let running sequences run for `seconds`, and fail the rest."""
         self.draining = True
         self._wake()
         deadline = time.monotonic() + seconds
@@ -229,7 +229,7 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """Whether a request could be taken."""
+        """True if a request could be taken."""
         return not self.draining and any(replica.takes_requests for replica in self.replicas)
 
     @property
@@ -266,7 +266,7 @@ class Router:
         return name, max(infos, key=lambda info: info.context_length)
 
     def pick(self, model: str | None, prefixes: Sequence[bytes] = ()) -> Pick:
-        """Return the ready replica for a request with these prompt `prefixes`; notes it in `sent`.
+        """Return the ready replica for a request with these prompt `prefixes`; note it in `sent`.
 
         None or "" stands for any model. Raises OutriderError: NOT_READY, DRAINING or
         VERIFIER_UNAVAILABLE if no replica is ready, MODEL_NOT_FOUND if no replica serves the model.
@@ -277,10 +277,10 @@ class Router:
         return pick
 
     def _holder(self, picks: Sequence[Pick], prefixes: Sequence[bytes]) -> Pick | None:
-        """The replica that was sent the longest of the prefixes, unless it has too much to do.
+        """Return the replica that got the longest of the prefixes, unless it has too much to do.
 
-        Then the replica that was sent the next shorter prefix is considered, and so on. None if no
-        replica is left.
+        In that case the replica that got the next shorter prefix is considered, and so on. Return
+        None if no replica is left.
         """
         loads = {pick.replica.address: (pick, *pick.busyness()) for pick in picks}
         most = _MOST_LOAD * sum(load for _, _, load in loads.values()) / len(loads) + _SPARE_LOAD
@@ -296,10 +296,10 @@ class Router:
     ) -> Pick:
         """Pick a ready replica of the model after `lost` failed with `error`.
 
-        It may be the lost replica, once a poll has found it ready again. A sequence that has begun
+        It may be the lost replica, if a poll has found it ready again. A sequence that has started
         gives its `length`, see `Pick.continues`, and does not go to a full replica before the next
-        poll. Raises `error` if no replica is ready for `wait_s`, or MODEL_CHANGED if every
-        ready replica would write another continuation. A gateway that shuts down does not wait.
+        poll. Raises `error` if no replica is ready for `wait_s`, or MODEL_CHANGED if every ready
+        replica would write another continuation. A gateway that shuts down does not wait.
         """
         deadline = time.monotonic() + wait_s
         while not self._cut_off:
@@ -345,7 +345,7 @@ class Router:
         return serving
 
     def ready_picks(self, model: str | None = None) -> list[Pick]:
-        """Return the ready replicas, of one model or of any."""
+        """Return the ready replicas of one model, or of all models."""
         picks = [
             Pick(replica.info.model_id, replica.info, replica)
             for replica in self.replicas

@@ -1,4 +1,4 @@
-"""Carry all sequences of a gateway at one verifier on one gRPC stream.
+"""Carries all sequences of a gateway at one verifier on one gRPC stream.
 
 The tokens that a step of the verifier commits for these sequences arrive in one message.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     # Only the type stubs have this class.
     from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceAsyncStub
 
-# The most bytes of a message. A larger message would end the stream for all sequences.
+# The maximum size of a message. A larger message would end the stream for all sequences.
 _MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
 # This bounds the gateway's memory if a verifier goes on with a paused sequence.
 _MOST_CHUNKS = 8192
@@ -72,7 +72,8 @@ class VerifierStream:
         and nothing is read for `unread_s`, and DEADLINE_EXCEEDED at the monotonic time `ends_at`.
         """
         if self._call is None or self._call.ended:
-            # An empty context: later log lines of the stream do not belong to this request's trace.
+            # The task gets an empty context: later log lines of the stream do not belong to this
+            # request's trace.
             self._call = Context().run(_StreamCall, self._stub, self._on_lost, self._on_draining)
         call = self._call
         call_id, chunks = call.begin(request, ends_at, unread_s, on_pause)
@@ -124,7 +125,7 @@ class _StreamCall:
 
     @property
     def ended(self) -> bool:
-        """Whether the call has ended, so that it can take no request."""
+        """True if the call has ended, so that it can take no request."""
         return self._reading.done()
 
     def begin(
@@ -172,7 +173,7 @@ class _StreamCall:
             self._send(token_streams_pb2.SequenceRequest(call_id=call_id, cancel=cancel))
 
     def _set_reading(self, call_id: int, reads: bool) -> None:
-        """Tell the verifier whether a sequence's chunks are read."""
+        """Tell the verifier whether this sequence's chunks are being read."""
         said = token_streams_pb2.SequenceRequest(call_id=call_id)
         if reads:
             said.resume.SetInParent()
@@ -186,7 +187,7 @@ class _StreamCall:
         self._has_unsent.set()
 
     def _forget(self, call_id: int) -> bool:
-        """Forget a sequence. Returns whether it was running."""
+        """Forget a sequence. Return whether it was running."""
         self._waiting.discard(call_id)
         deadline = self._deadlines.pop(call_id, None)
         if deadline is not None:
@@ -218,7 +219,7 @@ class _StreamCall:
         """End all sequences and the call."""
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        # A task that is cancelled before it begins does not hang up, so this does.
+        # A task that is cancelled before it starts does not hang up, so this call does.
         self._hang_up(_HUNG_UP)
 
     async def _requests(self) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
@@ -251,7 +252,8 @@ class _StreamCall:
             if gone and error.reason is Reason.VERIFIER_UNAVAILABLE:
                 error = self._on_lost(error)
             elif error.reason is Reason.SLOW_READER:
-                # The gateway read too slowly, not the clients, whose sequences go on in a new call.
+                # The gateway read too slowly, not the clients. So the sequences go on in a new
+                # call.
                 error = replace(error, reason=Reason.VERIFIER_UNAVAILABLE)
         except OutriderError as violation:
             # The gateway's caller is not at fault.

@@ -52,12 +52,12 @@ class AdmittedRequest:
         self._has_slot = True
 
     def release_slots(self) -> None:
-        """Stop counting the request as one sequence: its body's sequences count instead."""
+        """Stop counting the request as one sequence, because its body's sequences count instead."""
         for admitted in self._admitted:
             admitted.close()
 
     def end(self) -> None:
-        """Release the slots that it still holds: for one sequence, and for parsing."""
+        """Release the slots that the request still holds: for one sequence, and for parsing."""
         self.release_slots()
         if self._has_slot:
             self._has_slot = False
@@ -73,7 +73,7 @@ class AdmittedRequest:
 
 
 class _Route(NamedTuple):
-    """A route as the router would find it, for metrics that count the responses of each route."""
+    """A route in the form that metrics read, which count the responses of each route."""
 
     path: str
 
@@ -90,7 +90,7 @@ class AdmissionMiddleware:
         self._app = app
         self._admission = admission
         self._preparing = preparing
-        # Maps a tenant to its number of requests admitted without a check whether they are late.
+        # Maps a tenant to its number of requests that were admitted without a check for lateness.
         self._unchecked: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,14 +132,13 @@ class AdmissionMiddleware:
 
 
 def client_seconds(headers: Mapping[str, str]) -> float | None:
-    """Return when the client gives up by these headers; None if they do not say it."""
+    """Return after how many seconds these headers say that the client gives up; None if not."""
     named = [_seconds(headers[name]) for name in _CLIENT_HEADERS if name in headers]
     return min([seconds for seconds in named if seconds is not None], default=None)
 
 
 def _seconds(text: str) -> float | None:
-    """Return a header's positive number; None for anything else, since clients may write anything.
-    """
+    """Return a header's positive number; None for other values, which clients may also send."""
     try:
         seconds = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Bound HTTP connections: the size and number of headers, and the time that a client may take."""
+"""Bounds HTTP connections: the size and number of headers, and the time that a client may take."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self.url = b""
         self._refusal: OutriderError | None = None
         self._peer: Peer | None = None
-        # Bytes of the request line and of complete headers.
+        # The bytes of the request line and of complete headers.
         self._header_bytes = 0
-        # Bytes since the last byte of a body. They may be an unfinished header or trailer,
+        # The bytes since the last byte of a body. They may be an unfinished header or trailer,
         # which the parser has not reported yet.
         self._pending_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -55,16 +55,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # uvicorn's own override has the same narrower type.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's type
-        """Give the first request's headers `header_seconds` to arrive."""
+        """Allow `header_seconds` for the first request's headers to arrive."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(UNSENT_BYTES)
         self._refusal = self._refuse_certificate(transport)
         self._expect(self.header_seconds)
 
     def _refuse_certificate(self, transport: asyncio.Transport) -> OutriderError | None:
-        """Return why the client may not use HTTP by its certificate.
+        """Return why the client's certificate does not allow HTTP.
 
-        Return None if it may, or without TLS.
+        Return None if it does, or without TLS.
         """
         connection = transport.get_extra_info("ssl_object")
         if connection is None:
@@ -88,7 +88,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Give the client `unread_seconds` to read most of the bytes that wait."""
+        """Allow the client `unread_seconds` to read most of the bytes that wait."""
         super().pause_writing()
         self._unread = self.loop.call_later(self.unread_seconds, self.transport.abort)
 
@@ -147,7 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Give the body `body_seconds` to arrive."""
+        """Allow `body_seconds` for the body to arrive."""
         self._expect(self.body_seconds)
         self.transport.set_write_buffer_limits(UNSENT_BYTES)
         super().on_headers_complete()
@@ -169,7 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or malformed)
 
     def on_response_complete(self) -> None:
-        """Give the client `unread_seconds` to read the end of the answer.
+        """Allow the client `unread_seconds` to read the end of the answer.
 
         The connection is idle now, unless its next request has come. If too many connections are
         idle, the longest idle connection is closed.
@@ -232,8 +232,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _log_refusal(self, error: OutriderError, *, running: bool) -> str:
         """Write the refusal's access line; return the request's id.
 
-        If the application has begun the request, the application writes the line. It ends soon,
-        since the client counts as gone.
+        If the application has started the request, the application writes the line. The request
+        ends soon, since the client counts as gone.
         """
         scope = cast(dict[str, Any] | None, self.scope) or {}
         access: Access | None = scope.get(access_log.SCOPE_KEY)
@@ -254,7 +254,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def protocol(settings: GatewaySettings, log: AccessLog) -> type[asyncio.Protocol]:
-    """A subclass of `BoundedProtocol` with the settings, whose refusals go to the access log."""
+    """Return a subclass of `BoundedProtocol` with the settings; it logs refusals to `log`."""
     members = {
         "needs_certificate": settings.public_tls_ca is not None,
         "log_access": log,

@@ -1,4 +1,4 @@
-"""Parse request bodies as JSON, after bounding how many values they hold.
+"""Parses request bodies as JSON, after bounding how many values they hold.
 
 Parsing many small values would block the event loop.
 """
@@ -18,7 +18,7 @@ from gateway.http.ingress.fields import ignores_unknown
 from gateway.http.ingress.json_size import check_size
 from outrider.errors import OutriderError, Reason
 
-# A body of at most this size takes a few milliseconds to parse, whatever it holds.
+# A body of at most this size takes at most a few milliseconds to parse.
 _SMALL_BYTES = 64 * 1024
 
 
@@ -26,11 +26,11 @@ class JsonRoute(APIRoute):
     """A route whose body is checked by `check_size` before it is parsed."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler of the route, called with a request whose `json` checks the size."""
+        """Return the route's handler, wrapped so that the request's `json` checks the size."""
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
-            """Answer the request. Its `json` raises OutriderError if the body is too large."""
+            """Answer the request. `request.json` raises OutriderError if the body is too large."""
             ignores_unknown.set(request.app.state.ignores_unknown)
             return await handle(_JsonRequest(request.scope, request.receive))
 

@@ -1,4 +1,4 @@
-"""Bound how many values a JSON text holds, before it is parsed."""
+"""Bounds the number of values in a JSON text, before it is parsed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_VALUES = 262_144
 
 
 def check_size(body: bytes, max_values: int = MAX_VALUES) -> None:
-    """Bound the strings and values of a JSON body before it is parsed.
+    """Check the numbers of strings and values in a JSON body before it is parsed.
 
     Raises OutriderError(REQUEST_TOO_LARGE) for more than MAX_STRINGS strings or `max_values`
-    values, and OutriderError(MALFORMED_REQUEST) unless the body is UTF-8. The counts are exact
-    for valid JSON; the parser refuses invalid JSON. Takes about 10 ms for 4 MiB, since only methods
-    of `bytes` look at every byte.
+    values, and OutriderError(MALFORMED_REQUEST) unless the body is UTF-8. The counts are exact for
+    valid JSON; the parser refuses invalid JSON. The check takes about 10 ms for 4 MiB, since only
+    methods of `bytes` look at every byte.
     """
     if not json.detect_encoding(body).startswith("utf-8"):
         raise OutriderError(Reason.MALFORMED_REQUEST, "the body must be JSON in UTF-8")

@@ -1,4 +1,4 @@
-"""Bound and decompress the bodies of HTTP requests before the application reads them."""
+"""Bounds and decompresses the bodies of HTTP requests before the application reads them."""
 
 from __future__ import annotations
 
@@ -110,5 +110,5 @@ def _encoding(headers: _Headers) -> str:
 
 
 def _announced(headers: _Headers) -> int:
-    """Return the body's length by its header; 0 without the header."""
+    """Return the body's length according to its header; 0 without the header."""
     return next((int(value) for name, value in headers if name == b"content-length"), 0)

@@ -66,7 +66,7 @@ class ToolUseBlock(_Block):
 
     @property
     def call(self) -> ToolCall:
-        """The call in OpenAI's shape. Its parts are checked already."""
+        """The call in OpenAI's shape, without a further check of its parts."""
         arguments = json.dumps(self.input, ensure_ascii=False)
         function = CalledFunction.model_construct(name=self.name, arguments=arguments)
         return ToolCall.model_construct(id=self.id, function=function)
@@ -226,13 +226,13 @@ class MessagesBody(CountTokensBody):
     top_p: float | None = None
     top_k: int | None = None
     structured_outputs: StructuredOutputs | None = Field(default=None, description="As in chats.")
-    # Refused by name, since a request that continues a thread has only the newest messages.
+    # This is refused by name, since a request that continues a thread has only the newest messages.
     thread: Annotated[Any, AfterValidator(_refuse_thread)] = Field(
         default=None, description="Not supported: each request must have all messages."
     )
 
     async def answered(self) -> ChatBody:
-        """Return the same request as a chat's body, like `chat`."""
+        """Return the same request as a chat's body, with the settings of an answer."""
         return await self.chat(
             stop=self.stop_sequences,
             stream=self.stream,
@@ -248,7 +248,7 @@ def _text(blocks: Sequence[object], separator: str) -> str:
 
 
 def _assistant(blocks: Sequence[Block]) -> Message:
-    """Return an answer of the history. Its texts are joined, as in a chat's answer."""
+    """Return the message of an earlier answer. Its texts are joined, as in a chat's answer."""
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     return Message(
         role="assistant",

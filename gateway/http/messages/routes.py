@@ -33,7 +33,7 @@ class MessagesCall(ChatCall):
         self.limit = AnswerLimit(None, default=max_tokens)
 
     def writer(self, answer: TextAnswer) -> MessagesWriter:
-        """Return Anthropic's answer."""
+        """Return the writer of answers in Anthropic's shape."""
         return MessagesWriter(answer, self.request_id, self._max_tokens, metrics=self.has_metrics)
 
 

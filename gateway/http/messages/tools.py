@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def ignored(about: str = "Ignored.") -> Any:
-    """Return a parameter that changes nothing."""
+    """Return the type of a parameter that is accepted and ignored."""
     return Field(default=None, description=about)
 
 
@@ -75,7 +75,7 @@ class ToolDefinition(_Tool):
 
     @property
     def of_chat(self) -> ToolBody:
-        """The tool of a chat."""
+        """The same tool in a chat's body."""
         function = FunctionBody(
             name=self.name,
             description=self.description,
@@ -99,9 +99,9 @@ def _schema(required: list[str], **properties: Mapping[str, Any]) -> dict[str, A
 
 
 def _editor(insertion: str, *more: str) -> dict[str, Any]:
-    """Return the input of an editor.
+    """Return the input schema of an editor.
 
-    Its command `insert` takes its text from the property `insertion`.
+    The command `insert` takes its text from the property `insertion`.
     """
     commands = ["view", "create", "str_replace", "insert", *more]
     properties: dict[str, Mapping[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Write answers in the shape of Anthropic's Messages: one object, or a stream of its events."""
+"""Writes answers in the shape of Anthropic's Messages: one object, or a stream of events."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ class MessagesWriter:
         }
 
     def _part(self, part: Part) -> list[Json]:
-        """Return the events of a part, which continues the open block or begins the next."""
+        """Return the events of a part of the answer.
+
+        The part continues the open block or begins the next block.
+        """
         if isinstance(part, CallArguments):
             return [self._delta("input_json_delta", partial_json=part.text)]
         if isinstance(part, CallBegin):
@@ -119,7 +122,7 @@ class MessagesWriter:
         return made | {"usage": _usage(finish)} | self._speculation()
 
     def _stop(self, finish: FinishInfo) -> Json:
-        """Return why the answer ended."""
+        """Return the fields that say why the answer ended."""
         reason = "end_turn"
         if finish.stop:
             reason = "stop_sequence"
@@ -131,14 +134,16 @@ class MessagesWriter:
         return {"stop_reason": reason, "stop_sequence": finish.stop or None}
 
     def _speculation(self) -> Json:
-        """The rules of the drafts, as in a chat's answer, and the statistics if they are wanted."""
+        """Return the drafts' rules, as in a chat's answer, and the statistics if they are asked
+        for.
+        """
         totals = self._answer.totals
         metrics = {"metrics": totals.metrics()} if self._has_metrics else {}
         return totals.speculation() | metrics
 
 
 def _joined(events: Iterable[Json]) -> list[Json]:
-    """Return the blocks that the events of a stream write.
+    """Return the content blocks that the events of a stream write.
 
     The input of a call that `max_tokens` cut off has only the complete values. The input is empty
     if the verifier's text broke the grammar.
@@ -167,7 +172,10 @@ def _usage(finish: FinishInfo) -> Json:
 
 
 def _tokens(read: int, cached: int, written: int) -> Json:
-    """Return Anthropic's usage: the prompt's tokens are `read` and `cached` together."""
+    """Return Anthropic's usage object.
+
+    The prompt has `read` and `cached` tokens together.
+    """
     return {
         "input_tokens": read,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""A request of OpenAI's API as the gateway's request flow sees it, see `TextCall`."""
+"""Requests of OpenAI's API, in the form for the gateway's request flow, see `TextCall`."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ class HttpCall(TextCall, Generic[_Body]):
     @property
     @abstractmethod
     def prompt_count(self) -> int:
-        """How many prompts the body has."""
+        """The number of prompts in the body."""
 
     @abstractmethod
     def writer(self, answer: TextAnswer) -> AnswerWriter:
         """Return the writer that writes the answer in the endpoint's shape."""
 
     def demand(self) -> Demand:
-        """Return the body's n and its timeout. Raises OutriderError(INVALID_VALUE)."""
+        """Return the body's `n` and timeout. Raises OutriderError(INVALID_VALUE)."""
         n = _choice_count(self.body.n, self.prompt_count)
         timeout = client_timeout(self.body.timeout, self.headers, stream=self.streams)
         return Demand(self.prompt_count, n, timeout)
 
     def release_slots(self) -> None:
-        """Give back the slots that the request took when its headers came."""
+        """Release the slots that the request took when its headers came."""
         admitted_request(self.request).release_slots()
 
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:
-        """Put HTTP's attributes on a span: the status is 200, or the block's error's."""
+        """Write HTTP's attributes to a span. The status is 200, or that of the block's error."""
         path = self.request.url.path
         span.set(
             http__request__method=self.request.method,
@@ -101,7 +101,10 @@ class CompletionCall(HttpCall[CompletionBody]):
     operation = "text_completion"
 
     def writer(self, answer: TextAnswer) -> AnswerWriter:
-        """Return OpenAI's answer. An echo's log probabilities are listed with the answer's."""
+        """Return the writer for completions.
+
+        It lists an echo's log probabilities with the answer's.
+        """
         shape = CompletionShape(answer.model, self.request_id)
         lists_prompt = bool(self.body.echo) and self.body.logprobs is not None
         return OpenAIWriter(
@@ -110,7 +113,7 @@ class CompletionCall(HttpCall[CompletionBody]):
 
     @property
     def prompt_count(self) -> int:
-        """How many prompts the body has."""
+        """The number of prompts in the body."""
         return len(self.body.prompt)
 
     def prompts(self) -> list[PromptInput]:
@@ -130,12 +133,12 @@ class ChatCall(HttpCall[ChatBody]):
     prompt_count = 1
 
     def writer(self, answer: TextAnswer) -> AnswerWriter:
-        """Return OpenAI's answer."""
+        """Return the writer of OpenAI's answer."""
         shape = ChatShape(answer.model, self.request_id)
         return OpenAIWriter(shape, answer, self.body, metrics=self.has_metrics)
 
     def prompts(self) -> list[PromptInput]:
-        """Return the conversation.
+        """Return the conversation as the only prompt.
 
         Raises OutriderError(INVALID_VALUE) for options that contradict.
         """
@@ -144,7 +147,7 @@ class ChatCall(HttpCall[ChatBody]):
 
 
 def _choice_count(given: int | None, prompt_count: int) -> int:
-    """Return the body's n. Raises OutriderError(INVALID_VALUE) for too many sequences."""
+    """Return the body's `n`. Raises OutriderError(INVALID_VALUE) for too many sequences."""
     n = 1 if given is None else given
     if not 1 <= n <= MAX_SEQUENCES:
         raise invalid("n", f"must be in [1, {MAX_SEQUENCES}], not {n}")

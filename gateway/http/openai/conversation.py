@@ -96,7 +96,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(checked_json)]
 
 
 def _no_calls(value: object) -> object:
-    """Refuse a call in OpenAI's oldest form. `Message` has dropped empty calls before."""
+    """Refuse a call in OpenAI's oldest form. `Message` drops empty calls before this check."""
     raise PydanticCustomError(UNSUPPORTED, "is not supported: use tool_calls")
 
 
@@ -110,7 +110,7 @@ class Arguments(NamedTuple):
     text: str
 
 
-# How an object begins: with its first key, its end, or nothing yet.
+# An object begins with its first key, its end, or nothing yet.
 _OBJECT = re.compile(r'\s*\{\s*("|\}|$)')
 
 
@@ -118,8 +118,8 @@ def read_arguments(text: str) -> Arguments | None:
     """Return the arguments of a call. `max_tokens` may have cut off their end.
 
     Cut arguments hold only the complete values, as in Anthropic's clients. Arguments are empty if
-    no prompt can hold what the model wrote, such as endless digits or brackets. None if the text
-    does not even begin an object.
+    no prompt can hold what the model wrote, such as endless digits or brackets. Return None if the
+    text does not even begin an object.
     """
     text = text or "{}"
     if not _OBJECT.match(text):
@@ -198,7 +198,7 @@ class Message(Body):
             if key not in _EMPTY_IN_MESSAGE or value not in (None, [])
         }
         if kept.get("role") == "assistant":
-            # An answer without text comes back with null as its content, or without content.
+            # Clients send back an answer without text with null as its content, or without content.
             kept.setdefault("content", None)
             # vLLM's name of reasoning_content.
             if "reasoning" in kept:

@@ -1,4 +1,4 @@
-"""Errors of a chat, with the parameter names of the API that the request came by."""
+"""Renames parameters in a chat's errors to the names of the API that received the request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.errors import OutriderError
 
 @contextmanager
 def own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the parameters in errors of the block, see `renamed`."""
+    """Rename the parameters in errors that the block raises, see `renamed`."""
     try:
         yield
     except OutriderError as error:

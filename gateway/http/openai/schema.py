@@ -230,7 +230,7 @@ class GenerationBody(TakesNeutral, SamplingBody):
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """A list of prompts from OpenAI's four forms: a text, texts, token ids, lists of token ids."""
+    """Return the prompts of OpenAI's four forms: a text, texts, token ids, lists of token ids."""
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
     if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:
         raise invalid("prompt", f"must hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")

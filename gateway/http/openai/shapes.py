@@ -43,7 +43,7 @@ def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
 
 
 def _prompt_logprobs(prompt: Sequence[LogprobToken]) -> LongList:
-    """vLLM's list: for each token of the prompt an object keyed by token id, None for the first."""
+    """Return vLLM's list: an object keyed by token id for each prompt token, None for the first."""
     return LongList(_by_id, prompt)
 
 
@@ -63,7 +63,7 @@ def _by_id(token: LogprobToken) -> Json | None:
 def attribution(tokens: Sequence[AttributedToken]) -> Json:
     """Return the `speculation` field of a choice: its tokens with their sources.
 
-    Empty without tokens.
+    The result is empty without tokens.
     """
     if not tokens:
         return {}
@@ -80,8 +80,7 @@ def _attributed(token: AttributedToken) -> Json:
 
 
 def _finish(finish: FinishInfo | None) -> Json:
-    """Return the fields of a choice that say why it ended; a null reason for a choice that goes on.
-    """
+    """Return the fields that say why a choice ended; the reason is null if the choice goes on."""
     if finish is None:
         return {"finish_reason": None}
     incomplete = {"grammar_incomplete": True} if finish.grammar_incomplete else {}
@@ -165,7 +164,7 @@ class ResponseShape(ABC):
 
     @abstractmethod
     def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
-        """Put vLLM's `prompt_logprobs` into a whole answer. `prompts` has a list per choice."""
+        """Add vLLM's `prompt_logprobs` to a whole answer. `prompts` has a list for each choice."""
 
     @abstractmethod
     def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
@@ -186,7 +185,7 @@ class CompletionShape(ResponseShape):
     closing: ClassVar[Json] = {"text": ""}
 
     def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
-        """Put each choice's scores into the choice, as vLLM does."""
+        """Add each choice's prompt scores to the choice, as vLLM does."""
         for choice, prompt in zip(answer["choices"], prompts, strict=True):
             choice["prompt_logprobs"] = _prompt_logprobs(prompt)
 
@@ -205,7 +204,7 @@ class CompletionShape(ResponseShape):
         return {"text": given.text}
 
     def delta(self, part: Part) -> Json:
-        """Return the text itself."""
+        """Return the part's text."""
         return {"text": part.text if isinstance(part, Content) else ""}
 
 
@@ -220,7 +219,7 @@ class ChatShape(ResponseShape):
     closing: ClassVar[Json] = {"delta": {}}
 
     def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
-        """Put the scores of the only prompt beside the choices, as vLLM does."""
+        """Add the scores of the only prompt beside the choices, as vLLM does."""
         answer["prompt_logprobs"] = _prompt_logprobs(prompts[0])
 
     def logprobs(self, shown: Sequence[LogprobToken], listed: _Listed = _made) -> Json | None:
@@ -292,7 +291,7 @@ class ChunkMaker:
 
     @property
     def complete(self) -> bool:
-        """Whether every choice has ended."""
+        """True if every choice has ended."""
         return self._open_count == 0
 
     def chunks(self, index: int, delta: TextDelta) -> list[Json]:
@@ -325,8 +324,7 @@ class ChunkMaker:
         return made
 
     def _usage(self, index: int) -> Json:
-        """Return the `usage` field of a chunk: vLLM's usage of the choice so far, or OpenAI's null.
-        """
+        """Return a chunk's `usage` field: vLLM's usage of the choice so far, or OpenAI's null."""
         if not self._options.include_usage:
             return {}
         if not self._options.continuous_usage_stats:

@@ -1,4 +1,4 @@
-"""Build a request's sequences from an HTTP body, and check each parameter by its HTTP name."""
+"""Builds a request's sequences from an HTTP body, and checks each parameter under its HTTP name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def text_requests(
             tokens = replace(tokens, prompt_logprobs=0)
         request = replace(template, tokens=tokens, echo=prompt.echo)
         if isinstance(body, ChatBody):
-            # Built once for all choices, since a grammar of many tools takes milliseconds to write.
+            # The request is built once for all choices, since a grammar of many tools takes
+            # milliseconds.
             request = with_calls_and_thought(request, _answer_options(body), prompt, inputs.answers)
         for choice in range(inputs.n):
             of_choice = replace(request.tokens, sampling=_with_seed(sampling, choice))
@@ -92,13 +93,14 @@ def _answer_options(body: ChatBody) -> AnswerOptions:
 def coalesces(body: GenerationBody) -> bool:
     """Return whether a chunk may hold the whole answer.
 
-    It may not if the caller reads the answer as it grows, or if a stop string may end it early.
+    A chunk may not hold it if the caller reads the answer as it grows, or if a stop string may end
+    it early.
     """
     return not (body.stream or body.stop or body.speculation.tokens)
 
 
 def answer_limit(body: CompletionBody | ChatBody) -> AnswerLimit:
-    """Return the limit of tokens that the body sets; nothing is checked yet."""
+    """Return the body's limit of tokens, unchecked."""
     scores_prompt = _prompt_alternatives(body) is not None
     if isinstance(body, CompletionBody):
         return AnswerLimit(body.max_tokens, "max_tokens", _COMPLETION_MAX_TOKENS, scores_prompt)
@@ -168,7 +170,7 @@ def _sampling(body: GenerationBody, vocab_size: int) -> m.SamplingParams:
 
 
 def _logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    """Return OpenAI's object, whose keys are token ids written as strings."""
+    """Convert OpenAI's object, whose keys are token ids written as strings."""
     for key in given:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise invalid("logit_bias", f"must have token ids as keys, not {key[:40]!r}")
@@ -249,8 +251,7 @@ def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
 
 
 def _grammars(body: GenerationBody) -> dict[str, Grammar]:
-    """Return all grammars of the body, keyed by field: OpenAI's response_format, and vLLM's fields.
-    """
+    """Return all grammars in OpenAI's response_format and vLLM's fields, keyed by field."""
     structured = body.structured_outputs or StructuredOutputs()
     texts = {
         "regex": (GrammarKind.REGEX, structured.regex),

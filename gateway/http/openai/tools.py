@@ -76,7 +76,7 @@ _OBJECT: TypeAdapter[_Named | _Allowed] = TypeAdapter(
 
 
 def _tool_choice(value: object) -> ToolChoice | None:
-    """Return OpenAI's forms of `tool_choice`. Raises OutriderError(INVALID_VALUE)."""
+    """Convert OpenAI's forms of `tool_choice`. Raises OutriderError(INVALID_VALUE)."""
     if value is None:
         return None
     if value in ("none", "auto", "required"):

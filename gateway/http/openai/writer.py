@@ -1,4 +1,4 @@
-"""Write the answers of OpenAI's completions and chats."""
+"""Writes the answers of OpenAI's completions and chats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OpenAIWriter:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the stream has all its events."""
+        """True if the stream has all its events."""
         return self._maker.complete
 
     def whole(self, choices: list[WholeChoice]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and the chat that it stands for."""
+"""The body of POST /v1/responses, and its translation to a chat."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DEFAULTS: dict[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
 }
-# A chat's names of parameters, the longest first, and their names in the Responses API.
+# Maps a chat's names of parameters, the longest first, to their names in the Responses API.
 _NAMES = {
     "response_format.json_schema": "text.format",
     "max_completion_tokens": "max_output_tokens",
@@ -106,7 +106,7 @@ def _include(values: list[str]) -> list[str]:
 
 
 def _metadata(values: dict[str, str]) -> dict[str, str]:
-    """Return OpenAI's limits. The answer repeats the metadata."""
+    """Check OpenAI's limits of metadata, which the answer repeats."""
     if len(values) > 16:
         raise ValueError("must hold at most 16 entries")
     if any(len(key) > 64 or len(value) > 512 for key, value in values.items()):
@@ -139,14 +139,14 @@ class PromptBody(Body):
 
     @property
     def names(self) -> dict[str, str]:
-        """A chat's names of parameters, the longest first, and their names here."""
+        """Maps a chat's names of parameters, the longest first, to their names here."""
         tools = {}
         for number, tool in enumerate(self.tools.flat):
             tools[f"tools[{number}].function"] = tools[f"tools[{number}]"] = tool.path
         return _NAMES | tools
 
     def chat(self, items: Sequence[Item], **more: Any) -> ChatBody:
-        """Return the same request as a chat, with the whole conversation's items and `more` fields.
+        """Return the same request as a chat: the conversation's `items`, and `more` fields.
 
         Raises OutriderError that names a parameter as a chat does, see `names`.
         """
@@ -211,7 +211,7 @@ class ResponsesBody(PromptBody, SamplingBody):
 
     @property
     def keeps(self) -> bool:
-        """Whether the answer is kept."""
+        """True if the answer is kept."""
         return self.store is not False
 
     def asked(self, items: Sequence[Item]) -> ChatBody:

@@ -1,4 +1,4 @@
-"""The items of a Responses API conversation, and the chat messages that they stand for."""
+"""The items of a Responses API conversation, and their translation to chat messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RefusalPart(Body):
 
     @property
     def text(self) -> str:
-        """The refusal, which the chat template sees as the message's text."""
+        """The refusal, which the chat template gets as the message's text."""
         return self.refusal
 
 
@@ -76,7 +76,7 @@ _PARTS: dict[str, type[TextPart | RefusalPart]] = {
 
 
 def _joined(name: str, kinds: Mapping[str, type[Any]], form: Any) -> Any:
-    """The type of the field of this name: a text, or a list of parts that are joined to a text."""
+    """Return a field's type: a text, or a list of parts, which is joined to a text."""
 
     def join(value: object) -> object:
         """Return the text of a list of parts. Raises OutriderError that names the part."""
@@ -190,7 +190,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def messages_of(items: Iterable[Item]) -> list[Json]:
-    """Return a chat's messages.
+    """Return the items as a chat's messages.
 
     An answer's thought, text and calls are one message, as in chats.
     """

@@ -1,4 +1,4 @@
-"""The output items of the Responses API's answers, and the events in which they grow."""
+"""Makes the output items of the Responses API's answers, and the events in which they grow."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class OutputItems:
         return [*made, *self.end(item["status"])]
 
     def end(self, status: Status) -> list[Json]:
-        """Return the events that end the item under way, if any, with this status."""
+        """Return the events that end the item in progress, if any, with this status."""
         if self._kind is None:
             return []
         kind, text = self._kind, "".join(self._texts)

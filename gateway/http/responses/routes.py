@@ -43,7 +43,8 @@ class _Conversation(NamedTuple):
 def _conversation(body: PromptBody, store: ResponseStore, tenant: str) -> _Conversation:
     """Return the kept conversation that the body continues, and the items of its input.
 
-    Raises OutriderError(INVALID_VALUE) for what is not kept, and for more than a body could hold.
+    Raises OutriderError(INVALID_VALUE) for items that are not kept, and for more than a body could
+    hold.
     """
     made = _Conversation([], [])
     kept_bytes = 0
@@ -104,7 +105,7 @@ class ResponseCall(ChatCall):
         self._store = store
 
     def writer(self, answer: TextAnswer) -> AnswerWriter:
-        """Return the Responses API's answer, which is kept unless the body says `store: false`."""
+        """Return the writer of an answer, which is kept unless the body says `store: false`."""
 
         def keep(response: Json, deltas: Sequence[Sequence[int]]) -> None:
             """Keep a complete answer."""

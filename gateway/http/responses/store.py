@@ -1,4 +1,4 @@
-"""Keep answers of the Responses API for a while, in memory, separately for each tenant.
+"""Keeps answers of the Responses API for a while, in memory, separately for each tenant.
 
 An answer is kept with its whole conversation. A piece of JSON that several answers of a tenant
 share is held once, so a long conversation costs its own length, not the sum over its answers.
@@ -15,8 +15,8 @@ MAX_TENANT_BYTES = 16 * 1024 * 1024
 MAX_TENANT_ANSWERS = 1024
 MAX_BYTES = 64 * 1024 * 1024
 MAX_ANSWERS = 8192
-# Bytes that Python's objects take besides the JSON. The three numbers are for each piece, for each
-# use of a piece, and for each answer.
+# The bytes that Python's objects take besides the JSON: for each piece, for each use of a piece,
+# and for each answer.
 _PIECE_BYTES = 200
 _USE_BYTES = 16
 _ANSWER_BYTES = 2000
@@ -134,7 +134,7 @@ class ResponseStore:
             self.remove(*next(iter(self._order)))
 
     def remove(self, tenant: str, answer_id: str) -> bool:
-        """Drop an answer. False if it is not kept."""
+        """Drop an answer. Return False if it is not kept."""
         if (tenant, answer_id) not in self._order:
             return False
         del self._order[tenant, answer_id]
@@ -147,7 +147,7 @@ class ResponseStore:
         return True
 
     def _used(self, tenant: str, answer_id: str) -> _Kept | None:
-        """Return a kept answer. It becomes the most recently used answer."""
+        """Return a kept answer, and mark it as the most recently used."""
         if (tenant, answer_id) not in self._order:
             return None
         self._order.move_to_end((tenant, answer_id))
@@ -156,13 +156,15 @@ class ResponseStore:
         return answers[answer_id]
 
     def conversation(self, tenant: str, answer_id: str) -> Sequence[bytes] | None:
-        """Return the items of a conversation up to a kept answer, as JSON; None if it is not kept.
+        """Return the items of a conversation up to a kept answer, as JSON.
+
+        Return None if the answer is not kept.
         """
         kept = self._used(tenant, answer_id)
         return None if kept is None else [*kept.before, *kept.output]
 
     def item(self, tenant: str, item_id: str) -> bytes | None:
-        """Return an item of a kept answer as JSON; None if it is not kept."""
+        """Return an item of a kept answer as JSON; None if the item is not kept."""
         of_tenant = self._tenants.get(tenant)
         if of_tenant is None or item_id not in of_tenant.items:
             return None
@@ -173,7 +175,7 @@ class ResponseStore:
     def before(self, tenant: str, answer_id: str) -> Sequence[bytes] | None:
         """Return the items of the conversation before a kept answer, as JSON.
 
-        Return None if it is not kept.
+        Return None if the answer is not kept.
         """
         kept = self._used(tenant, answer_id)
         return None if kept is None else kept.before

@@ -97,7 +97,7 @@ class Tools(NamedTuple):
         }
 
     def shown(self) -> list[Json]:
-        """The tools for the answer, in which OpenAI's clients expect some fields even if empty."""
+        """Return the tools for the answer; OpenAI's clients expect some fields even if empty."""
         return [
             {"description": None, "parameters": None, "strict": None, **_dumped(tool)}
             if isinstance(tool, FunctionTool)
@@ -166,9 +166,9 @@ _CHOICE: TypeAdapter[_Choice] = TypeAdapter(_Choice)
 
 
 def _tool_choice(value: object) -> object:
-    """Return the value itself.
+    """Check a `tool_choice` and return it.
 
-    Raises OutriderError(UNSUPPORTED_PARAMETER) if it is no known choice.
+    Raises OutriderError(UNSUPPORTED_PARAMETER) if the choice is not known.
     """
     if value is None:
         return None
@@ -189,7 +189,7 @@ ToolChoiceField = Annotated[
 
 
 def chat_choice(value: Any) -> Any:
-    """Return a checked `tool_choice` as a chat has it."""
+    """Convert a checked `tool_choice` to a chat's."""
     if not isinstance(value, dict):
         return value
     if value["type"] == "function":

@@ -1,4 +1,4 @@
-"""Write the Responses API's answers: one response, or the events of a stream."""
+"""Writes the Responses API's answers: one response, or the events of a stream."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ class ResponseWriter:
         return self._written(made)
 
     def failure(self, error: OutriderError) -> bytes:
-        """Return an error event with our code, and the response with the nearest of OpenAI's codes.
-        """
+        """Return an error event with our code, and the response with OpenAI's nearest code."""
         error = renamed(error, self._body.names)
         limited = error.reason.kind.http == 429
         code = "rate_limit_exceeded" if limited else "server_error"
@@ -128,7 +127,7 @@ class ResponseWriter:
 
 
 def _usage(chats: Json) -> Json:
-    """Return a chat's usage in the Responses API's names.
+    """Return a chat's usage under the Responses API's names.
 
     A thought's tokens have no separate count.
     """
