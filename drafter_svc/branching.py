@@ -1,4 +1,4 @@
-"""Which branches to offer beside a chain of guesses, and how many at each of its places.
+"""Chooses the branches to offer beside a chain of guesses, and how many at each place.
 
 A branch guesses the tokens that follow if the verifier accepts the chain up to one place and then
 commits another token. docs/drafters.md explains branches.
@@ -77,8 +77,7 @@ def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None
 
 
 def _cumulative(sequence: DraftSequence, branches: Sequence[Branch]) -> list[list[float]]:
-    """Return the cumulative acceptance of the tokens of each branch, without its `shared` tokens.
-    """
+    """Return the cumulative acceptance of each branch's tokens, except the `shared` tokens."""
     reached = [1.0]
     for confidence in sequence.confidences:
         reached.append(reached[-1] * (confidence or sequence.acceptance))

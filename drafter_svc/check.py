@@ -1,4 +1,4 @@
-"""What `--check-config` checks of a drafter besides its settings' types."""
+"""Checks a drafter's settings for `--check-config`, beyond their types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.process.settings.check_config import (
 
 
 def check(settings: DrafterSettings) -> None:
-    """Raise OutriderError that names a setting which this machine or its files do not allow."""
+    """Raise OutriderError that names a setting with which this machine or its files do not work."""
     for address in settings.verifier:
         check_address("verifier", address)
     check_address("listen", settings.listen)

@@ -109,7 +109,7 @@ class FamilyChoice(FileSettings):
 
 @cache
 def settings_schema(family: str) -> type[DrafterSettings]:
-    """The settings of a drafter of one family: the family's own, then those of every drafter.
+    """Return the settings of a drafter of one family: the family's, then those of all drafters.
 
     Raises OutriderError(INVALID_VALUE) if the family does not exist or cannot be imported.
     """

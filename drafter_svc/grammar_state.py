@@ -25,15 +25,15 @@ _MOST_S = 0.1
 
 
 class GrammarState:
-    """Follow an output, guesses included, through a grammar, and roll back when guesses change.
+    """Follows an output, guesses included, through a grammar, and rolls back when guesses change.
 
-    Where the grammar takes too much processor time, the state masks nothing from then on.
+    If the grammar takes too much processor time, the state masks nothing from then on.
     """
 
     def __init__(
         self, matcher: Matcher | None, mask_width: int, cpu_clock: Clock = thread_cpu
     ) -> None:
-        """A row of the mask has `mask_width` int32 words. Without a matcher nothing is masked."""
+        """A row of the mask has `mask_width` int32 numbers. Without a matcher nothing is masked."""
         self._cpu_clock = cpu_clock
         self._excess_s = 0.0
         self._matcher = matcher
@@ -42,7 +42,7 @@ class GrammarState:
 
     @classmethod
     def of(cls, sequence: DraftSequence, grammars: GrammarCompiler | None) -> GrammarState | None:
-        """Compile a sequence's grammar, which can take long; None without a grammar.
+        """Compile a sequence's grammar, which can take long; return None without a grammar.
 
         The verifier has compiled the same grammar, so a failure is logged and nothing is masked.
         """
@@ -59,8 +59,8 @@ class GrammarState:
     def mask(self, output: list[int]) -> Mask | None:
         """Return the bit mask, [1, mask_width], of the tokens that may follow `output`.
 
-        None, so that nothing is masked, if the grammar forbids `output`, has ended, or allows no
-        token. Once it has forbidden an output, the state masks no later output either.
+        Return None, so that nothing is masked, if the grammar forbids `output`, has ended, or
+        allows no token. After it has forbidden an output, the state masks no later output either.
         """
         began = self._cpu_clock()
         mask = self._mask(output)
@@ -82,7 +82,7 @@ class GrammarState:
         return mask if mask.any() else None
 
     def _move_to(self, matcher: Matcher, output: list[int]) -> bool:
-        """Roll back to the prefix shared with `output` and accept the rest; False if forbidden."""
+        """Roll back to the prefix shared with `output`, accept the rest; False if forbidden."""
         common = 0
         for accepted, token in zip(self._accepted, output, strict=False):
             if accepted != token:

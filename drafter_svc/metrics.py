@@ -1,6 +1,6 @@
-"""A drafter's own Prometheus metrics: how fast it drafts and what it sends.
+"""A drafter's own Prometheus metrics: its speed and its messages.
 
-The verifier counts what becomes of the drafts.
+The verifier counts accepted and rejected drafts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _RedisCollector(Collector):
         self._labels = labels
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield the counters now. Exporters call it, on threads of their own."""
+        """Yield the present counters. Exporters call this on their own threads."""
         counters = self._counters
         yield self._family(
             "redis_queries",

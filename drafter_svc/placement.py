@@ -1,4 +1,4 @@
-"""Where a drafter runs: choose its cores and memory, check them against the machine, pin to them.
+"""Places a drafter: chooses its cores and memory, checks them against the machine, pins to them.
 
 The topology is read from /sys. Its root is a parameter, so that tests can use a tree that was
 recorded on another machine.
@@ -58,7 +58,7 @@ class Topology:
 
 
 def _read(path: Path) -> str:
-    """Return the file's text; empty if it cannot be read."""
+    """Return the file's text; empty if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -66,7 +66,7 @@ def _read(path: Path) -> str:
 
 
 def _not_grace(sys_root: Path) -> str | None:
-    """Return None on a Grace CPU, else the reason.
+    """Return why the CPU is not Grace; None on a Grace CPU.
 
     Other makers build on the same core, so the maker's name is checked as well.
     """
@@ -113,7 +113,7 @@ class PlacementPlan:
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
 
     def describe(self, device: str, gpu_uuid: str = "") -> Placement:
-        """Return the placement as the drafter's Hello carries it.
+        """Return the placement in the form for the drafter's Hello.
 
         `device` is the device that computes.
         """
@@ -129,7 +129,7 @@ class PlacementPlan:
 
 
 def _bind_memory(node: int) -> None:
-    """Take all memory that this process touches from now on from one NUMA node.
+    """Bind memory that this process touches from now on to one NUMA node.
 
     Calls set_mempolicy(MPOL_BIND). Raises OutriderError(INVALID_VALUE) if the system refuses.
     """

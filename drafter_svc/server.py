@@ -1,4 +1,4 @@
-"""Run a drafter: its streams to the verifiers, its health and its metrics."""
+"""Runs a drafter: its streams to the verifiers, its health and its metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SERVICE_NAME = "outrider-drafter"
 
 
 class _StreamObserver(CountingObserver):
-    """Report the events of one verifier's stream to the metrics and the health service.
+    """Reports the events of one verifier's stream to the metrics and the health service.
 
     The health service says SERVING while at least one verifier has registered this drafter.
     """
@@ -61,7 +61,7 @@ class _StreamObserver(CountingObserver):
 async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: DrafterMetrics) -> None:
     """Draft until SIGTERM or SIGINT.
 
-    Raises OutriderError once every verifier has refused this drafter for good.
+    Raises OutriderError when every verifier has refused this drafter for good.
     """
     server = rpc.Server(SERVICE)
     try:
@@ -94,7 +94,8 @@ async def _streams(
         return Hello(
             drafter_id=name,
             family=family.name,
-            # A family that works only on ids suits any tokenizer: claim the verifier's tokenizer.
+            # A family that works only on ids suits any tokenizer, so it states the verifier's
+            # tokenizer.
             tokenizer_fingerprint=loaded.tokenizer_fingerprint or info.tokenizer_fingerprint,
             max_draft_tokens=family.max_draft_tokens,
             distributions=family.distributions,

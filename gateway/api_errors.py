@@ -146,8 +146,7 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 
 
 def _names_beside(model: Any, location: Sequence[str | int]) -> Iterable[str]:
-    """Return the names of all fields of the object that has a parameter; none in lists and unions.
-    """
+    """Return the fields of the object that has a parameter; none within lists and unions."""
     for part in location[1:-1]:
         field = getattr(model, "model_fields", {}).get(part)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))

@@ -22,8 +22,8 @@ class Loaded:
     """A family that is loaded, once for the process and all its connections.
 
     The event loop calls `make` for each new connection, with the model that the verifier serves.
-    `tokenizer_fingerprint` is the fingerprint of the tokenizer that the family drafts with; empty
-    if the family works only on ids.
+    `tokenizer_fingerprint` is the fingerprint of the family's tokenizer; empty if the family works
+    only on ids.
     """
 
     make: Callable[[ModelInfo], Family]
@@ -33,7 +33,7 @@ class Loaded:
 class Family(Strategy):
     """A strategy with settings, which `outrider drafter --family` runs.
 
-    The process calls `load` once. Each connection to a verifier has an instance of its own. The
+    The process calls `load` once. Each connection to a verifier has a separate instance. The
     connection's session calls the instance's methods on the event loop, one at a time. While
     `propose` of one connection awaits, `propose` of another connection may run.
     """

@@ -34,7 +34,7 @@ class Guess:
 
     @property
     def share(self) -> float:
-        """The token's own estimated probability; 0 if there is no estimate."""
+        """The estimated probability of `token`; 0 if there is no estimate."""
         pairs = zip(self.best, self.shares or (), strict=False)
         return next((share for token, share in pairs if token == self.token), 0.0)
 
@@ -56,7 +56,7 @@ class CachedDraft:
     before the branch, and `run` has the branch's tokens: the first is the alternative token, and
     the draft model guesses the others. Ids from `vocab_size` on are unknown to the target.
 
-    `own_text` is the committed text in the draft model's tokens, if its vocabulary is not the
+    `own_text` has the committed text as the draft model's tokens, if its vocabulary is not the
     target's; the first round makes it. The KV cache then holds the draft model's tokens, and all
     other fields count and hold the target's tokens. Each guess is one token in both vocabularies.
 
@@ -94,7 +94,7 @@ class CachedDraft:
 
     @property
     def guess_count(self) -> int:
-        """Tokens after the committed tokens."""
+        """The number of tokens after the committed tokens."""
         if self.at is None:
             return len(self.sequence.guesses)
         return self.at + len(self.run)
@@ -107,32 +107,32 @@ class CachedDraft:
 
     @property
     def committed(self) -> list[int]:
-        """The committed text as the draft model reads it."""
+        """The committed tokens that the draft model reads."""
         return self.sequence.tokens if self.own_text is None else self.own_text.ids
 
     @property
     def place(self) -> int:
-        """The position of the next token in the target's text."""
+        """The position of the next token among the target's tokens."""
         return len(self.sequence.tokens) + self.guess_count
 
     @property
     def length(self) -> int:
-        """Committed and guessed tokens of the draft model."""
+        """The number of committed and guessed tokens of the draft model."""
         return len(self.committed) + self.guess_count
 
     @property
     def unread_count(self) -> int:
-        """Tokens that are not in the KV cache yet."""
+        """The number of tokens that are not in the KV cache yet."""
         return self.length - self.kv.num_computed_tokens
 
     @property
     def begun(self) -> bool:
-        """Whether this round has guessed a token. A branch begins with a guessed token."""
+        """True if this round has guessed a token. A branch begins with a guessed token."""
         return self.at is not None or self.guess_count > self.round_start_count
 
     @property
     def distribution(self) -> DraftDistribution:
-        """How to choose tokens: what the verifier asked for, or ONE_HOT, the likeliest token.
+        """The way to choose tokens: the verifier's choice, or ONE_HOT, the likeliest token.
 
         Greedy requests need only the likeliest token. Branches are never sampled.
         """
@@ -144,7 +144,7 @@ class CachedDraft:
         return opened.distribution
 
     def follow(self, before: int, held: list[int]) -> int:
-        """Take over a commit; return how many of the draft model's tokens are still right.
+        """Apply a commit; return how many of the draft model's tokens are still right.
 
         The KV cache may hold the `before` tokens that were committed earlier, and `held` after
         them.
@@ -155,7 +155,7 @@ class CachedDraft:
         return before + count_equal(held, [*tokens[before:], *guesses])
 
     def begin(self) -> None:
-        """Begin a round: set `goal` to the guesses that the verifier can use now.
+        """Start a round: set `goal` to the number of guesses that the verifier can use now.
 
         A branch needs one token more than the verifier takes in a step, because its first token
         stands for a committed token.
@@ -168,7 +168,9 @@ class CachedDraft:
             self.goal = self.at + 1 + self.sequence.draft_tokens
 
     def unread(self, limit: int) -> list[int]:
-        """Return the draft model's first tokens, at most `limit`, that are not in the KV cache yet.
+        """Return the first of the draft model's tokens that are not in the KV cache yet.
+
+        There are at most `limit`.
         """
         start = self.kv.num_computed_tokens
         committed = self.committed

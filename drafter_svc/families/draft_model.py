@@ -1,6 +1,6 @@
-"""The draft model that all of a process's verifiers share, and the thread that it runs on.
+"""The draft model that all of a process's verifiers share, and the thread on which it runs.
 
-A connection's ModelFamily calls `DraftModel.grow` on the event loop to begin a round. One worker
+A connection's ModelFamily calls `DraftModel.grow` on the event loop to start a round. One worker
 thread runs the forwards of all rounds, and a forward drafts for the sequences of all verifiers.
 """
 
@@ -21,7 +21,10 @@ from outrider.lm.runner import ModelRunner
 
 @dataclass(eq=False, slots=True)
 class _Round:
-    """The drafts that one connection wants to grow now; `urgent` if its verifier may be waiting."""
+    """The drafts that one connection wants to grow now.
+
+    `urgent` says that its verifier may wait.
+    """
 
     drafts: list[CachedDraft]
     urgent: bool
@@ -31,7 +34,7 @@ class _Round:
     """The drafts that want more tokens from the coming forward."""
 
     def pause_prompts(self) -> None:
-        """Drop the drafts that still read their prompts, if others have begun to guess.
+        """Drop the drafts that still read their prompts, if others have started to guess.
 
         So a round reads one chunk of prompts, and sequences that guess need not wait for more
         chunks.
@@ -59,7 +62,7 @@ class DraftModel:
         grammars: GrammarCompiler | None = None,
         vocabulary: Vocabulary | None = None,
     ) -> None:
-        """`thread` is the one worker that `runner` was loaded on.
+        """`thread` is the only worker, on which `runner` was loaded.
 
         `max_batch_tokens` bounds the tokens of one forward, and `max_entries` the entries of the
         sparse distribution that is sent with a sampled token. With `grammars`, tokens that a
@@ -78,16 +81,16 @@ class DraftModel:
         self._turn = 0
 
     def fits(self, draft: CachedDraft) -> bool:
-        """Reserve pages for all tokens of a draft. Called on the event loop.
+        """Reserve pages for all tokens of a draft. The event loop calls this.
 
-        False if there are too few pages, or if the model's context is full.
+        Return False if there are too few pages, or if the model's context is full.
         """
         return self._forwards.fits(draft)
 
     def grow(
         self, drafts: list[CachedDraft], *, urgent: bool, interrupted: Callable[[], bool]
     ) -> Future[None]:
-        """Begin a round. Called on the event loop; the forwards run on the model's thread.
+        """Start a round. The event loop calls this; the forwards run on the model's thread.
 
         The round ends when every draft has reached its goal, or after the forward in which
         `interrupted` became true. Only then is the future done, and no forward touches these drafts
@@ -113,7 +116,7 @@ class DraftModel:
                 _end(left, error)
 
     def _take_arriving(self, rounds: list[_Round]) -> list[_Round]:
-        """Append the rounds that arrived to `rounds`, and return it."""
+        """Append the rounds that arrived to `rounds`, and return `rounds`."""
         while self._arriving:
             arrived = self._arriving.popleft()
             if not arrived.ended.set_running_or_notify_cancel():
@@ -172,7 +175,7 @@ class DraftModel:
 
 
 def _end(over: _Round, error: Exception | None = None) -> None:
-    """Complete a round's future, with an exception if a forward failed for it."""
+    """Complete a round's future, with an exception if a forward of the round failed."""
     if over.ended.done():
         return
     if error is not None:

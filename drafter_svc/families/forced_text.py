@@ -1,4 +1,4 @@
-"""The text that a grammar forces after a text, in the tokens that a model would write it in.
+"""Finds the text that a grammar forces, in the tokens in which a model would write it.
 
 Knows grammars, layouts and tokens; not sequences and streams.
 """
@@ -16,13 +16,13 @@ from tokenizers import Tokenizer
 from drafter_svc.families.layout import BLANKS, Layout, Place
 from outrider.grammar.backends import MaskLimit, TextMatcher
 
-# The most continuations of a text that are guessed, such as the values of an enum or the names of
-# tools.
+# The maximum number of continuations that are guessed, such as the values of an enum or the names
+# of tools.
 _MOST_CHOICES = 8
-# These bytes are more than `_MOST_CHOICES`. Where each of them may follow, there are too many ways
-# to go on. Then no mask is computed, because masks of free text take longest.
+# These bytes are more than `_MOST_CHOICES`. Where each of these bytes may follow, there are too
+# many ways to go on. Then no mask is computed, because masks of free text take longest.
 _PROBES = b"abcdefghi"
-# The most paths, and the most masks that are computed to find them.
+# The maximum numbers of paths, and of masks that are computed to find them.
 _MOST_PATHS = 8
 _MOST_STEPS = 48
 # A path less probable than this is not followed.
@@ -31,12 +31,11 @@ _LEAST_CHANCE = 0.1
 
 @dataclass(eq=False, slots=True)
 class Path:
-    """A text that may follow.
+    """A text that may follow the committed text.
 
-    `chances` has the probability of the byte at each offset where the grammar left a choice.
-    `ends` says that the text ends after the path, and `is_cut` that the grammar forces more text
-    after it. Otherwise any text may follow, so that the path's last token may become a longer
-    token.
+    `chances` has the probability of the byte at each offset where the grammar left a choice. `ends`
+    says that the text ends after the path, and `is_cut` that the grammar forces more text after it.
+    Otherwise any text may follow, so that the path's last token may become a longer token.
     """
 
     matcher: TextMatcher
@@ -47,12 +46,11 @@ class Path:
     is_cut: bool = False
 
     def chance_within(self, begin: int, end: int) -> float:
-        """Return the probability of the bytes from `begin` to `end`, given the bytes before them.
-        """
+        """Return the probability of the bytes from `begin` to `end`, given all earlier bytes."""
         return math.prod([chance for at, chance in self.chances if begin <= at < end])
 
     def forked(self, more: bytes, chance: float) -> Path | None:
-        """Return the path, continued with `more`; None if the grammar forbids it."""
+        """Return the path continued with `more`; None if the grammar forbids that."""
         matcher = self.matcher.fork()
         if not matcher.accept_bytes(more):
             return None
@@ -60,16 +58,16 @@ class Path:
         return Path(matcher, self.text + more, chances, self.chance * chance)
 
     def ended(self, chance: float) -> Path:
-        """Return the path with the end of the text after it."""
+        """Return the path followed by the end of the text."""
         chances = (*self.chances, (len(self.text), chance))
         total = self.chance * chance
         return Path(self.matcher, self.text, chances, total, ends=True)
 
 
 class ForcedText:
-    """Finds what must follow, and what may follow where there are few ways to go on.
+    """Finds text that must follow, and text that may follow where there are few ways to go on.
 
-    `stop_token_ids` end a text. Masks are `mask_width` words of int32 wide.
+    `stop_token_ids` end a text. Masks have `mask_width` int32 numbers.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class ForcedText:
         self._mask = np.zeros((1, mask_width), np.int32)
 
     def paths(self, matcher: TextMatcher, layout: Layout, most_bytes: int) -> list[Path]:
-        """Return the texts that may follow, of up to about `most_bytes`, the likeliest first."""
+        """Return texts that may follow, of up to about `most_bytes` bytes, likeliest first."""
         waiting = [Path(matcher)]
         found: list[Path] = []
         for _ in range(_MOST_STEPS):
@@ -98,7 +96,7 @@ class ForcedText:
         return sorted([*found, *waiting], key=lambda path: -path.chance)
 
     def _grow(self, path: Path, layout: Layout, most_bytes: int) -> list[Path]:
-        """Add to a path what must follow; return the paths that go on where there is a choice."""
+        """Add the text that must follow to a path; where there is a choice, return all paths."""
         forced = path.matcher.jump_forward()[: max(0, most_bytes - len(path.text))]
         if forced:
             path.matcher = path.matcher.fork()
@@ -126,8 +124,7 @@ class ForcedText:
         return found
 
     def _is_free(self, matcher: TextMatcher) -> bool:
-        """Return whether there are too many ways to go on, as far as `_PROBES` tell without a mask.
-        """
+        """Return whether there are too many ways to go on, judged by `_PROBES` without a mask."""
         for token in self._probes:
             if not matcher.accept(token):
                 return False
@@ -137,7 +134,7 @@ class ForcedText:
     def _allowed(self, matcher: TextMatcher) -> tuple[bytes, bool]:
         """Return the bytes that may follow, and whether the text may end.
 
-        The mask bits of one-byte tokens tell this. A byte without such a token counts as forbidden.
+        The mask bits of one-byte tokens show this. A byte without such a token counts as forbidden.
         """
         self._mask[0] = 0
         with suppress(MaskLimit):
@@ -157,10 +154,10 @@ class Speller:
     def spelled(self, context: bytes, text: bytes) -> list[int]:
         """Return the tokens of `text` after `context`; none if no tokens stand for these bytes.
 
-        A tokenizer may join the end of the context with the text. The context's own tokens are
-        there already, so then the text is spelled without its context.
+        A tokenizer may join the end of the context with the text. The context's tokens are
+        committed already, so then the text is encoded without its context.
         """
-        # A text may be cut within a character, and then begins within that character.
+        # The text may continue a cut character, and then it begins within that character.
         whole = text.decode(errors="ignore")
         wanted = whole.encode()
         if not text.startswith(wanted):

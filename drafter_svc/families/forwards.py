@@ -27,11 +27,11 @@ from outrider.sampling.noise import Purpose, coupled_keys, uniforms
 from outrider.sampling.sampler import coupled_sample, coupled_top, inverse_cdf, target_probs
 from outrider.sampling.tensors import fetch, on
 
-# Alternative tokens that are remembered for each guessed token, without and with trees.
+# The number of alternative tokens that are kept for each guessed token, without and with trees.
 _ALTERNATIVES = 3
 _TREE_ALTERNATIVES = 7
-# The most unread tokens of a sequence that is past its prompt: the token that the verifier
-# committed, and the last guess.
+# The maximum number of unread tokens of a sequence that is past its prompt: the token that the
+# verifier committed, and the last guess.
 _FEW_TOKENS = 2
 
 DEVICE_LOST = torch.AcceleratorError
@@ -59,7 +59,7 @@ class Forwards:
         self._grammars = grammars
 
     def begin(self, drafts: list[CachedDraft]) -> None:
-        """Begin a round for these drafts: set their goals, and compile grammars that are new."""
+        """Start a round for these drafts: set their goals, and compile new grammars."""
         for draft in drafts:
             draft.begin()
             self._begin_text(draft)
@@ -67,7 +67,7 @@ class Forwards:
                 draft.grammar = GrammarState.of(draft.sequence, self._grammars)
 
     def wanting(self, drafts: list[CachedDraft]) -> list[CachedDraft]:
-        """The drafts that have not reached their goal, after reserving pages for their tokens."""
+        """Reserve pages for the drafts below their goals, and return those that have pages."""
         return [draft for draft in drafts if self._wants_more(draft)]
 
     def grow(self, drafts: list[CachedDraft]) -> None:
@@ -75,8 +75,8 @@ class Forwards:
 
         A draft that has not read its whole prompt reads the prompt's next chunk instead. Prompts
         are read in the order of the drafts. If one forward of a PARD model, or one call of the
-        compiled decoder, can guess several tokens of every draft, it does. A forward that raises
-        has changed no draft.
+        compiled decoder, can guess several tokens of every draft, then it is used. A forward that
+        raises has changed no draft.
         """
         if self._guess_parallel(drafts):
             return
@@ -85,10 +85,10 @@ class Forwards:
             self._forward(drafts)
 
     def fits(self, draft: CachedDraft) -> bool:
-        """Reserve pages for all tokens of a draft; False if there are too few.
+        """Reserve pages for all tokens of a draft; return False if there are too few.
 
-        Also False if the model's context has no room for another token, or if the text has no token
-        of a draft model with another vocabulary.
+        Also return False if the model's context has no room for another token, or if a draft model
+        with another vocabulary has no token of the text.
         """
         if not 0 < draft.length < self._runner.context_length:
             return False
@@ -107,12 +107,13 @@ class Forwards:
             self._pool.match_prefix(draft.kv, draft.committed, draft.sequence.opened.tenant)
 
     def _guess_parallel(self, drafts: list[CachedDraft]) -> bool:
-        """Guess all tokens that are wanted by one forward of a PARD model (arXiv 2504.18583).
+        """Guess all wanted tokens with one forward of a PARD model (arXiv 2504.18583).
 
-        Mask tokens, in place of the tokens not guessed yet, follow each text; each of them predicts
-        the token after it. Their keys and values are not kept. Returns False, with nothing guessed,
-        if the model is no PARD model, or if this is impossible for a draft: its guesses depend on
-        the guesses before them, its prompt has to be read in chunks, or it lacks pages or context.
+        Mask tokens, in place of the tokens not guessed yet, follow each sequence; each of them
+        predicts the token after it. Their keys and values are not kept. Returns False, with nothing
+        guessed, if the model is no PARD model, or if this is impossible for a draft: its guesses
+        depend on the guesses before them, its prompt has to be read in chunks, or it lacks pages or
+        context.
         """
         unknown = self._runner.parallel_token_id
         if unknown is None or not all(_is_independent(draft) for draft in drafts):
@@ -241,7 +242,7 @@ class Forwards:
             self._cache_pages(draft)
 
     def _score(self, slices: list[SequenceSlice], scored: list[CachedDraft]) -> list[Guess | None]:
-        """Run a forward; return the guess for each draft of `scored`, as `_choose` does.
+        """Run a forward; return the guesses of `_choose` for the drafts of `scored`.
 
         The slices of `scored` have one row of logits each, in the same order; other slices have no
         rows.
@@ -256,7 +257,7 @@ class Forwards:
         return self._of_target(self._runner.forward(slices))
 
     def _of_target(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] of the target's tokens: the model's own if both vocabularies agree."""
+        """Return logits [R, V] of the target's tokens; the model's own for one vocabulary."""
         return logits_RV if self._columns is None else self._columns.pick(logits_RV)
 
     def _cache_pages(self, draft: CachedDraft) -> None:
@@ -365,12 +366,12 @@ class Columns:
         self._missing = (own < 0).to(device)
 
     def pick(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] of the target's tokens; -inf for tokens that the draft model lacks."""
+        """Return logits [R, V] of the target's tokens; -inf for those that the model lacks."""
         picked = logits_RV.index_select(-1, self._indices)
         return picked.masked_fill_(self._missing, float("-inf"))
 
     def agreed(self, guesses: list[Guess], own: list[int]) -> list[Guess]:
-        """The guesses up to the first that is not the model's own next token, with that guess."""
+        """Return the guesses up to, and with, the first that is not the model's own next token."""
         goes_on = [self._own_of[guess.token] == i for guess, i in zip(guesses, own, strict=True)]
         return guesses[: goes_on.index(False) + 1] if False in goes_on else guesses
 
@@ -381,10 +382,9 @@ def _want_trees(drafts: list[CachedDraft]) -> bool:
 
 
 def _best(logits_RV: torch.Tensor, *, trees: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the likeliest tokens of each row, the best first.
+    """Return the likeliest tokens of each row, the best first, and their probabilities.
 
-    With `trees`, also return their probabilities. Without `trees` there are no probabilities, [R,
-    0].
+    Without `trees` the probabilities are empty, [R, 0].
     """
     count = 1 + (_TREE_ALTERNATIVES if trees else _ALTERNATIVES)
     top = logits_RV.topk(min(count, logits_RV.shape[-1]))
@@ -410,7 +410,7 @@ def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.T
 
 
 def _is_independent(draft: CachedDraft) -> bool:
-    """Return whether each guess can be chosen without knowing the guesses before it.
+    """Return whether each guess of a draft can be chosen without knowing the guesses before it.
 
     Penalties and a grammar depend on the guesses before. A SPARSE draft counts its draws one by
     one.
@@ -436,7 +436,7 @@ def _is_plain(draft: CachedDraft) -> bool:
 
 
 def _context(draft: CachedDraft) -> Context:
-    """Return the text and masks that bias, penalties and grammar apply to a draft's logits."""
+    """Return the tokens and masks from which a draft's logits are adjusted."""
     opened = draft.sequence.opened
     if not opened.sampling.penalised and draft.grammar is None:
         return Context(opened.sampling)

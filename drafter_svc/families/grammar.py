@@ -1,4 +1,4 @@
-"""Drafting what the request's grammar forces: keys, punctuation, the envelope of a tool call.
+"""Drafts the text that the request's grammar forces: keys, punctuation, parts of a tool call.
 
 The family walks the verifier's own grammar. Where the grammar leaves only a choice of blanks, the
 family guesses them by the layout of the text so far. Where the grammar leaves a few values, the
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 # searched among the last `_PROMPT_TOKENS` tokens of a prompt.
 _CONTEXT_TOKENS = 4
 _PROMPT_TOKENS = 1000
-# How many bytes of forced text a guess looks for: `_BYTES_PER_TOKEN` for each token of the window,
+# A guess looks for this many bytes of forced text: `_BYTES_PER_TOKEN` for each token of the window,
 # and some more, since the last word may be cut. If the word is cut, the guess has no token of the
 # additional bytes.
 _BYTES_PER_TOKEN = 6
@@ -46,9 +46,9 @@ _MORE_BYTES = 24
 # Classes of guesses: a token within a forced text; a token at its end, which may become a longer
 # token; and a token where the grammar left a choice.
 _INNER, _LAST, _CHOSEN = 0, 1, 2
-# The rate of right guesses that each class begins with. For choices the rate is relative to what
-# their probabilities promise. Each outcome moves the rate by a step. A class below the least rate
-# is not offered, but its guesses are still judged, so that its rate can rise again.
+# Each class begins with this rate of right guesses. For choices the rate is relative to their
+# probabilities. Each outcome moves the rate by a step. A class below the least rate is not offered,
+# but its guesses are still judged, so that its rate can rise again.
 _RATES = (0.97, 0.7, 1.0)
 _STEP = 0.25
 _LEAST = 0.4
@@ -64,7 +64,7 @@ _REFILL = 0.02
 
 
 class Grammars:
-    """What all connections share: the compiled grammars and the target's tokenizer."""
+    """The shared part of all connections: the compiled grammars and the target's tokenizer."""
 
     def __init__(self, target: str) -> None:
         """Load the libraries and the tokenizer of a directory or hub id, which takes seconds.
@@ -82,7 +82,7 @@ class Grammars:
         self.speller = Speller(tokenizer, self.token_bytes)
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of some tokens."""
+        """Return the bytes of some tokens."""
         return b"".join([self.token_bytes[token] for token in tokens])
 
     def end_of(self, tokens: Sequence[int]) -> int:
@@ -93,7 +93,7 @@ class Grammars:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """A token that may follow, of the class `of`; the grammar gives it the probability `chance`."""
+    """A token that may follow. `of` is its class, and `chance` its probability by the grammar."""
 
     token: int
     chance: float
@@ -102,7 +102,7 @@ class _Guess:
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """A sequence's text in its grammar.
+    """The state of a sequence's text in its grammar.
 
     `matcher` and `layout` have read the first `length` tokens. `guesses` were made after these
     tokens; None before any were made.
@@ -128,7 +128,7 @@ class _Text:
         self.guesses = None
 
     def branch(self, guesses: Sequence[_Guess], at: int) -> Branch:
-        """Return the guesses from `at` on as a branch there, up to a class that is mostly wrong."""
+        """Return the guesses from `at` on as a branch, up to a class that is mostly wrong."""
         end = next((i for i, each in enumerate(guesses) if self.rates[each.of] < _LEAST), None)
         run = guesses[at:end]
         confidences = [self.rates[each.of] * each.chance for each in run]
@@ -148,8 +148,8 @@ class GrammarFamily(Family):
         self._grammars = grammars
         self._cpu_clock = cpu_clock
         self._clock = clock
-        # Maps a tenant to when it will have got back the time that its guesses took beyond the free
-        # time.
+        # Maps a tenant to the time when it will have regained the time that its guesses took beyond
+        # the free time.
         self._repaid: dict[str, float] = {}
         self._texts: dict[int, _Text] = {}
 
@@ -165,7 +165,7 @@ class GrammarFamily(Family):
         return Loaded(lambda info: cls(grammars), grammars.fingerprint)
 
     def opened(self, sequence: DraftSequence) -> None:
-        """Begin to compile a sequence's grammar."""
+        """Start to compile a sequence's grammar."""
         opened = sequence.opened
         debt_s = _REFILL * (self._repaid.get(opened.tenant, 0.0) - self._clock())
         if opened.grammar is not None and debt_s <= _TENANTS_MOST_S:
@@ -204,7 +204,7 @@ class GrammarFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Offer what the grammar forces, for each sequence whose grammar is compiled."""
+        """Offer the forced tokens of each sequence whose grammar is compiled."""
         for sequence in sequences:
             text = self._texts.get(sequence.id)
             if text is None or not text.compiling.done():
@@ -219,7 +219,7 @@ class GrammarFamily(Family):
                 del self._texts[sequence.id]
 
     def _charge(self, sequence: DraftSequence, text: _Text, seconds: float) -> None:
-        """Count the processor time of a guess, as far as it exceeds what is free."""
+        """Charge the processor time of a guess beyond the free time."""
         excess_s = seconds - _FREE_S
         if excess_s > 0.0:
             text.excess_s += excess_s
@@ -229,7 +229,7 @@ class GrammarFamily(Family):
             self._repaid[tenant] = self._repaid.get(tenant, now) + excess_s / _REFILL
 
     def _draft(self, sequence: DraftSequence, text: _Text) -> bool:
-        """Read what was committed and guess after it; False if there is nothing more to guess."""
+        """Read the committed tokens and guess; return False if there is nothing more to guess."""
         bytes_of = self._grammars.bytes_of
         if text.matcher is None:
             text.matcher = text.compiling.result()
@@ -305,7 +305,7 @@ def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
 
 
 def _likely(branch: Branch, first: int, *, more: bool = False) -> Branch:
-    """Return the branch up to a token that is unlikely to be committed after the `first` tokens.
+    """Return the branch, cut before a token that is unlikely to be committed after `first` tokens.
 
     With `more`, one unlikely token stays, so that there are branches beside it.
     """

@@ -1,7 +1,7 @@
-"""Drafting with a head: a small network that reads the target's hidden states.
+"""Drafts with a head: a small network that reads the target's hidden states.
 
-This file runs on the event loop. It gathers what the verifier says about each sequence, and offers
-what the head guesses. head_worker.py runs the head on a thread of its own.
+This file runs on the event loop. It collects the verifier's messages about each sequence, and
+offers the head's guesses. head_worker.py runs the head on a thread of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HeadFamily(Family):
     distributions = frozenset([DraftDistribution.ONE_HOT, DraftDistribution.COUPLED])
 
     def __init__(self, worker: HeadWorker, vocab_size: int) -> None:
-        """`vocab_size` is the target's."""
+        """`vocab_size` is the size of the target's vocabulary."""
         from outrider.lm.devices import gpu_uuid
 
         self.fatal = worker.fatal
@@ -105,7 +105,7 @@ class HeadFamily(Family):
         log.info("features of %d numbers a token, %s", wanted, made)
 
     def opened(self, sequence: DraftSequence) -> None:
-        """Begin a sequence; the head begins with it when its features come."""
+        """Open a sequence; the head starts on it when its features come."""
         seed = sequence.opened.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed
         draft = self.worker.begin(sequence, seed, projected=self._projected)
@@ -132,7 +132,7 @@ class HeadFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Guess what the verifier's next step lacks.
+        """Guess the tokens that the verifier's next step lacks.
 
         For later steps a head would read its own states in place of the target's, so it guesses
         nothing for them.
@@ -151,7 +151,7 @@ class HeadFamily(Family):
     async def _drafted(
         self, drafts: Sequence[HeadDraft], wanted: Sequence[int], *, trees: bool
     ) -> list[Offer | None]:
-        """Wait for the head's thread."""
+        """Draft on the head's thread, and wait for the offers."""
         return await asyncio.wrap_future(self.worker.draft(drafts, wanted, trees=trees))
 
     def _offer(self, sequence: DraftSequence, offer: Offer) -> None:

@@ -1,4 +1,4 @@
-"""The head that all of a process's verifiers share, and the thread that it runs on."""
+"""The head that all of a process's verifiers share, and the thread on which it runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 _PAGE_SIZE = 16
 _CACHE_BYTES = 2**30
 _FULL_CONTEXTS = 64
-# Tokens in each place of a draft that are offered where trees are verified.
+# The number of tokens that are offered in each place of a draft where trees are verified.
 _TREE_WIDTH = 8
 # The lowest confidence that may be sent: it must be above 0.
 _LEAST_SHARE = 1e-6
@@ -56,7 +56,7 @@ _LEAST_SHARE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What became known of a sequence: committed tokens, and features of consecutive tokens."""
+    """An update of a sequence: committed tokens, and features of consecutive tokens."""
 
     tokens: list[int]
     first_position: int
@@ -64,7 +64,7 @@ class News:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the features."""
+        """The size of the features in bytes."""
         return sum(rows.nbytes for rows in self.features)
 
 
@@ -83,7 +83,7 @@ class Offer:
 
 @dataclass(eq=False, slots=True)
 class HeadDraft:
-    """A sequence and what the head has still to read of it. `read` belongs to the head's thread."""
+    """A sequence, with its news for the head. The field `read` belongs to the head's thread."""
 
     sequence: DraftSequence
     seed: int
@@ -155,7 +155,7 @@ class HeadWorker:
         self._model = model
         self._thread = thread
         self._grammars = grammars
-        # Bytes of features that the thread was given to read, and has read.
+        # The bytes of features that the thread was given to read, and those that it has read.
         self._given_bytes = 0
         self._read_bytes = 0
 
@@ -215,10 +215,10 @@ class HeadWorker:
     def choose_reading(
         self, text: Sequence[int], states: Mapping[int, torch.Tensor], answers: Sequence[int]
     ) -> None:
-        """Choose the reading of the head's file that guesses a text best, and log the choice.
+        """Choose the interpretation of the head's file that guesses a text best, and log it.
 
-        For the arguments see `reading_choice`. Call it before the first sequence, on any thread. It
-        returns after the choice.
+        For the arguments see `reading_choice`. Call this before the first sequence, on any thread.
+        It returns after the choice.
         """
         choice = self._thread.submit(choose_reading, self._model, text, states, answers).result()
         self._model.read_as(choice.spec)
@@ -226,12 +226,12 @@ class HeadWorker:
 
     @property
     def spec(self) -> HeadSpec:
-        """The head's computation."""
+        """The description of the head's computation."""
         return self._model.spec
 
     @property
     def feature_request(self) -> FeatureRequest:
-        """The target's states that the head asks the verifier for."""
+        """The request to the verifier for the target's states that the head reads."""
         model = self._model
         dtype = FeatureDtype[str(model.dtype).removeprefix("torch.").upper()]
         spec = model.spec
@@ -240,7 +240,7 @@ class HeadWorker:
         )
 
     def width(self, *, projected: bool) -> int:
-        """Return the numbers in a feature, before or after the head's projection."""
+        """Return the size of a feature, before or after the head's projection."""
         return self._model.projected_width if projected else self.spec.feature_width
 
     def begin(self, sequence: DraftSequence, seed: int, *, projected: bool) -> HeadDraft:
@@ -249,7 +249,7 @@ class HeadWorker:
         return HeadDraft(sequence, seed, width, self._model.dtype, projected)
 
     def read(self, draft: HeadDraft, news: News) -> None:
-        """Have the head read features, as soon as its thread is free.
+        """Let the head read features as soon as its thread is free.
 
         The next draft of the sequence raises the exception of a forward that failed. A thread that
         is far behind gets no features: the head then drafts from the features after the gap.
@@ -285,7 +285,7 @@ class HeadWorker:
     ) -> list[Offer | None]:
         try:
             for draft, _ in news:
-                # Earlier work on this thread is done by now.
+                # Earlier work on this thread has been done.
                 reading, draft.reading = draft.reading, None
                 if reading is not None:
                     reading.result()
@@ -333,7 +333,7 @@ class HeadWorker:
             raise
 
     def _forget(self, news: Sequence[tuple[HeadDraft, News]]) -> None:
-        """Close drafts that missed tokens or features. Each gets its whole text again."""
+        """Close drafts that missed tokens or features. Each draft gets all its tokens anew."""
         for draft, _ in news:
             self._close(draft)
             draft.failed = True
@@ -360,7 +360,7 @@ def _joined(parts: Sequence[SharedRows], draft: HeadDraft) -> torch.Tensor:
 
 
 def _ranker(drafts: list[HeadDraft]) -> Rank | None:
-    """Return how to rank the next tokens of each draft; None to take the likeliest.
+    """Return a function that ranks the next tokens of each draft; None to take the likeliest.
 
     With coupled noise, tokens rank in the order in which the noise would draw them.
     """
@@ -378,7 +378,7 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
     def context(i: int, run: Sequence[int]) -> Context:
         opened, grammar, length = openings[i], drafts[i].grammar, openings[i].prompt_length
         mask = grammar.mask([*texts[i][length:], *run]) if grammar else None
-        # Only bias and penalties read the whole text, which may be long.
+        # Only bias and penalties read all committed tokens, which may be many.
         text = [*texts[i], *run] if opened.sampling.adjusts else []
         return Context(opened.sampling, text, length if text else 0, mask=mask)
 
@@ -426,7 +426,7 @@ def _offer(found: HeadProposal, row: int, wanted: int) -> Offer:
 
 
 def _page_count(spec: HeadSpec, dtype: torch.dtype) -> int:
-    """Return pages for `_FULL_CONTEXTS` texts of full length, in at most `_CACHE_BYTES`."""
+    """Return the number of pages for `_FULL_CONTEXTS` full contexts, in at most `_CACHE_BYTES`."""
     decoder: Decoder | None = spec.decoder
     if decoder is None:
         return 1

@@ -1,4 +1,4 @@
-"""The blanks between the words of a structured text, as far as they were seen.
+"""Learns and guesses the blanks between the words of a structured text.
 
 A grammar mostly allows blanks at each joint of a JSON text, and a model mostly writes the same
 blanks each time. So the family learns them from the text so far.
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from outrider.grammar.kinds import FreeThought
 
 BLANKS = b" \t\n\r"
-# Bytes that tell one joint from another. All others count as words.
+# These bytes distinguish joints. All other bytes count as words.
 _MARKS = b"{}[],:"
 # This many bytes of a text are kept, to tell the indentation of its last line.
 _KEPT_BYTES = 1024
-# How far one outcome at a joint moves the trust in it, and the trust after the first outcome.
+# The step by which one outcome at a joint moves the trust in it, and the trust after the first
+# outcome.
 _STEP = 0.5
 _FIRST_TRUST = 0.9
 
 _Joint = tuple[int, int]
-# Within a line: the blanks themselves. At a line break: the change of indentation.
+# A value holds the blanks themselves within a line, and the change of indentation at a line break.
 _Shape = bytes | int
 
 
@@ -54,7 +55,7 @@ _STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a text ends: its last byte that is no blank, the blanks after it, and the indent."""
+    """The end of a text: its last byte that is no blank, the blanks after it, the indentation."""
 
     last: int
     blanks: bytes
@@ -62,7 +63,7 @@ class Place:
 
     @classmethod
     def after(cls, text: bytes) -> Place:
-        """Return the place after a text."""
+        """Return the place at the end of a text."""
         solid = text.rstrip(BLANKS)
         line = solid.rpartition(b"\n")[2]
         indent = len(line) - len(line.lstrip(b" \t"))
@@ -133,7 +134,7 @@ class Layout:
         self.text = text[-_KEPT_BYTES:]
 
     def _read_quoted(self, byte: int) -> None:
-        # JSON has no line break in a string: the quote stood in a text before the JSON.
+        # JSON has no line break in a string: the quotation mark was in a text before the JSON.
         ended = byte == ord("\n") or (byte == ord('"') and not self._escaped)
         self._quoted = not ended
         self._escaped = byte == ord("\\") and not self._escaped
@@ -153,7 +154,7 @@ class Layout:
     def guesses(self, place: Place, byte: int) -> list[tuple[bytes, float]]:
         """Return the blanks that may still come between `place` and `byte`, the likeliest first.
 
-        Each has its probability. Empty if nothing is known about joints of this kind.
+        Each has its probability. The list is empty if nothing is known about joints of this kind.
         """
         joint = _joint(place.last, byte)
         known = self._known.get(joint)

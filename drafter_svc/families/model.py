@@ -1,4 +1,4 @@
-"""Drafting with a smaller model.
+"""Drafts with a smaller model.
 
 This file runs on the event loop. It keeps the KV caches in step with the verdicts and decides which
 guesses and branches the model makes; draft_model.py makes them on a thread of its own. Torch is
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
     from drafter_svc.families.draft_model import DraftModel
     from outrider.lm.runner import ModelRunner
 
-# Whether weights are in int8, by setting; None where it is faster.
+# Maps the setting to whether weights are in int8; None means where int8 is faster.
 _INT8: Mapping[Weights, bool | None] = {"auto": None, "int8": True, "dtype": False}
 # On a GPU, forwards of up to this many sequences and branches are captured as CUDA graphs.
 _GRAPHED_SEQUENCES = 64
-# The most tokens in one forward. Between its drafts, a draft model reads prompts in chunks of this
-# size.
+# The maximum number of tokens in one forward. Between its drafts, a draft model reads prompts in
+# chunks of this size.
 _MAX_BATCH_TOKENS = 512
-# Branches that are prepared beside a draft while it is verified, where the verifier lets drafters
-# run ahead. Each branch takes a row of every forward, so only the likeliest few are worth it.
+# The number of branches that are prepared beside a draft while it is verified, where the verifier
+# lets drafters run ahead. Each branch takes a row of every forward, so only the likeliest few are
+# worth it.
 _BRANCHES = 4
 
 
@@ -111,7 +112,7 @@ class ModelFamily(Family):
         return Loaded(make, spoken)
 
     def opened(self, sequence: DraftSequence) -> None:
-        """Give a sequence a KV cache, and share the pages of a known prefix.
+        """Create a sequence's KV cache, and share the pages of a known prefix.
 
         For another vocabulary, the first round shares the pages.
         """
@@ -129,12 +130,12 @@ class ModelFamily(Family):
         return max(token_ids) >= own.vocab_size
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
-        """Cut the KV cache to what is still right, or take over the cache of a branch."""
+        """Cut the KV cache to its right tokens, or continue with the cache of a branch."""
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
         before = draft.committed_count
-        # How many tokens after the earlier commit are still right: fewer than `new` if the chain
-        # was wrong, else `new` and the guesses after it.
+        # The number of tokens after the earlier commit that are still right: fewer than `new` if
+        # the chain was wrong, else `new` and the guesses after it.
         kept = num_valid_tokens - before
         held = [*new, *sequence.guesses][:kept]
         draft.committed_count = len(sequence.tokens)
@@ -182,7 +183,7 @@ class ModelFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Grow the chains; while the verifier is at work, grow branches in the same forwards."""
+        """Grow the chains; while the verifier works, grow branches in the same forwards."""
         running_ahead = not any(sequence.urgent for sequence in sequences)
         drafts = [self._drafts[sequence.id] for sequence in sequences]
         drafts = [draft for draft in drafts if not draft.has_unknown_ids]
@@ -218,7 +219,7 @@ class ModelFamily(Family):
         await asyncio.wrap_future(self._round)
 
     async def aclose(self) -> None:
-        """Free all pages, once no forward writes to them."""
+        """Free all pages, after the last forward that writes to them."""
         self._is_closed = True
         if self._round is not None:
             await asyncio.gather(asyncio.wrap_future(self._round), return_exceptions=True)
@@ -228,7 +229,7 @@ class ModelFamily(Family):
         self._drafts.clear()
 
     def _begin_branches(self, draft: CachedDraft) -> bool:
-        """Begin branches with the likeliest alternative tokens, spread over places by `fan_out`.
+        """Start branches with the likeliest alternative tokens, spread over places by `fan_out`.
 
         Branches are made once for each verdict, and only while half of the KV cache is free. No
         branch is made after the last guess: the chain itself grows there, in the same forwards.
@@ -294,7 +295,7 @@ class ModelFamily(Family):
 
 
 def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
-    """Load the model and capture its CUDA graphs; called on the model's thread."""
+    """Load the model and capture its CUDA graphs. The model's thread calls this."""
     from outrider.lm.devices import find_device
     from outrider.lm.runner import Bounds, ModelRunner
     from outrider.lm.streams import use_own_stream

@@ -1,7 +1,7 @@
-"""Drafting with the tokens that followed the same n-gram before.
+"""Drafts the tokens that followed the same n-gram before.
 
-The family looks in the text that the client predicts, then in the request's own text, then in the
-pool that requests share. Everything here runs on the event loop; only Redis is awaited.
+The family looks in the text that the client predicts, then in the request's prompt and output, then
+in the pool that requests share. Everything here runs on the event loop; only Redis is awaited.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MIN_BRANCHES = 4
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """The n-grams of one sequence's text.
+    """The n-grams of one sequence's tokens.
 
     The first `indexed_count` tokens are in the pools of this process. The n-grams that end within
     the first `shared_count` tokens were offered to Redis under `tenant`'s keys.
@@ -71,7 +71,7 @@ class NgramFamily(Family):
     async def load(
         cls, settings: NgramSettings, place: PlacementPlan, metrics: DrafterMetrics
     ) -> Loaded:
-        """Check the settings, and make what connections share."""
+        """Check the settings, and make the objects that connections share."""
         make_redis = _redis_pool(settings, metrics)
         options = NgramOptions(settings.max_draft_len, settings.max_matching_ngram_size)
         # Each tokenizer has its own public pool, since ids of two tokenizers differ. Pools outlive
@@ -89,7 +89,7 @@ class NgramFamily(Family):
         return Loaded(make)
 
     def opened(self, sequence: DraftSequence) -> None:
-        """Index a sequence's text."""
+        """Index a sequence's tokens."""
         opened = sequence.opened
         text = self._texts[sequence.id] = _Text(MemoryPool(self._options, self._max_entries))
         if self._redis is not None:
@@ -115,7 +115,7 @@ class NgramFamily(Family):
             await self._redis.aclose()
 
     def _index(self, sequence: DraftSequence, text: _Text) -> None:
-        """Add the tokens that are new to the pools."""
+        """Add the new tokens to the pools."""
         for pool in (text.pool, self._shared):
             if pool is not None:
                 pool.index(sequence.tokens, text.indexed_count)
@@ -234,7 +234,7 @@ class NgramFamily(Family):
         ]
 
     def _context(self, sequence: DraftSequence, guesses: Sequence[int]) -> list[int]:
-        """Return the last tokens of text and guesses that a lookup needs."""
+        """Return the last committed and guessed tokens, as many as a lookup needs."""
         size = self._options.max_matching_ngram_size
         return [*sequence.tokens[-size:], *guesses][-size:]
 
@@ -247,7 +247,7 @@ def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
 def _redis_pool(
     settings: NgramSettings, metrics: DrafterMetrics
 ) -> Callable[[ModelInfo], RedisPool | None]:
-    """Return a function that makes a connection's pool in Redis, or None without the setting redis.
+    """Return a function that makes a connection's pool in Redis; it returns None without `redis`.
 
     Raises OutriderError(INVALID_VALUE) that names the setting at fault.
     """

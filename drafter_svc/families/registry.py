@@ -30,7 +30,7 @@ BUILT_IN = {
 
 
 def known_families() -> dict[str, str]:
-    """Return the families that have a name: from name to `package.module:Class`."""
+    """Map the names of families to `package.module:Class`."""
     return {point.name: point.value for point in entry_points(group=GROUP)} | BUILT_IN
 
 

@@ -1,4 +1,4 @@
-"""The KV cache's pages, for use by the event loop and the model's thread at the same time."""
+"""Lets the event loop and the model's thread use the KV cache's pages at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.lm.pages import KVSequence, PagePool
 class SharedPagePool:
     """A PagePool behind a lock, so that two threads' calls do not overlap.
 
-    No more is needed: one thread at a time uses a sequence, and calls for other sequences do not
+    A lock is enough: one thread at a time uses a sequence, and calls for other sequences do not
     touch the pages that it holds. The class wraps a PagePool because a compiled class cannot be
     subclassed.
     """

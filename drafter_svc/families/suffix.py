@@ -1,7 +1,7 @@
-"""Drafting with suffix trees over the request's own text and earlier texts.
+"""Drafts with suffix trees over the request's own tokens and earlier sequences.
 
 This is SuffixDecoding (Oliaro et al., arXiv 2411.04975). The trees find the longest suffix of the
-text that occurred before, and follow its likeliest continuations. A token's probability is
+sequence that occurred before, and follow its likeliest continuations. A token's probability is
 count(child) / count(parent). A guess ends where the product of its tokens' probabilities falls
 below `min_token_probability`, and is at most `max_spec_factor` times as long as the suffix. The
 trees are Arctic Inference's, in C++, which vLLM uses as well. They are called on the event loop.
@@ -25,19 +25,19 @@ from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import Opened
 from outrider.protocol.model_info import ModelInfo
 
-# The most tenants with trees. A new tenant replaces the least recently seen one.
+# The maximum number of tenants with trees. A new tenant replaces the least recently seen tenant.
 _MAX_CORPORA = 64
-# The most tokens of a matched suffix, and of a proposal: as many as a verifier takes.
+# The maximum number of tokens of a matched suffix, and of a proposal: as many as a verifier takes.
 _MAX_TREE_DEPTH = 64
 # A proposal is at most as long as the suffix that was matched, and ends where the product of its
-# tokens' probabilities falls below the second number. The verifier cuts what does not pay.
+# tokens' probabilities falls below the second number. The verifier cuts tokens that do not pay.
 _SPEC_FACTOR = 1.0
 _MIN_TOKEN_PROBABILITY = 0.1
 
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """A sequence's text in the trees: its request number, and how many of its tokens they have."""
+    """A sequence in the trees: its request number, and how many of its tokens the trees have."""
 
     trees: Any
     number: int
@@ -65,7 +65,7 @@ class Corpora:
         self._make: Callable[..., Any] = package.SuffixDecodingCache
 
     def begin(self, opened: Opened) -> _Text:
-        """Add the text of a sequence that begins: prediction, prompt and output so far."""
+        """Add the tokens of a new sequence: prediction, prompt and output so far."""
         trees = self._trees(opened.tenant)
         number = next(self._numbers)
         prompt = opened.token_ids[: opened.prompt_length] or opened.token_ids
@@ -116,7 +116,7 @@ class SuffixFamily(Family):
         return Loaded(make)
 
     def opened(self, sequence: DraftSequence) -> None:
-        """Add a sequence's text to its tenant's trees."""
+        """Add a sequence's tokens to its tenant's trees."""
         self._texts[sequence.id] = self._corpora.begin(sequence.opened)
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
@@ -126,12 +126,12 @@ class SuffixFamily(Family):
         text.length = len(sequence.tokens)
 
     def closed(self, sequence: DraftSequence) -> None:
-        """Tell the trees that the text has ended; they keep it for later requests."""
+        """Tell the trees that the sequence has ended; they keep it for later requests."""
         if text := self._texts.pop(sequence.id, None):
             text.trees.stop_request(text.number)
 
     async def aclose(self) -> None:
-        """Tell the shared trees that this connection's texts have ended."""
+        """Tell the shared trees that this connection's sequences have ended."""
         for text in self._texts.values():
             text.trees.stop_request(text.number)
         self._texts.clear()

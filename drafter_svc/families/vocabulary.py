@@ -1,9 +1,9 @@
-"""The vocabulary of a draft model whose tokenizer is not the target's.
+"""Translates between the target's tokens and those of a draft model with another tokenizer.
 
-Texts cross the stream as ids of the target. The draft model reads its own tokenizer's encoding of
-the same bytes, and guesses only tokens that have the bytes of one of the target's tokens (TLI,
-arXiv 2502.05202). So a guess is at once an id of the target, and coupled noise, penalties and
-grammars apply to the target's ids. Knows tokenizers and ids; no model.
+The stream carries ids of the target. The draft model reads its own tokenizer's encoding of the same
+bytes, and guesses only tokens that have the bytes of one of the target's tokens (TLI, arXiv
+2502.05202). So a guess is at once an id of the target, and coupled noise, penalties and grammars
+apply to the target's ids. Knows tokenizers and ids; no model.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LEAST_SHARE = 0.05
 # Later text may move the beginnings of the last `_SURE_WORDS` words, but not of earlier words. A
 # word pattern looks ahead by one character, but blanks may join with line ends after them.
 _SURE_WORDS = 4
-# How many of the target's tokens at the end of a text are encoded again for each commit, if there
-# is no beginning of a word at which both tokenizers begin a token.
+# This many of the target's tokens at the end of a text are encoded again for each commit, if no
+# word begins where both tokenizers begin a token.
 _LONGEST_TAIL = 128
-# How many of the draft model's tokens are encoded again after a cut within a word.
+# This many of the draft model's tokens are encoded again after a cut within a word.
 _SURE_TOKENS = 32
 _SAMPLE = "x"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -42,8 +42,8 @@ _NO_TEXT = re.compile("([\udc80-\udcff]+)")
 class _Encoding:
     """Tokens of a text.
 
-    `starts` says for each token at which byte it begins, or -1 if that is within a character;
-    `are_words` whether a word begins with it. `length` counts the text's bytes.
+    For each token, `starts` has the byte at which it begins, or -1 if that is within a character,
+    and `are_words` says whether a word begins with it. `length` counts the text's bytes.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _Encoding:
 
 
 class TokenTable:
-    """Finds a tokenizer's tokens: tokens of text from bytes, special tokens from names."""
+    """Finds a tokenizer's tokens: ordinary tokens by their bytes, special tokens by their names."""
 
     def __init__(
         self, tokenizer: Tokenizer, token_bytes: Sequence[bytes], end_ids: tuple[int, ...]
@@ -107,11 +107,11 @@ class TokenTable:
             found.length += 1
 
     def _encode_text(self, text: str, found: _Encoding, *, lead: bool) -> None:
-        """With `lead`, encode the text after a character and leave out that character's tokens."""
+        """Encode a text. With `lead`, encode it after a character whose tokens are left out."""
         skipped = 0
         if lead:
-            # No token joins this lead to the text: a word to a line end, or a line end to other
-            # text.
+            # No token joins this lead to the text, because the lead is a word before a line end, or
+            # a line end before other text.
             text = (_SAMPLE if text[0] == "\n" else "\n") + text
             skipped = 1
         encoding = self._tokenizer.encode(text)
@@ -151,9 +151,9 @@ def _places(text: str) -> Sequence[int]:
 class Vocabulary:
     """Maps a target's tokens to a draft model's, and texts to the draft model's tokens.
 
-    All sequences share it. A token of the target stands for the draft model's token of the same
-    bytes, a special token for the special token of the same name, and the end of a text for the end
-    of a text.
+    All sequences share it. A target's token maps to the draft model's token with the same bytes, a
+    special token to the special token with the same name, and the token that ends a text to the
+    draft model's.
     """
 
     def __init__(self, own: TokenTable, target: TokenTable) -> None:
@@ -189,8 +189,10 @@ class Vocabulary:
         return text
 
     def encode(self, tokens: Sequence[int], *, at_beginning: bool) -> _Encoding:
-        """The draft model's tokens for a text, or for a part at whose beginning both tokenizers
-        begin a token."""
+        """Return the draft model's tokens for the target's tokens of a text or of a part.
+
+        Both tokenizers must begin a token at the part's beginning.
+        """
         found = _Encoding()
         run: list[bytes] = []
         for token in tokens:
@@ -209,8 +211,7 @@ class Vocabulary:
         run.clear()
 
     def begins(self, tokens: Sequence[int]) -> dict[int, int]:
-        """Return the bytes of a text at which the target's tokens begin, and the tokens' indices.
-        """
+        """Return the bytes at which the target's tokens begin, and the tokens' indices."""
         lengths = [len(self._target.token_bytes[token]) for token in tokens]
         return {start: i for i, start in enumerate(accumulate(lengths, initial=0))}
 
@@ -223,7 +224,7 @@ def _pairs(first: dict[_Key, int], second: dict[_Key, int]) -> dict[int, int]:
 def load_vocabulary(
     model: str, vocab_size: int, end_ids: tuple[int, ...], target: str
 ) -> Vocabulary:
-    """The vocabulary of the draft model `model` for the target `target`: directories or hub ids.
+    """Load the vocabulary of a draft model for a target; both are directories or hub ids.
 
     The draft model has logits for ids below `vocab_size`. Raises OutriderError as `load_tokenizer`,
     `end_token_ids` and `Vocabulary` do.
@@ -237,14 +238,14 @@ def load_vocabulary(
 
 
 class OwnText:
-    """A sequence's committed text in the draft model's tokens: `ids`.
+    """The draft model's tokens, `ids`, of a sequence's committed text.
 
     When the text grows, its end is encoded again. That end begins at a place where both tokenizers
     begin a token, and `ids` before the place stay as they are.
     """
 
     def __init__(self, vocabulary: Vocabulary, prefix: Sequence[int], skipped: int) -> None:
-        """`prefix` stands for the first `skipped` of the target's tokens."""
+        """`prefix` has the draft model's tokens for the first `skipped` tokens of the target."""
         self._vocabulary = vocabulary
         self.ids = list(prefix)
         self._sure = len(prefix)
@@ -279,7 +280,7 @@ class OwnText:
         return [max(0, int(self._vocabulary.own_of[token])) for token in guesses]
 
     def _move_on(self, tail: Sequence[int], found: _Encoding) -> None:
-        """Choose the place after which the text will be encoded again; `found` encodes `tail`."""
+        """Choose the place from which the text will be encoded again; `found` encodes `tail`."""
         begins = self._vocabulary.begins(tail)
         is_common = [start in begins for start in found.starts]
         place = words = 0
@@ -299,6 +300,6 @@ class OwnText:
 
 
 def count_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of equal tokens at the beginning of both."""
+    """Return how many tokens at the beginning of both are equal."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -50,7 +50,7 @@ class TenantKeys:
     """Makes the keys of one tenant's n-grams, for one tokenizer."""
 
     def __init__(self, prefix: bytes, begun: hashlib.blake2b) -> None:
-        """`begun` is the keyed hash so far, to which only the n-gram must be added."""
+        """`begun` is the keyed hash of everything but the n-gram."""
         self._indexes = tuple(b"%s%d}" % (prefix, bucket) for bucket in range(BUCKETS))
         self._begun = begun
 
@@ -70,7 +70,10 @@ class TenantKeys:
 
 
 class PoolKeys:
-    """Makes the keys of all tenants. With `public`, they all share the keys of the public pool."""
+    """Makes the keys of all tenants.
+
+    With `public`, all tenants share the keys of the public pool.
+    """
 
     def __init__(self, secret: bytes, *, public: bool = False) -> None:
         # BLAKE2b takes keys of at most 64 bytes.
@@ -93,8 +96,7 @@ class PoolKeys:
         return b"outrider:%s*" % self._tag(self._owner(name))
 
     def _owner(self, name: str) -> bytes:
-        """Return a name for the owner of the keys; the public pool's differs from every tenant's.
-        """
+        """Return a name for the keys' owner; the public pool's name differs from each tenant's."""
         return b"public" if self._public else b"tenant:" + name.encode()
 
     def _tag(self, owner: bytes) -> bytes:

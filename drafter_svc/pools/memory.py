@@ -1,7 +1,7 @@
 """An n-gram pool in this process, with the options of TensorRT-LLM's n-gram speculation.
 
 A pool maps an n-gram to the places where it occurred. The tokens that follow there are the guess. A
-pool refers to a text and does not copy it, so a continuation grows as its text does. The event loop
+pool refers to a text and does not copy it, so a continuation grows with its text. The event loop
 makes all calls.
 """
 
@@ -11,8 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Occurrences that are kept of an n-gram. A lookup takes an older occurrence than the newest only if
-# too few tokens follow the newest.
+# The number of occurrences that are kept of an n-gram. A lookup takes an older occurrence than the
+# newest only if too few tokens follow the newest.
 _MAX_OCCURRENCES = 16
 # Shorter suffixes no longer count once less probability than this is left for them.
 _LEAST_SHARE = 0.1
@@ -23,7 +23,7 @@ _Occurrence = tuple[list[int], int]
 
 @dataclass(frozen=True, slots=True)
 class NgramOptions:
-    """How a pool keeps and finds n-grams."""
+    """The options for keeping and finding n-grams."""
 
     max_draft_len: int = 8
     """The most tokens of a guess."""
@@ -33,7 +33,7 @@ class NgramOptions:
 
 @dataclass(slots=True)
 class Continuation:
-    """Tokens that followed a context, and how probable the pool's counts make each of them.
+    """Tokens that followed a context, each with its probability by the pool's counts.
 
     The first token's probability is conditional on the context. Each further token's probability is
     conditional on the token before it.
@@ -44,7 +44,7 @@ class Continuation:
 
 
 class MemoryPool:
-    """At most `max_entries` n-grams of any number of texts.
+    """A pool of at most `max_entries` n-grams, of any number of texts.
 
     The least recently used n-grams are dropped first.
     """
@@ -85,7 +85,8 @@ class MemoryPool:
     def continuation(self, context: Sequence[int], length: int) -> list[int]:
         """Return the tokens that followed the longest known suffix of `context`.
 
-        The result is empty if none is known. At most `length` tokens, and at most `max_draft_len`.
+        The result is empty if no suffix is known. It has at most `length` tokens, and at most
+        `max_draft_len`.
         """
         length = min(length, self._options.max_draft_len)
         for size in range(min(self._options.max_matching_ngram_size, len(context)), 0, -1):
@@ -98,8 +99,8 @@ class MemoryPool:
     ) -> list[list[int]]:
         """Return up to `count` continuations of `context` that begin with different tokens.
 
-        None begins with a token of `known`, and each has at most `length` tokens. Continuations of
-        longer suffixes come first, then newer continuations.
+        No continuation begins with a token of `known`, and each has at most `length` tokens.
+        Continuations of longer suffixes come first, then newer continuations.
         """
         length = min(length, self._options.max_draft_len)
         found: list[list[int]] = []
@@ -115,13 +116,13 @@ class MemoryPool:
     def shares(
         self, context: Sequence[int], length: int, chosen: int
     ) -> tuple[float, list[Continuation]]:
-        """The probability of the token `chosen` after `context`, and all other continuations.
+        """Return the probability of the token `chosen` after `context`, and other continuations.
 
         The others begin with different tokens and have at most `length` tokens. Probabilities come
-        from PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and
-        Partial String Matching", 1984): a token that followed c of n occurrences of the longest
-        suffix has c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among the
-        tokens that followed only shorter suffixes. It is 0 for a token that the pool does not know.
+        from PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and Partial
+        String Matching", 1984): a token that followed c of n occurrences of the longest suffix has
+        c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among the tokens that
+        followed only shorter suffixes. It is 0 for a token that the pool does not know.
         """
         length = min(length, self._options.max_draft_len)
         share = 0.0
@@ -143,7 +144,7 @@ class MemoryPool:
                 else:
                     text, end = places[0]
                     tokens = text[end : end + length]
-                    # The guess is taken as if all these occurrences had gone on in the same way.
+                    # The guess is taken as if it had followed all these occurrences.
                     further = len(places) / (len(places) + 1)
                     confidences = [each * len(places), *[further] * (len(tokens) - 1)]
                     others.append(Continuation(tokens, confidences))
@@ -161,9 +162,9 @@ class MemoryPool:
         return (found,) if isinstance(found, tuple) else found
 
     def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
-        """The `length` tokens after the newest occurrence that at least `length` tokens follow.
+        """Return the `length` tokens after the newest occurrence with so many tokens after it.
 
-        If there is none, the tokens after the occurrence that the most tokens follow.
+        If there is none, return the tokens after the occurrence with the most tokens after it.
         """
         best: list[int] = []
         for text, end in reversed(occurrences):

@@ -1,4 +1,4 @@
-"""The prediction of a request: a text that the client expects as output, such as an edited file."""
+"""Drafts from a request's prediction: a text that the client expects, such as an edited file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 class Prediction:
     """Guesses the output of one request from its prediction, and finds the place after an edit.
 
-    It is private to its request and never part of a pool.
+    The prediction is private to its request and never part of a pool.
     """
 
     def __init__(self, token_ids: list[int], max_matching_ngram_size: int) -> None:
         self._tokens = token_ids
         self._sizes = range(max_matching_ngram_size, 1, -1)
-        # The place in the prediction that was found last, and the output's length at that time.
+        # The last place that was found in the prediction, and the output's length at that time.
         self._last_place = 0
         self._last_length = 0
         # The places after each n-gram, in order.
@@ -29,8 +29,8 @@ class Prediction:
     def continuation(self, generated: Sequence[int], length: int) -> list[int]:
         """Return at most `length` tokens that should follow the output so far.
 
-        Empty if the output's last tokens are not in the prediction. If they are in several places,
-        take the place nearest to where the output should be by now: the output follows its
+        The result is empty if the output's last tokens are not in the prediction. If they are in
+        several places, take the place nearest to the expected place, since the output follows its
         prediction in order.
         """
         place = self._find(generated)
@@ -43,7 +43,7 @@ class Prediction:
     def _find(self, generated: Sequence[int]) -> int | None:
         if not generated:
             return 0
-        # One token is too little to find a place by, except at the start.
+        # One token is too little to find a place, except at the start.
         if len(generated) == 1:
             return 1 if self._tokens[:1] == [*generated] else None
         expected = self._last_place + len(generated) - self._last_length
@@ -52,7 +52,7 @@ class Prediction:
                 continue
             places = self._places.get(tuple(generated[-size:]))
             if places:
-                # A text that repeats itself may have one n-gram in all its places.
+                # A repetitive text may have the same n-gram in all its places.
                 i = bisect_left(places, expected)
                 return min(places[max(0, i - 1) : i + 1], key=lambda place: abs(place - expected))
         return None

@@ -2,8 +2,8 @@
 
 Each n-gram has one string: the tokens that followed it, as little-endian uint32. keys.py makes its
 key. Each key has a time to live. Each bucket has an index, a sorted set of its n-grams by time of
-writing; the script that writes drops the oldest, and so bounds a tenant's size. Values read from
-Redis are checked like any other input from the network.
+writing; the script that writes also drops the oldest n-grams, and so bounds a tenant's size. Values
+read from Redis are checked like any other input from the network.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ log = logging.getLogger(__name__)
 
 # The first and the longest time that a circuit breaker stays open.
 _BACKOFF_S = (0.5, 10.0)
-# Log no more than one warning in this time.
+# At most one warning is logged in this time.
 _WARNING_INTERVAL_S = 60.0
 _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
-# The most lookups that run at once, and so the most connections for them, which stay open. A
+# The maximum number of lookups at the same time, and so of connections for them, which stay open. A
 # connection to a verifier waits for one lookup at a time, so the other running lookups are late.
 _MAX_RUNNING = 4
 # This many late lookups in a row count as a failure.
 _LATE_IN_A_ROW = 3
-# KEYS: a bucket's index, then n-grams of that bucket, whose keys begin with the index's key.
-# ARGV: the time now, seconds to live, most entries of the bucket, then one value for each n-gram.
+# KEYS: a bucket's index, then n-grams of that bucket, whose keys begin with the index's key. ARGV:
+# the present time, the seconds to live, the maximum number of entries in the bucket, then one value
+# for each n-gram.
 _WRITE = """
 local index, now, ttl, most = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 for i = 2, #KEYS do
@@ -57,7 +58,7 @@ redis.call('EXPIRE', index, ttl)
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """How a pool uses Redis."""
+    """The options of a pool in Redis."""
 
     max_entries: int = 1_000_000
     """The most n-grams of a tenant."""
@@ -98,13 +99,13 @@ _Write = tuple[TenantKeys, Sequence[int], Sequence[int]]
 
 
 class _CircuitBreaker:
-    """Lets no command through for a while after a failure; the time doubles with each failure.
+    """Blocks commands for a while after a failure; the time doubles with each failure.
 
     After that time commands are let through again. The first success resets the backoff.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
-        """`name` says in the log which commands it guards."""
+        """`name` names the guarded commands in the log."""
         self.name = name
         self.has_failed = False
         """Whether the last command failed."""
@@ -114,7 +115,7 @@ class _CircuitBreaker:
 
     @property
     def available(self) -> bool:
-        """Whether commands are let through."""
+        """True if commands are let through."""
         return self._clock() >= self._open_until
 
     def record_failure(self) -> None:
@@ -175,7 +176,7 @@ class RedisPool:
 
     @property
     def available(self) -> bool:
-        """Whether lookups are sent to Redis."""
+        """True if lookups are sent to Redis."""
         return self._lookup_breaker.available
 
     def tenant(self, name: str) -> TenantKeys:
@@ -183,7 +184,7 @@ class RedisPool:
         return self._keys.tenant(name, self._fingerprint)
 
     async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
-        """Return for each query the continuation of its first known n-gram; empty if none is known.
+        """Return for each query the continuation of its first known n-gram; empty without one.
 
         Never raises, and returns soon after `budget_s` at the latest. A late command is not
         cancelled: it ends on its own connection, so no other command can get its reply.
@@ -210,7 +211,7 @@ class RedisPool:
         return found
 
     def _spread(self, queries: Sequence[Query], values: list[Any], found: list[list[int]]) -> None:
-        """Set `found` to each query's first valid value; `values` has one for each n-gram."""
+        """Set `found` to each query's first valid value; `values` has a value for each n-gram."""
         at = 0
         for row, query in enumerate(queries):
             for value in values[at : at + len(query.ngrams)]:
@@ -321,7 +322,7 @@ class RedisPool:
         self._renew()
 
     def _open(self, breaker: _CircuitBreaker, reason: str) -> None:
-        """Let no command of a breaker through for a while, and log it."""
+        """Block the commands of a breaker for a while, and log that."""
         # Limit the warnings: a Redis at its memory limit takes some writes and refuses others.
         is_due = self._clock() >= self._next_warning_at or reason != self._warned_of
         if not self._has_failed and is_due:

@@ -36,7 +36,7 @@ class RedisClient:
         self._client = server.client(_SOCKET_TIMEOUT_S, _SOCKET_TIMEOUT_S)
         self._lookups = self._client
         if not server.is_cluster:
-            # Lookups have connections of their own, without a socket timeout; `_ask` has a timeout
+            # Lookups have separate connections without a socket timeout; `_ask` has a timeout
             # instead. With a socket timeout and a Python before 3.12, redis-py makes a task for
             # each command that it sends, which takes a third of a lookup's time.
             self._lookups = server.client(_SOCKET_TIMEOUT_S, _SOCKET_TIMEOUT_S, socket_timeout=None)
@@ -99,7 +99,7 @@ class RedisClient:
     ) -> list[tuple[list[bytes], Any]]:
         """Send a command of many keys once for each slot, to all servers at the same time.
 
-        Returns the keys of each slot with the result, or with an exception.
+        Returns for each slot its keys, and the result or the exception.
         """
         slots: dict[int, list[bytes]] = {}
         for key in keys:
@@ -150,6 +150,6 @@ class RedisClient:
         return sum(results)
 
     async def aclose(self) -> None:
-        """Close all connections, also if one fails; then raise the first failure."""
+        """Close all connections, even if one fails to close; then raise the first failure."""
         # For a cluster, both names stand for the same client.
         await close(*{self._client, self._lookups})

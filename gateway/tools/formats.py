@@ -250,8 +250,7 @@ JSON_FORMAT = ToolFormat("json", (CallMarks('{"name": "{name}", "arguments": ', 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The formats of a model's calls and thoughts; None for a kind that the model does not write.
-    """
+    """The formats of a model's calls and thoughts; None for a kind that it does not write."""
 
     calls: ToolFormat | None = None
     thought: Thought | None = None

@@ -97,8 +97,7 @@ class _Calls:
         return self._tags()
 
     def after_first(self, text: Json | None) -> list[Json]:
-        """Return the elements that may follow the first of `tags`: `text` if given, or only calls.
-        """
+        """Return what may follow the first of `tags`: `text` if given, or only calls."""
         if not self._use.is_parallel:
             return []
         if text is not None:

@@ -134,9 +134,7 @@ class MessagesWriter:
         return {"stop_reason": reason, "stop_sequence": finish.stop or None}
 
     def _speculation(self) -> Json:
-        """Return the drafts' rules, as in a chat's answer, and the statistics if they are asked
-        for.
-        """
+        """Return the drafts' rules, as in a chat's answer, and the statistics if requested."""
         totals = self._answer.totals
         metrics = {"metrics": totals.metrics()} if self._has_metrics else {}
         return totals.speculation() | metrics
