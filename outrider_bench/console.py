@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-# Seconds between two lines of progress where no bar can be shown.
+# The seconds between two lines of progress where no bar can be shown.
 _LINE_S = 10.0
 
 
@@ -46,7 +46,7 @@ def progress(console: Console | None = None) -> Progress:
 
 
 class _Lines(Progress):
-    """Progress as lines of a log."""
+    """Shows progress as lines of a log."""
 
     _said_at: float | None = None
 

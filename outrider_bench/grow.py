@@ -32,7 +32,7 @@ _NOISE_COUNT = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the grown model, each at least the size of the small model.
+    """The sizes of the grown model, each at least the size of the small model.
 
     A key/value head needs at least as many query heads as in the small model. `hidden` must be a
     multiple of `heads`.
@@ -146,7 +146,7 @@ def _grown(
 
 
 def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a tensor of this shape filled with `noise`, over and over."""
+    """Return a tensor of this shape filled with repeated `noise`."""
     out = torch.empty(shape, dtype=noise.dtype)
     flat = out.view(-1)
     count = noise.numel()
@@ -193,7 +193,7 @@ def modest_checkpoint(small: Path, out: Path) -> None:
 
 def make_checkpoint(small: Path, out: Path, shape: Shape, dtype: str) -> None:
     """Make the grown checkpoint with its tokenizer at `out`, in place of an earlier checkpoint."""
-    # Renamed once it is complete: a killed process must not leave half a checkpoint.
+    # The folder is renamed when it is complete: a killed process must not leave half a checkpoint.
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model = LlamaForCausalLM.from_pretrained(small, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Targets that are grown to any shape, and their heads, kept for later runs."""
+"""Makes targets grown to any shape, and their heads, and keeps them for later runs."""
 
 from __future__ import annotations
 

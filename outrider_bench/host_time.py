@@ -40,7 +40,7 @@ _COMPILED = not str(sys.modules[Engine.__module__].__file__).endswith(".py")
 
 def measure(console: Console) -> None:
     """Measure and print a step's time for each number of sequences, plain and with drafts."""
-    # A verifier does this once it is loaded.
+    # A verifier does this after loading.
     gc.collect()
     gc.freeze()
     with progress() as bar:
@@ -104,7 +104,7 @@ class LaunchedStep(NamedTuple):
 
 
 class _NullModel:
-    """A model with ready logits: token 0 follows everything."""
+    """A model with fixed logits: token 0 follows every token."""
 
     vocab_size = _VOCAB
     eos_token_ids: tuple[int, ...] = ()
@@ -126,7 +126,7 @@ class _NullModel:
 
 
 class _TimedVerifier:
-    """A `DraftVerifier` that notes when it begins and ends, in the time of `launched_at`."""
+    """A `DraftVerifier` that notes the times of its begin and end, as `launched_at` does."""
 
     thinking_ids: tuple[int, int] | None = None
 
@@ -152,8 +152,8 @@ class _TimedVerifier:
 def step_seconds(batch: int, *, drafts: bool) -> list[float]:
     """Return the processor time of steps of `batch` decoding sequences, without the first steps.
 
-    In seconds. A step takes drafts, and makes messages to clients and drafters, but sends none of
-    these messages.
+    The times are in seconds. A step takes drafts, and makes messages to clients and drafters, but
+    sends none of these messages.
     """
     times = []
     for step in _steps(batch, drafts, _NullModel(), DraftVerifier(), launches=False):
@@ -180,7 +180,7 @@ def launched_steps(batch: int, *, drafts: bool) -> list[LaunchedStep]:
 def _steps(
     batch: int, drafts: bool, model: _NullModel, verifier: Verification, *, launches: bool
 ) -> Iterator[Callable[[], None]]:
-    """Yield `_STEPS` steps of `batch` sequences, each to be called before the next."""
+    """Yield `_STEPS` steps of `batch` sequences; call each step before the next one."""
 
     def deliver(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:

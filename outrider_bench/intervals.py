@@ -1,4 +1,4 @@
-"""What repeated measurements show: intervals by bootstrap, and results that cannot be right."""
+"""Evaluates repeated measurements: intervals by bootstrap, and results that cannot be right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _QUANTILES = (0.025, 0.975)
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median, by bootstrap over rounds.
 
-    It depends only on the values. It never leaves the range of the values. Fewer than six values
+    The interval depends only on the values, and never leaves their range. Fewer than six values
     seldom narrow it, and the range of three misses the true median in one of four cases.
     """
     low, high = np.quantile(_medians(values, np.random.default_rng(0)), _QUANTILES)
@@ -45,7 +45,7 @@ def _medians(values: Sequence[float], draws: np.random.Generator) -> npt.NDArray
 
 
 def shown_by(low: float, high: float) -> Shown:
-    """Return whether the interval of a ratio lies above or below 1; "" if it includes 1."""
+    """Return whether the interval of a ratio is above or below 1; "" if it includes 1."""
     if low > 1.0:
         return "faster"
     return "slower" if high < 1.0 else ""
@@ -56,6 +56,6 @@ def of_allowed(ratio: float, tokens: float, plain_tokens: float = 1.0) -> float:
 
     A forward with draft tokens takes at least as long as a plain forward, so `ratio` is at most
     `tokens` over `plain_tokens`, both per sequence and forward. A larger ratio means that plain
-    decoding was held up.
+    decoding was disturbed.
     """
     return ratio * plain_tokens / tokens

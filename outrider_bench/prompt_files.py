@@ -1,6 +1,7 @@
 """Reads a user's prompts from a file, in the formats that the field's data sets have on disk.
 
-The keys of the first row tell the format. Nothing is downloaded, and nothing is tokenised here.
+The keys of the first row determine the format. Nothing is downloaded, and nothing is tokenised
+here.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _Row(BaseModel):
     """The grammar of the answer, as a request to Outrider states it."""
 
     def asked(self) -> str | list[Message] | None:
-        """Return the text or chat; None if nobody asks anything in this row."""
+        """Return the text or chat to ask; None if the row asks nothing."""
         said = [each.value for each in self.conversations if each.speaker in ("human", "user")]
         questions = [*self.turns[:1], *([self.question] if self.question else []), *said[:1]]
         if questions:

@@ -1,4 +1,4 @@
-"""A streamed completion, read from the socket.
+"""Reads a streamed completion from the socket.
 
 A client library would take more of the cores than the measured gateway.
 """

@@ -48,14 +48,14 @@ class Sample:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens over the seconds from the first request to the last answer."""
+        """Generated tokens per second, from the first request to the last answer."""
         return self.tokens / self.seconds
 
     @property
     def full_tokens_per_s(self) -> float | None:
         """Tokens/s while the batch was full, or None if unknown.
 
-        Assumes that the tokens of a request arrive evenly.
+        This assumes that the tokens of a request arrive evenly.
         """
         if not self.requests or self.full_s <= 0.0:
             return None
@@ -87,7 +87,7 @@ def counter_keys(name: str, labels: Mapping[str, str]) -> list[str]:
     """Return a counter's keys: its name with the label of its phase, result or position from 0.
 
     Counters of drafts have a second key, with the drafter's family before it, as in
-    `ngram:spec_decode_num_drafts`. Empty if the metric is not a counter.
+    `ngram:spec_decode_num_drafts`. The list is empty if the metric is not a counter.
     """
     if not name.endswith(("_total", "_count", "_sum")):
         return []

@@ -23,9 +23,9 @@ from outrider_bench.chaos.site import running_site
 from outrider_bench.experiment.processes import StackFailed
 
 _AT_ONCE = 8
-# Streams under way at once while faults are played.
+# The number of streams in progress while faults are played.
 _CLIENTS = 16
-# Share of rounds in which a second fault joins the first.
+# The share of rounds in which a second fault joins the first.
 _OVERLAP = 0.5
 Tell = Callable[[str], None]
 
@@ -73,7 +73,7 @@ def _plan(name: str, draw: random.Random, absent: frozenset[str]) -> Planned:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """The seed of the rounds, and for how many minutes new rounds begin; or one round, `only`.
+    """The seed of the rounds, and the minutes in which new rounds start; or one round, `only`.
 
     With `tls`, all processes use mutual TLS, and clients HTTPS.
     """
@@ -115,7 +115,7 @@ def _text(planned: Planned) -> str:
 
 
 async def _round(scene: Scene, planned: list[Planned], history: History) -> None:
-    """Play the faults of one round under traffic, and record what is left when all is quiet."""
+    """Play one round's faults under traffic; record resources still in use when all is quiet."""
     over = asyncio.Event()
     async with asyncio.TaskGroup() as traffic:
         for _ in range(_CLIENTS):
@@ -136,7 +136,7 @@ async def _round(scene: Scene, planned: list[Planned], history: History) -> None
 
 
 async def _fault(scene: Scene, planned: Planned, history: History) -> None:
-    """Play one fault. It lasts until all verifiers and drafters are back."""
+    """Play one fault, and wait until all verifiers and drafters are back."""
     await asyncio.sleep(planned.after_s)
     fault = FAULTS[planned.fault]
     began = history.now()

@@ -26,7 +26,7 @@ _RESUME_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something that must not happen in a campaign."""
+    """An event that must not happen in a campaign."""
 
     round: int
     what: str
@@ -44,7 +44,7 @@ def check(events: Sequence[Event]) -> list[Violation]:
     found: list[Violation] = []
     for event in events:
         if event["event"] == "request":
-            # A round's requests end before the next round begins.
+            # A round's requests end before the next round starts.
             here = [fault for fault in faults.get(event["round"], []) if _overlap(fault, event)]
             found += _check_request(event, wanted[event["number"]], here)
         elif event["event"] == "undisturbed" and event["outcome"] != "finished":
@@ -56,7 +56,7 @@ def check(events: Sequence[Event]) -> list[Violation]:
 
 
 def _overlap(*events: Event) -> bool:
-    """Return whether all of these events overlap at one moment."""
+    """Return whether there is a moment at which all of these events overlap."""
     latest_began: float = max(event["began"] for event in events)
     earliest_ended: float = min(event["ended"] for event in events)
     return latest_began <= earliest_ended
@@ -99,7 +99,7 @@ def _is_near(fault: Event, request: Event) -> bool:
 def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
     """True if no verifier could be reached at some moment of the request.
 
-    If the answer has begun, this must last as long as a begun answer waits for a verifier.
+    If the answer has started, this must last as long as such an answer waits for a verifier.
     """
     least_s = _RESUME_S if event["answer"]["choices"] else 0.0
     for moment in [event["began"], *(fault["began"] for fault in faults)]:
@@ -115,7 +115,10 @@ def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
 def _differences(
     answer: Mapping[str, Any], wanted: Mapping[str, Any], *, is_whole: bool
 ) -> Iterator[str]:
-    """Yield where an answer differs from the undisturbed answer. Cut-off parts may be shorter."""
+    """Yield the places where an answer differs from the undisturbed one.
+
+    Cut parts may be shorter.
+    """
     if is_whole and answer["choices"].keys() != wanted["choices"].keys():
         yield "it has other choices"
     if is_whole and answer["usage"] != wanted["usage"]:
@@ -134,8 +137,7 @@ def _differences(
 
 
 def _agree(given: Any, wanted: Any, *, is_whole: bool) -> bool:
-    """Return whether two texts or lists are equal; if `given` is not whole, whether it is a prefix.
-    """
+    """Return whether two values are equal; if `given` is not whole, whether it is a prefix."""
     if is_whole and len(given) != len(wanted):
         return False
     return len(given) <= len(wanted) and all(map(_equal, given, wanted))

@@ -43,7 +43,7 @@ class Clients:
         await self._http.aclose()
 
     async def ask_all(self, at_once: int) -> None:
-        """Ask each request once without any fault, at most `at_once` at a time."""
+        """Send each request once without any fault, at most `at_once` at a time."""
         turns = asyncio.Semaphore(at_once)
 
         async def ask() -> None:
@@ -53,13 +53,13 @@ class Clients:
         await asyncio.gather(*(ask() for _ in range(COUNT)))
 
     async def stream_until(self, over: asyncio.Event) -> None:
-        """Ask one request after another until `over`; after a failed request, wait a little."""
+        """Send one request after another until `over`; after a failed request, wait a little."""
         while not over.is_set():
             if await self.ask() != "finished":
                 await asyncio.sleep(_PAUSE_S)
 
     async def crowd(self, count: int, leaves_after: int = 0, pause_s: float = 0.0) -> None:
-        """Ask `count` requests at once. With `leaves_after` 0 the clients stay to the end."""
+        """Send `count` requests at once. With `leaves_after` 0 the clients stay to the end."""
         asks = (self.ask("request", leaves_after, pause_s) for _ in range(count))
         await asyncio.gather(*asks)
 
@@ -79,7 +79,7 @@ class Clients:
             writer.close()
 
     async def ask(self, event: str = "request", leaves_after: int = 0, pause_s: float = 0.0) -> str:
-        """Ask the next request and record its end; return its outcome.
+        """Send the next request and record its end; return its outcome.
 
         Outcomes: finished; failed, with an error that has a code; refused, without an answer; cut,
         in the middle; hung, without a byte for 120 s; left, by this client.

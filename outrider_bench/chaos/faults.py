@@ -1,6 +1,6 @@
 """The faults of a campaign, keyed by name: effects, durations, and permitted outcomes.
 
-One coroutine does and undoes a fault. The campaign then waits until the stack has recovered.
+One coroutine starts and ends a fault. The campaign then waits until the stack has recovered.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ async def _stutter(scene: Scene, target: str, seconds: float) -> None:
 
 
 async def _no_files(scene: Scene, target: str, seconds: float) -> None:
-    """Let the process open no more files and sockets; open files and sockets stay."""
+    """Keep the process from opening more files and sockets; open ones stay."""
     await scene.site.limit(target, resource.RLIMIT_NOFILE, 3, seconds)
 
 
 async def _no_memory(scene: Scene, target: str, seconds: float) -> None:
-    """Let the process get no further address space. It may end, as if killed for memory."""
+    """Keep the process from getting more address space. It may end, as if killed for memory."""
     used = address_space(scene.site.pid(target))
     await scene.site.limit(target, resource.RLIMIT_AS, used, seconds)
     await scene.site.start_again_if_ended(target)
@@ -120,7 +120,7 @@ def _redis(during: dict[str, str], after: dict[str, str]) -> Play:
 
 
 async def _cannot_save(scene: Scene, target: str, seconds: float) -> None:
-    """Let Redis save to a full disk. Redis then refuses writes."""
+    """Make Redis save to a full disk, so that it refuses writes."""
     async with scene.site.redis() as client:
         await client.config_set("save", "1 1")
         await scene.site.limit(target, resource.RLIMIT_FSIZE, 0, seconds)
@@ -155,9 +155,9 @@ async def _say_half(scene: Scene, target: str, seconds: float) -> None:
     await scene.clients.half_requests(100, seconds)
 
 
-# If a gateway dies, nobody can tell its clients. A gateway that is stopping, or out of file
-# descriptors, may refuse requests. All other faults must cost no request: another verifier goes on,
-# and drafters change no text.
+# If a gateway dies, no process can tell its clients. A gateway that is stopping, or out of file
+# descriptors, may refuse requests. All other faults must cost no request: another verifier
+# continues, and drafters change no output.
 _ANY_END = frozenset({"failed", "refused", "cut"})
 _NAMED_END = frozenset({"failed", "refused"})
 _NOTICED_S = (13.0, 16.0)
@@ -190,8 +190,7 @@ def _of_processes() -> dict[str, Fault]:
 
 
 def _of_links() -> dict[str, Fault]:
-    """Return faults of the links from gateways and drafters to verifiers, and of the link to Redis.
-    """
+    """Return faults of the links from gateways and drafters to verifiers, and to Redis."""
     kinds: dict[str, Play] = {
         "down": _outage("both"),
         "down one way": _outage("up"),
@@ -245,7 +244,7 @@ FAULTS: dict[str, Fault] = _of_processes() | _of_links() | _of_redis() | _of_str
 
 
 def bag_of(kinds: Sequence[str], missing: frozenset[str]) -> list[str]:
-    """Return the names of the faults that each turn plays: `kinds`, or all faults if it is empty.
+    """Return the names of the faults that each turn plays: `kinds`, or all if `kinds` is empty.
 
     Faults whose targets are all in `missing`, the parts that the stack lacks, are left out. Raises
     ValueError if a fault does not exist, or if none is left.

@@ -12,9 +12,9 @@ Event = dict[str, Any]
 
 
 def whole(events: Sequence[Event]) -> list[Event]:
-    """Return the events, without the events of an interrupted last round.
+    """Return the events without those of an interrupted last round.
 
-    A round ends with an event "quiet" or, if the campaign had to end, with "trouble".
+    A round ends with an event "quiet", or with "trouble" if the campaign had to end.
     """
     last = max((event["round"] for event in events), default=-1)
     ends = {event["event"] for event in events if event["round"] == last}
@@ -34,7 +34,7 @@ class History:
         self._began = time.monotonic()
 
     def now(self) -> float:
-        """Return the seconds since the campaign began."""
+        """Return the seconds since the campaign started."""
         return round(time.monotonic() - self._began, 3)
 
     def add(self, event: str, **fields: Any) -> None:

@@ -31,7 +31,7 @@ Spoil = Callable[[drafts_pb2.Proposal], None]
 
 
 async def _places(call: Call) -> AsyncIterator[tuple[int, int, int]]:
-    """For each opened sequence and verdict: id, committed length, draft tokens."""
+    """Yield id, committed length and draft tokens for each opened sequence and verdict."""
     while (response := await call.read()) != _END:
         for opened in response.step.opened:
             yield opened.sequence_id, len(opened.token_ids), opened.draft_tokens
@@ -50,7 +50,7 @@ async def _say(call: Call, proposals: Iterable[drafts_pb2.Proposal]) -> None:
 
 
 def _answers(spoil: Spoil, times: int = 1) -> Callable[[Call], Awaitable[None]]:
-    """Answer each verdict `times` times with random tokens that `spoil` changes."""
+    """Return an attack that answers each verdict `times` times; `spoil` changes the proposal."""
 
     async def attack(call: Call) -> None:
         async for place in _places(call):
@@ -63,7 +63,7 @@ def _answers(spoil: Spoil, times: int = 1) -> Callable[[Call], Awaitable[None]]:
 
 
 def _nothing(proposal: drafts_pb2.Proposal) -> None:
-    """Leave a proposal as it is: wrong, but allowed."""
+    """Leave the proposal unchanged: wrong, but allowed."""
 
 
 def _ids_out_of_range(proposal: drafts_pb2.Proposal) -> None:
@@ -121,7 +121,7 @@ _GARBAGE = "garbage"
 
 
 async def _stream(way: str, channel: grpc.aio.Channel) -> None:
-    """One draft stream, from Hello to its end."""
+    """Serve one draft stream, from Hello to its end."""
     stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
     info = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=5)
     hello = drafts_pb2.Hello(
@@ -149,7 +149,7 @@ async def _stream(way: str, channel: grpc.aio.Channel) -> None:
 
 
 async def _attack(way: str, address: str, tls: Tls | None) -> None:
-    """Join again and again: the verifier ends bad streams, or is down for now."""
+    """Join repeatedly: the verifier ends bad streams, or may be down."""
     async with rpc.dial(address, tls) as channel:
         while True:
             # grpc.aio raises InvalidStateError for a write to a stream that has just ended.

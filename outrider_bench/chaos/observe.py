@@ -49,7 +49,7 @@ async def in_use(http: httpx.AsyncClient, urls: Mapping[str, str]) -> dict[str, 
 
 
 def size_of(pid: int) -> dict[str, float]:
-    """Open files, threads and resident memory of a process of this machine."""
+    """Return the open files, threads and resident memory of a process of this machine."""
     place = Path("/proc", str(pid))
     pages = int((place / "statm").read_text().split()[1])
     return {
@@ -61,6 +61,6 @@ def size_of(pid: int) -> dict[str, float]:
 
 
 def address_space(pid: int) -> int:
-    """Return the bytes of a process's address space."""
+    """Return the size of a process's address space in bytes."""
     pages = int(Path("/proc", str(pid), "statm").read_text().split()[0])
     return pages * os.sysconf("SC_PAGE_SIZE")

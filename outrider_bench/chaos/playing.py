@@ -70,8 +70,7 @@ def _report(path: Path, events: Sequence[Event]) -> bool:
 
 
 def markdown(events: Sequence[Event], violations: Sequence[Violation]) -> str:
-    """Return a Markdown table: the tries of each fault, and counts over the rounds with that fault.
-    """
+    """Return a Markdown table: how often each fault was played, and counts over its rounds."""
     heads = ("fault", "tries", "requests", "finished", *_WHAT)
     lines = [heads, ("---",) + ("---:",) * (len(heads) - 1), *_rows(events, violations)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,4 +1,4 @@
-"""The requests of a campaign, and what a client receives from their streams. Knows no sockets."""
+"""The requests of a campaign, and the parts of the streams that a client receives. No sockets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def body(number: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Choice:
-    """What a client received of one choice."""
+    """The parts of one choice that a client received."""
 
     text: str = ""
     reason: str | None = None
@@ -68,7 +68,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client received of one stream."""
+    """The parts of one stream that a client received."""
 
     choices: dict[str, Choice] = field(default_factory=dict)
     """The choices, keyed by index."""

@@ -191,12 +191,12 @@ class Site:
         before = resource.prlimit(pid, what)
         resource.prlimit(pid, what, (most, before[1]))
         await asyncio.sleep(seconds)
-        # It may have ended.
+        # The process may have ended.
         with suppress(ProcessLookupError):
             resource.prlimit(pid, what, before)
 
     async def start_again_if_ended(self, name: str) -> None:
-        """Restart a process that the fault may have ended."""
+        """Restart a process if the fault has ended it."""
         if not await self.processes.child(name).alive():
             await self.processes.end(name)
             await self.processes.again(name)
@@ -218,7 +218,7 @@ class Site:
         return Redis(host=LOOPBACK, port=self._redis_port, socket_timeout=_ASK_S)
 
     async def recovered(self) -> str:
-        """Wait until the stack is whole; return the parts that are missing after 90 s, else ""."""
+        """Wait until the stack is complete; return the parts that are missing after 90 s."""
         if await within(_RECOVERS_S, self._is_ready):
             return ""
         return "; ".join(await self._missing()) or "it was whole only after that time"
@@ -241,7 +241,7 @@ class Site:
         return found
 
     def _lacks(self, state: Mapping[str, Any]) -> list[str]:
-        """List what is missing at one verifier, in the `state` that a gateway reports."""
+        """List the parts that one verifier lacks in the `state` that a gateway reports."""
         where = state["address"]
         if not state["ready"]:
             return [f"{where} is not ready: {state['problem']}"]
@@ -249,7 +249,7 @@ class Site:
         return [f"{where} has no drafter {name}" for name in self._drafters if name not in ids]
 
     async def revive(self) -> list[str]:
-        """Restart the processes that ended unasked; return their names and last lines."""
+        """Restart processes that ended unexpectedly; return their names and last lines."""
         found = []
         for name in [*self._names(), *self.links]:
             handle = self.processes.child(name)
@@ -264,7 +264,7 @@ class Site:
         return [*VERIFIERS, *GATEWAYS, *self._drafters, *redis]
 
     async def quiet(self) -> dict[str, Any]:
-        """Return the metrics that are not 0 once no request runs, and each process's size.
+        """Return the metrics that are not 0 although no request runs, and each process's size.
 
         Waits for at most 20 s until all these metrics are 0.
         """
@@ -292,7 +292,7 @@ class Site:
 
 @asynccontextmanager
 async def running_site(absent: frozenset[str], *, tls: bool) -> AsyncIterator[Site]:
-    """The stack without some parts, until the context ends.
+    """Run the stack without the `absent` parts during the context.
 
     Raises StackFailed if it does not start.
     """

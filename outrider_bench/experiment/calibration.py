@@ -1,6 +1,6 @@
 """Measures the costs of serving on top of forwards, with a fixed load on the whole stack.
 
-The load is the same for all predictions. It keeps 1 or 8 requests under way, and is played plain,
+The load is the same for all predictions. It keeps 1 or 8 requests in progress, and is played plain,
 with n-gram drafters and with a draft model.
 """
 
@@ -36,7 +36,7 @@ _ROUNDS = 3
 
 
 class Step(BaseModel):
-    """Means of an engine's step over a load: seconds and counts."""
+    """The means of an engine's step over a load: seconds and counts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -86,7 +86,10 @@ def calibrate(
     threads: int,
     tell: Callable[[], None] = lambda: None,
 ) -> list[Served]:
-    """Serve the load; about a minute for the bundled pair. Calls `tell` after each run."""
+    """Serve the load.
+
+    This takes about a minute for the bundled pair. Calls `tell` after each run.
+    """
     drafters = {
         "ngram": {"family": "ngram"},
         "model": {"family": "model", "model": draft, "threads": 1},
@@ -139,9 +142,9 @@ async def _played(
 
 
 async def _speed(family: str, address: str) -> tuple[float, float]:
-    """Round trip and seconds per draft token that the verifier measured for a drafter's family.
+    """Return the round trip and the seconds per draft token that the verifier measured.
 
-    Both are 0 without a drafter of that family.
+    Both are for drafters of `family`, and 0 without such a drafter.
     """
     async with rpc.dial(address) as channel:
         info = await wait_until_ready(channel)
@@ -189,7 +192,7 @@ def step_of(samples: list[Sample]) -> Step:
     """Return the means of a step over all samples."""
 
     def each(*names: str) -> float:
-        """Return the counters of these names for one step, averaged over the samples."""
+        """Return the sum of these counters for one step, averaged over the samples."""
         return mean(
             [
                 sum([s.counters.get(name, 0.0) for name in names])

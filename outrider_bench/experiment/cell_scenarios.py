@@ -104,7 +104,9 @@ def scenario_of(
     recording: list[RecordedRequest],
     warm_up: int,
 ) -> Scenario:
-    """Return the scenario; `recording` has the clients' requests, and the first `warm_up` warm up.
+    """Return the scenario.
+
+    `recording` has the clients' requests; the first `warm_up` of them warm up.
     """
     target = experiment.target
     workload = experiment.workload
@@ -138,7 +140,7 @@ def scenario_of(
 
 
 def _served(families: set[str]) -> str:
-    """Return the profile's name for serving with these families of drafters."""
+    """Return the name that the profile has for serving with drafters of these families."""
     for family in ("model", "ngram"):
         if family in {_served_as(each) for each in families}:
             return family
@@ -146,7 +148,7 @@ def _served(families: set[str]) -> str:
 
 
 def _served_as(family: str) -> str:
-    """Return the family with the same costs of serving.
+    """Return the family whose costs of serving stand for this family.
 
     Synthetic guesses cost the same as n-grams.
     """
@@ -189,7 +191,7 @@ def _specs(
 
 
 def _elsewhere(experiment: Experiment, drafter: Drafter, profile: Profile) -> bool:
-    """True if a drafter is on another host, on a GPU, or on no other cores than the target's."""
+    """True if a drafter is on another host or a GPU, or only on the target's cores."""
     return (
         drafter.host is not None
         or drafter.device != "cpu"
@@ -236,7 +238,7 @@ def _gpu(drafter: Drafter) -> str:
 
 
 def _target_device(experiment: Experiment, drafter: Drafter, profile: Profile) -> TargetDevice:
-    """Return where the verifier computes, as the verifier tells its engine."""
+    """Return the device where the verifier computes, as the verifier tells its engine."""
     own = frozenset(_cores(experiment.target.cores, profile.cores))
     if gpu := _gpu(drafter):
         return TargetDevice(gpu_uuids=frozenset([gpu]))

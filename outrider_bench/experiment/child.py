@@ -30,7 +30,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 class Launch:
     """A process to start: `python -m MODULE ARGUMENTS`, or a program where `module` is empty.
 
-    Paths in arguments are relative to the checkout that it runs in.
+    Paths in arguments are relative to the checkout in which it runs.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Child:
 
         After its end, return the last figure read.
         """
-        # Once the process has ended, the last figure counts.
+        # After the process has ended, the last figure counts.
         with suppress(FileNotFoundError, ProcessLookupError):
             self._cpu_s = process_cpu_s(self._process.pid)
         return self._cpu_s
@@ -145,7 +145,7 @@ def check_cores(field_name: str, cores: str | None) -> None:
 
 
 def process_cpu_s(pid: int) -> float:
-    """User and system time in seconds of a process of this machine and of its ended children.
+    """Return the CPU seconds, user and system, of a process and of its ended children.
 
     Raises FileNotFoundError or ProcessLookupError when there is no such process.
     """

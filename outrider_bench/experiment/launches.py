@@ -166,7 +166,7 @@ def own_drafter(field: str, name: str, drafter: Drafter) -> DrafterSpec:
 def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
     """Return the command line of a link.
 
-    `forwards` has the target of each address that it listens on.
+    `forwards` maps each address on which the link listens to its target.
     """
     pairs = [f"--forward={listen}={target}" for listen, target in forwards.items()]
     arguments = ("--control", control, *pairs)
@@ -181,8 +181,7 @@ def process_names(name: str, drafter: Drafter) -> list[str]:
 
 
 def drafter_count(experiment: Experiment) -> int:
-    """Return the number of drafters that the verifier has, including a drafter in its own process.
-    """
+    """Return how many drafters the verifier has, including one in its own process."""
     return sum(drafter.count for _, drafter in drafters_of(experiment))
 
 

@@ -50,7 +50,7 @@ class _Wire:
 class ShapedLink:
     """A link in both directions.
 
-    Its shape may be changed while it runs. Bytes under way keep the shape with which they left.
+    Its shape may be changed while it runs. Bytes in transit keep the shape with which they left.
     """
 
     shape: Link
@@ -99,19 +99,19 @@ class ShapedLink:
 
     @property
     def traffic(self) -> LinkTraffic:
-        """Bytes and connections since the start."""
+        """The bytes and connections since the start."""
         return LinkTraffic(
             self.up.byte_count, self.down.byte_count, self.connection_count, self.lost_segment_count
         )
 
     @property
     def round_trip_s(self) -> float:
-        """Seconds that the link adds to a round trip, without jitter."""
+        """The seconds that the link adds to a round trip, without jitter."""
         return self.shape.round_trip_ms / 1000
 
     @property
     def queue_bytes(self) -> int:
-        """The bytes under way above which the sender must wait, as with TCP's window.
+        """The number of bytes in transit above which the sender must wait, as with TCP's window.
 
         The limit is for each connection and direction.
         """
@@ -164,7 +164,7 @@ class ShapedLink:
 class _End(asyncio.Protocol):
     """One end of a connection. Received bytes wait here until they are due at the other end.
 
-    An end that was accepted dials its target, and so makes the other end.
+    An accepted end dials its target, and so makes the other end.
     """
 
     link: ShapedLink
@@ -208,7 +208,7 @@ class _End(asyncio.Protocol):
     async def _dial(self, host: str, port: int) -> None:
         """Connect to the target when the handshake reaches it; a refusal becomes RST."""
         await asyncio.sleep(self.opens_at - self.link.round_trip_s / 2 - self._loop.time())
-        # An outage may have begun since the handshake began.
+        # An outage may have started since the handshake started.
         await asyncio.sleep(self.link.held_until - self._loop.time())
         far = _End(self.link, None, peer=self)
         try:
@@ -249,7 +249,7 @@ class _End(asyncio.Protocol):
         self.is_full = True
 
     def resume_writing(self) -> None:
-        """Deliver held bytes again."""
+        """Deliver the bytes that were held back."""
         self.is_full = False
         if self.peer is not None:
             self.peer._arm()
@@ -272,7 +272,7 @@ class _End(asyncio.Protocol):
             self._transport.abort()
 
     def _in_order(self) -> float:
-        """Return the time at which an end of stream or connection that comes now is due."""
+        """Return the time at which the present end of a stream or connection is due."""
         return max(self._last, self._loop.time() + self.link.round_trip_s / 2)
 
     def _put(self, *pieces: tuple[float, bytes | None]) -> None:
@@ -290,7 +290,7 @@ class _End(asyncio.Protocol):
             self._timer = self._loop.call_at(due, self._deliver)
 
     def _deliver(self) -> None:
-        """Hand all due pieces to the other end."""
+        """Pass all due pieces to the other end."""
         self._timer = None
         peer = self.peer
         while self.queue and peer is not None and not peer.is_full:

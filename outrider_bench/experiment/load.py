@@ -21,7 +21,7 @@ from outrider_bench.sample import Sample, counters
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Settings that all requests of a measurement share."""
+    """The settings that all requests of a measurement share."""
 
     speculation: Mapping[str, Any]
     temperature: float
@@ -50,7 +50,7 @@ class Played:
 
 
 async def play(requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked) -> Played:
-    """Send a verifier its requests, and keep `batch` of them under way.
+    """Send requests to a verifier, and keep `batch` of them in progress.
 
     A request that fails is an error of the result, not an exception.
     """
@@ -70,14 +70,14 @@ async def play(requests: Sequence[Request], batch: int, endpoint: Endpoint, aske
 async def _ask_all(
     requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked
 ) -> tuple[list[_Answer], float]:
-    """Returns the answers, and the seconds while the batch was full."""
+    """Send all requests; return the answers, and the seconds while the batch was full."""
     answers: dict[int, _Answer] = {}
     waiting = iter(enumerate(requests))
     ended: list[float] = []
     started = time.perf_counter()
 
     async def worker() -> None:
-        """Ask one request after the other, until none waits."""
+        """Send one request after the other, until none waits."""
         for i, request in waiting:
             answers[i] = await _ask(request, endpoint, asked)
         ended.append(time.perf_counter() - started)
@@ -113,7 +113,7 @@ async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
 def _read(
     request: Request, answer: _Answer, started: float, played: Played, *, may_end: bool = False
 ) -> None:
-    """Add an answer to `played`; `started` is when the first request was sent.
+    """Add an answer to `played`; `started` is the time when the first request was sent.
 
     An answer that ends early is an error, unless it has a grammar or `may_end`.
     """

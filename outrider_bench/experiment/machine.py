@@ -59,9 +59,9 @@ def processor_name() -> str:
 
 
 def commit(root: Path) -> str:
-    """Twelve digits of the checkout's commit, with +DIGEST of uncommitted changes if there are any.
+    """Return twelve digits of the checkout's commit, with +DIGEST if there are uncommitted changes.
 
-    `none` outside a checkout.
+    Return `none` outside a checkout.
     """
     head = _git(root, "rev-parse", "HEAD")
     if not head:
@@ -100,8 +100,7 @@ def check(experiment: Experiment) -> None:
 
 
 def spread() -> float:
-    """Return the 90th percentile of a fixed computation's times over their median, within a second.
-    """
+    """Return a fixed computation's 90th percentile over its median time, within a second."""
     data = np.ones((_SPREAD_SIZE, _SPREAD_SIZE))
     times: list[float] = []
     while sum(times) < _WATCH_S:
@@ -110,7 +109,7 @@ def spread() -> float:
 
 
 def warnings() -> Iterator[str]:
-    """Yield reasons to doubt measurements on this machine now; watches it for a second."""
+    """Watch the machine for a second; yield reasons to doubt measurements on it now."""
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
     if load > _BUSY_LOAD * cores:

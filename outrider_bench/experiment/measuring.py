@@ -1,4 +1,4 @@
-"""One measurement: the load on the verifier, and the counters before and after."""
+"""Makes one measurement: plays the load, and reads the verifier's counters before and after."""
 
 from __future__ import annotations
 

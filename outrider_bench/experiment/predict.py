@@ -57,7 +57,7 @@ def run(file: Path, paths: Sequence[Path], validate: Path | None, out: Path) -> 
 
 
 def _run(path: Path, experiment: Experiment) -> Folder:
-    """Return the folder of a run of this very experiment."""
+    """Return the folder of a run of exactly this experiment."""
     folder = Folder(path)
     if not (path / "run.json").is_file():
         raise ValueError(f"--validate: {path} is no folder of a run")
@@ -67,7 +67,7 @@ def _run(path: Path, experiment: Experiment) -> Folder:
 
 
 def _own(out: Path, experiment: Experiment, profiles: Sequence[Profile]) -> Folder:
-    """Return a folder for these profiles and this very experiment."""
+    """Return a folder for these profiles and exactly this experiment."""
     names = (
         "".join([profile.model_dump_json() for profile in profiles]) + experiment.model_dump_json()
     )
@@ -154,7 +154,7 @@ class Predictor:
     _known: dict[str, Measurement] = field(default_factory=dict)
 
     def measurement(self, cell: Cell, way: str) -> Measurement:
-        """Predict a mode's measurement; equal cells and profiles give equal figures."""
+        """Predict a decoding mode's measurement; equal cells and profiles give equal figures."""
         experiment = cell.experiment
         profile = self.profile(cell)
         # Plain decoding uses no drafters and no links.

@@ -54,7 +54,7 @@ class Processes:
             await self.start(process.launch)
 
     async def cpu_s(self) -> dict[str, float]:
-        """Return CPU seconds of each process."""
+        """Return the CPU seconds of each process."""
         return {name: await process.child.cpu_s() for name, process in self._all.items()}
 
     async def check(self) -> None:

@@ -19,7 +19,7 @@ _FORWARDS = "forwards, prompts and drafting"
 _SERVING = "serving a fixed load"
 _PARTS = {_FORWARDS: 1.0, _SERVING: 2.0}
 """The parts in order, with the minutes that each takes for the bundled pair, about."""
-# Minutes of one of the 24 runs of the fixed load.
+# The minutes that one of the 24 runs of the fixed load takes.
 _RUN = _PARTS[_SERVING] / 24
 _HOW = {
     "costs.forwards": "the fastest of up to 100 forwards behind 128 tokens, in a process alone; "
@@ -33,12 +33,12 @@ _HOW = {
 
 
 def measure(settings: ProfileSettings) -> Profile:
-    """Measure everything in turn; print the progress, and show it with the time left."""
+    """Measure all parts in turn; print the progress, and show it with the time left."""
     with progress() as bar:
         task = bar.add_task("", total=sum(_PARTS.values()))
 
         def begin(part: str) -> None:
-            """Say that a part begins."""
+            """Print that a part begins."""
             done = list(_PARTS)[: list(_PARTS).index(part)]
             bar.update(task, description=part, completed=sum(_PARTS[name] for name in done))
             print(part, flush=True)
@@ -49,7 +49,7 @@ def measure(settings: ProfileSettings) -> Profile:
 def _measure(
     settings: ProfileSettings, begin: Callable[[str], None], tell: Callable[[], None]
 ) -> Profile:
-    """Measure; call `begin` before each part, and `tell` after each run of the fixed load."""
+    """Measure all parts; call `begin` before each part, and `tell` after each run of the load."""
     from outrider_bench.experiment import calibration, serving
     from outrider_bench.simulator import measured_costs
 

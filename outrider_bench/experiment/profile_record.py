@@ -27,7 +27,7 @@ class Conditions(BaseModel):
     measurements, whichever is larger."""
 
     def described(self, cores: list[int]) -> str:
-        """Return the load in words."""
+        """Return a description of the load."""
         before, after = self.load_averages
         return (
             f"under a load of {before:.1f} before and {after:.1f} at the end, its own included, on "
@@ -37,7 +37,7 @@ class Conditions(BaseModel):
 
 
 class Profile(BaseModel):
-    """Measured costs. They depend on no experiment."""
+    """Measured costs, which depend on no experiment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -79,7 +79,7 @@ class Profile(BaseModel):
         return f"{source}, measured {self.conditions.described(self.cores)}"
 
     def serving_at(self, way: str, batch: int) -> Serving:
-        """The costs of serving in a decoding mode, interpolated between measured batch sizes."""
+        """Return the costs of serving in a decoding mode, interpolated between batch sizes."""
         low, high = self._at(way)
         share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
         names = ("client_s", "round_trip_s", "jitter_s", "slowness")
@@ -92,7 +92,7 @@ class Profile(BaseModel):
     def costs_at(self, way: str, *, beside: bool = True) -> Costs:
         """Return the cost table while the machine serves in a decoding mode.
 
-        With `beside`, drafters on other cores of the host slow its forwards; else they do not.
+        With `beside`, drafters on other cores of the host slow down the forwards; else they do not.
         """
         low, high = self._at(way)
         if not beside:

@@ -19,7 +19,7 @@ from outrider_bench.simulator.world import RIGHT
 WRONG = "-"
 # Drafts go on after the end of an answer, so this many more tokens are recorded.
 _BEYOND = 32
-# Alternatives to a guess that a draft model remembers, as in drafter_svc.families.forwards.
+# A draft model remembers this many alternatives to a guess, as in drafter_svc.families.forwards.
 _ALTERNATIVES = 3
 
 
@@ -78,7 +78,7 @@ class Recorder:
 
 
 def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """`count` greedy tokens after each prompt, even beyond an end token."""
+    """Return `count` greedy tokens after each prompt, even beyond an end token."""
     pages = -(-(max(map(len, prompts)) + count) // target.page_size)
     own = [[*range(i * pages, (i + 1) * pages)] for i in range(len(prompts))]
     last = [
@@ -99,7 +99,7 @@ def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> lis
 def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> str:
     """Rank each token of `output` among the draft model's likeliest tokens at its position.
 
-    Each character of the result is for a token: right, the rank of an alternative, or wrong. The
+    Each character of the result judges a token: right, the rank of an alternative, or wrong. The
     model reads the target's tokens, not its own guesses.
     """
     text = [*prompt, *output[:-1]]

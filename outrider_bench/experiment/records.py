@@ -34,8 +34,7 @@ OURS = (PLAIN, DRAFTED)
 
 
 def ways_of(cell: Cell) -> list[str]:
-    """Return the decoding modes that are measured for a cell, which is a combination of settings.
-    """
+    """Return the decoding modes that are measured for a cell (a combination of settings)."""
     return [PLAIN, DRAFTED] if cell.experiment.use else [PLAIN]
 
 
@@ -61,7 +60,7 @@ class Machine:
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """Bytes and connections of a link in a measurement; `up` is towards the verifier."""
+    """The bytes and connections of a link in a measurement; `up` is towards the verifier."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -100,12 +99,12 @@ class Folder:
         return cls(out / experiment.name / f"{machine.fingerprint}-{commit}-{digest}")
 
     def begin(self, about: dict[str, Any]) -> None:
-        """Write `run.json` unless the run has begun before."""
+        """Write `run.json` unless the run has been started before."""
         if not (self.path / "run.json").exists():
             self._write(self.path / "run.json", about)
 
     def note_costs(self, sentence: str) -> None:
-        """Write down the origin of the costs behind the predictions."""
+        """Record the origin of the costs behind the predictions."""
         self._write(self.path / COSTS, sentence)
 
     def about(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ async def measure(
 def missing(
     experiment: Experiment, cells: Sequence[Cell], folder: Folder
 ) -> Sequence[tuple[str, str, int]]:
-    """Return cell, decoding mode and repetition of all missing measurements."""
+    """Return the cell, decoding mode and repetition of each missing measurement."""
     return [
         (cell.key, way, repetition)
         for cell in cells
@@ -141,7 +141,7 @@ class Runner:
         self._tell = tell
 
     async def run(self) -> None:
-        """Measure; raise StackFailed when a process does not start, or ends too early."""
+        """Make the measurements; raise StackFailed if a process does not start or ends early."""
         for repetition in range(self._experiment.repetitions):
             for stacks in there_and_back(self._groups, repetition):
                 await self._with_target(stacks, repetition)
@@ -177,8 +177,7 @@ class Runner:
             self._tell(f"{repetition + 1}: {first.key}, plain", len(alike))
 
     def _by_workload(self, cells: list[Cell], way: str, repetition: int) -> list[list[Cell]]:
-        """Return the cells without a measurement of this decoding mode, grouped by their workloads.
-        """
+        """Return the cells that lack a measurement of this mode, grouped by their workloads."""
         found: dict[str, list[Cell]] = {}
         for cell in cells:
             if self._lacks(cell, way, repetition):

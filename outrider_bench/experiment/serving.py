@@ -79,7 +79,7 @@ def _serving(load: Served, plain: Step, costs: Costs) -> Serving:
 
 
 def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
-    """Return the table of a machine that serves, from its costs at a small and at a large batch."""
+    """Return the cost table of a serving machine, from its costs at a small and a large batch."""
     span = max(many.sequences - one.sequences, 1e-9)
 
     def slowdown(sequences: int) -> float:
@@ -88,7 +88,7 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
         return one.slowdown + share * (many.slowdown - one.slowdown)
 
     def line(low: float, high: float) -> tuple[float, float]:
-        """Return the seconds of a step and of each further sequence, neither negative."""
+        """Return the seconds of a step and of each further sequence, both at least 0."""
         each = max(0.0, (high - low) / span)
         return max(0.0, low - each * one.sequences), each
 

@@ -105,7 +105,7 @@ class Drafter(_Part):
 
     @property
     def in_process(self) -> bool:
-        """Whether it is in the verifier's own process."""
+        """True if the drafter is in the verifier's process."""
         return self.transport == "in-process"
 
     def _check_in_process(self) -> None:
@@ -233,7 +233,7 @@ class Experiment(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination: its values, keyed by path, and an experiment with them and no sweep."""
+    """One combination: its values, keyed by path, and an experiment with them, without a sweep."""
 
     point: dict[str, Any]
     experiment: Experiment
@@ -246,12 +246,12 @@ class Cell:
 
     @property
     def stack_key(self) -> str:
-        """Equal for cells that one stack can serve; they differ in links' shapes and workloads."""
+        """A key, equal for cells that one stack can serve: only links and workloads differ."""
         return self.experiment.model_dump_json(include={"target", "drafters", "use"})
 
     @property
     def target_key(self) -> str:
-        """Equal for cells that the same verifier can serve."""
+        """A key that is equal for cells that the same verifier can serve."""
         own = {name: True for name, each in drafters_of(self.experiment) if each.in_process}
         return self.experiment.model_dump_json(include={"target": True, "drafters": own})
 

@@ -1,4 +1,4 @@
-"""Says which processes a cell needs, and in which order; `Processes` starts them.
+"""Decides which processes a cell needs, and in which order; `Processes` starts them.
 
 A cell is a combination of an experiment's settings. `server` starts a verifier with its gateway,
 `drafting` links and drafters, and `run.py` nests the two. The server stays while drafters and links
@@ -53,8 +53,7 @@ class Server:
     """Drafters in the verifier's own process."""
 
     async def has_drafters(self, count: int) -> bool:
-        """Return whether the gateway is ready and `count` drafters are connected to the verifier.
-        """
+        """Return whether the gateway is ready and the verifier has `count` drafters."""
         # Reading the system's certificates would occupy the cores on which processes start.
         async with httpx.AsyncClient(timeout=_ASK_S, verify=False) as client:
             return await _is_ready(client, self.endpoint.url, count)
@@ -80,7 +79,7 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
 async def server(
     target: Target, model: Path, own: Sequence[DrafterSpec] = ()
 ) -> AsyncIterator[Server]:
-    """A verifier with the drafters `own` in its process, until the context ends.
+    """Run a verifier with the drafters `own` in its process during the context.
 
     Raises StackFailed if it fails.
     """
@@ -120,7 +119,7 @@ class Drafting:
     async def start(self) -> None:
         """Start the links, then the drafters."""
         verifier = self.server.endpoint.verifier
-        # For each link, the address by which drafters reach the verifier over it.
+        # Maps each link to the address by which drafters reach the verifier over the link.
         fronts: dict[str | None, str] = {None: verifier}
         used = [drafter.link for _, drafter in drafters_of(self.experiment)]
         for link in dict.fromkeys(link for link in used if link is not None):
@@ -139,9 +138,9 @@ class Drafting:
         await self.processes.start(launch)
 
     async def shape(self, experiment: Experiment) -> None:
-        """Give the links the shapes of this cell, and wait until every drafter is connected.
+        """Set the links to the shapes of this cell, and wait until every drafter is connected.
 
-        Drafters behind a changed link connect anew, so that the verifier begins each cell without
+        Drafters behind a changed link connect anew, so that the verifier starts each cell without
         measurements over another link.
         """
         for name, control in self.links.items():
@@ -171,7 +170,7 @@ class Drafting:
 
 @asynccontextmanager
 async def drafting(experiment: Experiment, server: Server) -> AsyncIterator[Drafting]:
-    """The drafters of a cell, until the context ends. Raises StackFailed if one fails."""
+    """Run the drafters of a cell during the context. Raises StackFailed if one fails."""
     running = Drafting(experiment, server)
     try:
         await running.start()
@@ -187,7 +186,7 @@ async def drafting(experiment: Experiment, server: Server) -> AsyncIterator[Draf
 def own_drafters(experiment: Experiment, model: Path) -> list[DrafterSpec]:
     """Return the drafters in the verifier's process.
 
-    `model` is the target's model as it runs. If it is grown, the heads are grown too.
+    `model` is the directory of the target's model. If that is grown, the heads are grown too.
     """
     return [
         own_drafter(f"drafters.{name}", name, _grown(drafter, experiment.target, model))

@@ -69,12 +69,12 @@ class Encoder:
 
     @cached_property
     def _templates(self) -> Prompts:
-        """The templates. They are made at the first chat, since rendering needs processes."""
+        """The templates, which are made at the first chat, since rendering needs processes."""
         return Prompts(str(self._model))
 
 
 def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
-    """Return the requests in order. The last prompt of each kind is kept for warming up."""
+    """Return the requests in order. The last prompt of each kind is reserved for warming up."""
     own = _Prompts(workload)
     kinds = own.kinds
     found = []
@@ -89,7 +89,7 @@ def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
 def warm_up_of(workload: Workload, encoder: Encoder) -> list[Request]:
     """Return requests for warming up; no measurement has their prompts.
 
-    There are two for each request under way, and at least one of each kind.
+    There are two for each request in progress, and at least one of each kind.
     """
     own = _Prompts(workload)
     found = []
@@ -121,7 +121,7 @@ class _Prompts:
     def get(self, kind: str, i: int) -> Prompt:
         """Return the i-th request's prompt.
 
-        A kind's last prompt is kept, unless it is the only one.
+        The last prompt of a kind is reserved for warming up, unless the kind has only one prompt.
         """
         usual = self._of_kinds[kind][:-1] or self._of_kinds[kind]
         return usual[i // len(self.kinds) % len(usual)]

@@ -45,9 +45,9 @@ def load_profile(name: str, field: str) -> Profile:
 
 
 def profile_of(name: str, target: Target) -> Profile:
-    """Return the profile of the hardware of a cost table, for a target.
+    """Make the profile for a target on the hardware that a cost table describes.
 
-    The table gives forwards, drafting and the host's work. Serving slows nothing down, drafters on
+    The table has forwards, drafting and the host's work. Serving slows nothing down, drafters on
     other cores take nothing from the target, and two processes on the same cores have half their
     speed. Raises ValueError that names the field.
     """

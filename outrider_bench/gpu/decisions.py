@@ -1,4 +1,4 @@
-"""Compares each figure of `bench/gpu.sh stack` with its prediction, and recommends what to do."""
+"""Compares each figure of `bench/gpu.sh stack` with its prediction, and gives recommendations."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _rows(directory: Path) -> Iterator[_Row]:
 
 
 def _cell(row: _Row) -> tuple[str, int]:
-    """Return which drafter was used, and for how many sequences at once."""
+    """Return the drafter, and the number of sequences at once."""
     return row["sweep.use"], int(row["sweep.workload.batch"])
 
 

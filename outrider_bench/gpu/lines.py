@@ -1,4 +1,4 @@
-"""Lines of results that survive a killed process, and times of work on a device."""
+"""Writes lines of results that survive a killed process, and times work on a device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Lines:
     """Appends JSON lines to a file. Each is on the disk before the next figure is measured."""
 
     def __init__(self, path: Path, step: str, seconds: float) -> None:
-        """`check` raises TimeoutError once `seconds` are over."""
+        """`check` raises TimeoutError after `seconds`."""
         self._path = path
         self._step = step
         self._ends = time.monotonic() + seconds
 
     def say(self, what: str, **figures: Any) -> None:
-        """Print a line and write it to the disk."""
+        """Print a line of figures and write it to the disk."""
         text = json.dumps({"step": self._step, "what": what, **figures})
         print(text, flush=True)
         with self._path.open("a") as file:
@@ -34,7 +34,7 @@ class Lines:
             os.fsync(file.fileno())
 
     def check(self) -> None:
-        """Raise TimeoutError if no further figure may be begun."""
+        """Raise TimeoutError if no further measurement may start."""
         if time.monotonic() > self._ends:
             raise TimeoutError
 
@@ -63,7 +63,7 @@ class Sizes:
 
 
 class Device:
-    """The first GPU, else the CPU. `limit` is the most bytes/s that a copy or a sum moves."""
+    """The first GPU, else the CPU. `limit` is the maximum bytes/s that a copy or a sum moves."""
 
     def __init__(self) -> None:
         self.is_gpu = torch.cuda.is_available()
@@ -82,7 +82,7 @@ class Device:
         return 1e3 * size / self.limit
 
     def timed(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Median milliseconds of a call on the device, and until the call returned to the host."""
+        """Return a call's median milliseconds on the device, and until it returned to the host."""
         times = [self._timed(run) for _ in range(1 + self.sizes.repeats)][1:]
         return median([ms for ms, _ in times]), median([ms for _, ms in times])
 

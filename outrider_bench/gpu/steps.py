@@ -18,12 +18,12 @@ from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 from outrider_bench.gpu.lines import Device, Lines
 
 _PAGE_SIZE = 16
-# Kernels of a forward that are listed.
+# The number of a forward's kernels that are listed.
 _LONGEST = 12
 
 
 def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
-    """Return chains of `tokens` after `context` tokens each, in pages scattered over a cache."""
+    """Return slices with chains of `tokens` after `context` tokens, in scattered pages."""
     each = -(-(context + tokens) // _PAGE_SIZE)
     pages = Random(0).sample(range(batch * each), batch * each)
     # As in a service, the device knows the pages of a running sequence after its first step.
@@ -35,7 +35,7 @@ def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
 
 
 class _Model:
-    """A model as served, with random weights drawn on the device."""
+    """A model like a served model, with random weights drawn on the device."""
 
     def __init__(self, device: Device, name: str, tokens_each: int) -> None:
         # An earlier model's cache fills the card.
@@ -74,7 +74,7 @@ class _Model:
         return self._device.floor_ms(self._bytes + batch * context * self._token_bytes)
 
     def capture(self, lines: Lines) -> None:
-        """Capture graphs; say how long that took and what memory they hold."""
+        """Capture graphs; print how long that took and how much memory the graphs hold."""
         began = time.perf_counter()
         self.runner.capture(self._bounds)
         seconds = time.perf_counter() - began
@@ -128,7 +128,7 @@ def _steps(
 
 
 def _longest_kernels(lines: Lines, model: _Model, batch: int, context: int, tokens: int) -> None:
-    """Say which kernels of a forward take most of its time."""
+    """Print the kernels that take most of a forward's time."""
     if not model._device.is_gpu:
         return
     slices = _slices(batch, context, tokens)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 DIRECTORY = Path(__file__).parent / "costs"
 
 
-# A number of sequences or of tokens.
+# The type of a number of sequences or of tokens.
 _Number = TypeVar("_Number", int, float)
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -56,11 +56,11 @@ class DraftingCost(_Table):
         return _interpolated(self.token_s, sequences)
 
     def of_run_token(self, sequences: int) -> float:
-        """Like `of_token`, if one call drafts a whole run."""
+        """Return the result of `of_token` for calls that draft a whole run."""
         return _interpolated(self.run_token_s or self.token_s, sequences)
 
     def of_tree_token(self, sequences: int) -> float:
-        """Like `of_token`, if the drafts are trees of a head."""
+        """Return the result of `of_token` for drafts that are trees of a head."""
         return _interpolated(self.tree_token_s or self.token_s, sequences)
 
 
@@ -118,7 +118,7 @@ class Costs(_Table):
         return self.links.get("drafter", LinkShape.model_validate({"round_trip_ms": 0.4}))
 
     def forward_s(self, sequences: int, tokens: int, prompt_tokens: int = 0) -> float:
-        """Seconds of a forward: `sequences` decode `tokens` tokens in all, plus prompt tokens."""
+        """Return the seconds of a forward of `tokens` decoded tokens and the prompt tokens."""
         key = (sequences, tokens)
         seconds = self._known.get(key)
         if seconds is None:
@@ -155,7 +155,7 @@ def _interpolated(points: Mapping[_Number, float], x: float) -> float:
 
 
 def way_of(family: str, threads: int) -> str:
-    """Return the name in `drafting` of a family that computes on `threads` threads."""
+    """Return the name that `drafting` has for a family that computes on `threads` threads."""
     return family if threads == 1 else f"{family}-{threads}"
 
 

@@ -70,9 +70,10 @@ class DrafterActor:
         self._inbox: deque[StepBatch] = deque()
         self._coroutine = self._serve()
         self._began = False
-        # When the parts of the work in progress end; empty while the drafter waits for a message.
+        # The times when the parts of the work in progress end; empty while the drafter waits for a
+        # message.
         self._ends: list[float] = []
-        # Whether the drafter waits for a future. Messages then do not wake the drafter.
+        # True if the drafter waits for a future. Messages then do not wake the drafter.
         self._awaits = False
         # The number of the latest planned resumption. Earlier planned resumptions do nothing.
         self._appointment = 0
@@ -110,11 +111,11 @@ class DrafterActor:
 
     @property
     def byte_counts(self) -> tuple[int, int]:
-        """Bytes sent to the verifier, and bytes sent by it."""
+        """The bytes sent to the verifier, and the bytes sent by the verifier."""
         return self._up.byte_count, self._down.byte_count
 
     def leave(self) -> None:
-        """Hang up; the verifier notices it after the link's latency."""
+        """Hang up; the verifier notices that after the link's latency."""
         if not self._over:
             self._over = True
             self._up.send(0, lambda: self._verifier.post(self._unregister))

@@ -1,4 +1,4 @@
-"""An engine that events advance: after a step, after a wait, and for posted work."""
+"""Lets events advance an engine: after a step, after a wait, and for posted work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class EngineActor:
         self.open_requests = 0
         self._events = events
         self._busy_until = 0.0
-        # When to advance next, and the number of that appointment; earlier appointments are void.
+        # The time of the next advance, and the number of that appointment; earlier appointments are
+        # void.
         self._due = float("inf")
         self._appointment = 0
 

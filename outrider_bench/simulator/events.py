@@ -33,7 +33,7 @@ class Events:
         self.now += seconds
 
     def at(self, time: float, work: Callable[[], object]) -> None:
-        """Run `work` at `time`; raise ValueError if that lies before now."""
+        """Run `work` at `time`; raise ValueError for a time in the past."""
         if time < self.now:
             raise ValueError(f"an event at {time} s lies before now, {self.now} s")
         self._number += 1
@@ -70,7 +70,7 @@ class Work:
 class Until:
     """A simulated drafter's coroutine awaits this to sleep until `done`; messages do not end it.
 
-    Raises the exception that `done` has.
+    Awaiting raises the exception that `done` has.
     """
 
     done: Future[Any]

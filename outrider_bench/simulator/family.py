@@ -26,7 +26,7 @@ class SimulatedFamily(Family):
         self._world = world
         self._cost = cost
         self._slowness = spec.slowness
-        # Maps a sequence to its tokens that were not read yet.
+        # Maps a sequence to its number of unread tokens.
         self._unread: dict[int, int] = {}
         self._takes_time = any(cost.token_s.values())
         self.drafted_count = 0
@@ -46,7 +46,7 @@ class SimulatedFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Draft up to each sequence's goal; the passes take the cost table's time."""
+        """Draft up to each sequence's goal; the passes take the times of the cost table."""
         goals = [sequence.num_wanted for sequence in sequences]
         # The first pass reads the last token of each sequence.
         unread = sum([max(0, self._unread[sequence.id] - 1) for sequence in sequences])
@@ -63,7 +63,7 @@ class SimulatedFamily(Family):
             self._extend(sequence, min(goal, passes))
 
     def _pass_s(self, goals: list[int], number: int) -> float:
-        """Seconds of pass `number`, which drafts a token for each sequence with a higher goal."""
+        """Return the seconds of pass `number`: it drafts for sequences with a higher goal."""
         return self._slowness * self._cost.of_token(len([goal for goal in goals if goal > number]))
 
     def _extend(self, sequence: DraftSequence, count: int) -> None:
@@ -113,7 +113,7 @@ class SimulatedFamily(Family):
         return leaves
 
     def _offered(self, text: DrawnText, index: int, count: int) -> int:
-        """Return the number of guesses for the `count` tokens from `index` after the prompt on."""
+        """Return how many guesses are offered for `count` tokens, from `index` after the prompt."""
         recorded = text.guesses.get(self.name)
         if recorded is None:
             return 0 if self._skips_hard and text.hard[index] else count
@@ -127,7 +127,7 @@ class SimulatedFamily(Family):
         return self._world.luck(self.name, text, index) < self._rate(text, index, depth)
 
     def _rate(self, text: DrawnText, index: int, depth: int) -> float:
-        """The acceptance by the settings at `depth`, for the token at `index` after the prompt."""
+        """Return the settings' acceptance at `depth`, for the token at `index` after the prompt."""
         by_kind = self.acceptance
         if self._hard_acceptance is not None and text.hard[index]:
             by_kind = self._hard_acceptance

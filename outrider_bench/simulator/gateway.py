@@ -13,9 +13,9 @@ _POLL_S = 1.0
 
 
 class GatewayActor:
-    """Counts requests under way, and refuses requests that would end after `timeout_s` seconds.
+    """Counts running requests, and refuses requests that would end after `timeout_s` seconds.
 
-    Without a timeout it refuses nothing.
+    Without a timeout it refuses no requests.
     """
 
     def __init__(

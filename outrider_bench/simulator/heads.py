@@ -88,7 +88,7 @@ class SimulatedHead:
         self._ends: dict[HeadDraft, int] = {}
 
     def width(self, *, projected: bool) -> int:
-        """Return the numbers in a feature."""
+        """Return the size of a feature."""
         return self._width
 
     def begin(self, sequence: DraftSequence, seed: int, *, projected: bool) -> HeadDraft:
@@ -100,7 +100,7 @@ class SimulatedHead:
         self._ends.pop(draft, None)
 
     def read(self, draft: HeadDraft, news: News) -> None:
-        """Take the time of reading a prompt's features."""
+        """Spend the time for reading a prompt's features."""
         self._work(self._take(draft, news) * self._cost.prompt_token_s)
 
     def draft(
@@ -131,7 +131,7 @@ class SimulatedHead:
         return rows
 
     def _work(self, seconds: float) -> float:
-        """Work once earlier work is done; return the time of the end."""
+        """Work for `seconds` after earlier work is done; return the time of the end."""
         seconds *= self._slowness
         for observer in self.observers:
             observer(seconds)

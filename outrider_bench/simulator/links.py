@@ -19,8 +19,8 @@ _SEGMENT_BYTES = 1460
 class Link:
     """One direction of a link. A changed setting applies only to messages sent afterwards.
 
-    A message takes `latency_s`, up to `jitter_s` more, and its share of `bytes_per_s` (0 is no
-    limit). `random` belongs to this link, so its jitter does not depend on other links.
+    A message takes `latency_s`, up to `jitter_s` more, and the time for its bytes at `bytes_per_s`
+    (0 is no limit). `random` belongs to this link, so its jitter does not depend on other links.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Link:
         return arrival
 
     def _lost_s(self, byte_count: int) -> float:
-        """Return the delay of a message by lost segments; 0 if none is lost."""
+        """Return the delay that lost segments cause for a message; 0 if none is lost."""
         segments = max(1, -(-byte_count // _SEGMENT_BYTES))
         if self._random.random() < (1.0 - self.loss) ** segments:
             return 0.0

@@ -35,13 +35,13 @@ _TOKENS = (1, 2, 3, 5, 9)
 _CONTEXT = 128
 _PROMPTS = (32, 256)
 _REPEATS = 100
-# How many times to measure each point, and how long at a time. Each round measures all points, so
-# that a period of other work on the machine spoils no point in all rounds.
+# The number of times to measure each point, and the duration of each. Each round measures all
+# points, so that a period of other work on the machine spoils no point in all rounds.
 _ROUNDS = 4
 _POINT_S = 0.12
-# Tokens of a run that one call guesses.
+# The number of tokens in a run that one call guesses.
 _RUN = 8
-# Tokens of the text for lookups, and the number of timed drafts.
+# The number of tokens in the text for lookups, and the number of timed drafts.
 _TEXT = 200
 _LOOKUPS = 100
 # Forwards of more tokens take too long to measure, and no step has more.
@@ -98,7 +98,7 @@ def _served(
     *,
     int8: bool | None = False,
 ) -> ModelRunner:
-    """Return a model as a service loads it: on a GPU with the graphs of all forwards to measure."""
+    """Load a model as a service does; on a GPU, with the graphs of all forwards to measure."""
     bounds = Bounds(max(sequences), max(_TOKENS), _MAX_TOKENS)
     runner = ModelRunner.load(
         str(path), dtype=dtype, int8=int8, device=device, threads=threads, bounds=bounds
@@ -148,7 +148,7 @@ def _draft_cost(
 
 
 def _draft_s(runner: ModelRunner, sequences: int) -> float:
-    """Seconds of a drafter, with all its work, for one token of each of `sequences` sequences."""
+    """Return the seconds in which a drafter drafts one token for each of `sequences` sequences."""
     pool = SharedPagePool(runner.page_count, runner.page_size)
     forwards = Forwards(runner, pool, _MAX_TOKENS, 32, None)
     window = Window(token_count=1000, depth=1000)
@@ -223,7 +223,7 @@ def _proposing_s(family: NgramFamily, sequence: DraftSequence) -> float:
 
 
 def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
-    """Seconds of a forward of `sequences` sequences with `tokens` tokens each, all with logits."""
+    """Return the seconds of a forward of `sequences` sequences with `tokens` scored tokens each."""
     size = runner.page_size
     pages = -(-(_CONTEXT + tokens) // size)
     slices = [
@@ -234,8 +234,7 @@ def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
 
 
 def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
-    """Return the seconds that a step with a prompt adds, and seconds that each of its tokens adds.
-    """
+    """Return the seconds that a step with a prompt adds, and those that each of its tokens adds."""
     short, long = (_prompt_s(runner, count) for count in _PROMPTS)
     token_s = max(0.0, long - short) / (_PROMPTS[1] - _PROMPTS[0])
     return max(0.0, short - decode_step_s - _PROMPTS[0] * token_s), token_s
@@ -244,7 +243,7 @@ def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
 def _in_rounds(
     points: Sequence[_Point], seconds_of: Callable[[_Point], float]
 ) -> dict[_Point, float]:
-    """Return the fastest of several rounds over all points."""
+    """Measure all points in several rounds; return the fastest time of each point."""
     best = dict.fromkeys(points, math.inf)
     for _ in range(_ROUNDS):
         for point in points:
@@ -260,7 +259,7 @@ def _prompt_s(runner: ModelRunner, count: int) -> float:
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    """The time of the fastest of many runs, so that other work on the machine does not count."""
+    """Return the time of the fastest of many runs, since other work may slow down some."""
     work()
     best = math.inf
     end = time.perf_counter() + _POINT_S

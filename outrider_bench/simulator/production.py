@@ -28,7 +28,7 @@ from outrider_bench.simulator.scenario import DrafterSpec
 from outrider_bench.simulator.world import RIGHT, World
 
 _POOL_ENTRIES = 1_000_000
-# No text has this token, so a guess of it is wrong.
+# No sequence has this token, so a guess of it is wrong.
 _WRONG = 2**30
 # The probabilities that a draft model estimates for its likeliest tokens in a tree, the best first.
 # A recording has only ranks. The verifier corrects the estimates after each commit.
@@ -68,7 +68,7 @@ class SimulatedNgram(NgramFamily):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Propose as in production, after the cost table's time."""
+        """Propose as in production, after the time that the cost table states."""
         cost = self._cost
         full = len([sequence for sequence in sequences if sequence.remaining_window == 0])
         trees = len([sequence for sequence in sequences if sequence.wants_tree])
@@ -94,7 +94,7 @@ class SimulatedModel(ModelFamily):
 
 
 class SimulatedDraftModel(DraftModel):
-    """Runs the rounds of all connections; each forward takes the cost table's time."""
+    """Runs the rounds of all connections; the cost table states each forward's time."""
 
     # A fault ends the simulation. In virtual time, a round that is tried again would never end.
     fatal = (Exception,)
@@ -112,7 +112,7 @@ class SimulatedDraftModel(DraftModel):
     def grow(
         self, drafts: list[CachedDraft], *, urgent: bool, interrupted: Callable[[], bool]
     ) -> Future[None]:
-        """Like `DraftModel.grow`, in virtual time."""
+        """Start a round as `DraftModel.grow` does, in virtual time."""
         arrived = _Round(drafts, urgent, interrupted)
         self._arriving.append(arrived)
         if not self._busy:
@@ -120,7 +120,7 @@ class SimulatedDraftModel(DraftModel):
         return arrived.ended
 
     def _next(self) -> None:
-        """Begin the next forward, if there is anything to guess.
+        """Start the next forward, if there is anything to guess.
 
         Its guesses are ready at its end, when this is called again.
         """
@@ -187,7 +187,7 @@ class _RecordedForwards(Forwards):
         return [_guess(draft, self._likeliest(draft, [])) for draft in scored]
 
     def _likeliest(self, draft: CachedDraft, further: list[int]) -> list[int]:
-        """The draft model's likeliest next tokens, best first, after its guesses and `further`.
+        """Return the draft model's likeliest tokens after its guesses and `further`, best first.
 
         All tokens after a wrong guess are wrong.
         """

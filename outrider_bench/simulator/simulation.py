@@ -15,9 +15,9 @@ from outrider_bench.simulator.traffic import Request, Traffic
 from outrider_bench.simulator.verifier import VerifierActor
 from outrider_bench.simulator.world import World
 
-# Time for cancelled requests to end, after the simulated time.
+# The time for cancelled requests to end, after the simulated time.
 _DRAIN_S = 1000.0
-# Time until a drafter connects to a verifier that came back.
+# The time until a drafter connects to a verifier that came back.
 _RECONNECT_S = 1.0
 
 
@@ -36,7 +36,7 @@ class Outcome:
 
 
 class Simulation:
-    """A scenario with `load` requests under way. Without `drafting` its drafters never join."""
+    """A scenario with `load` requests in progress. Without `drafting` its drafters never join."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Simulation:
         return outcome
 
     def _begin_measuring(self) -> None:
-        """Begin the schedule, and remember the counters so far."""
+        """Start the schedule, and note the counters so far."""
         began = self.traffic.began
         for event in self._scenario.schedule:
             self.events.at(began + event.at, partial(self._apply, event))
@@ -235,8 +235,8 @@ def _add(sums: dict[str, float], values: dict[str, float]) -> None:
 
 
 def simulate(scenario: Scenario, load: int, *, drafting: bool = True) -> Outcome:
-    """Run a scenario with `load` requests under way; raise what `Simulation.run` raises."""
-    # The search for reference cycles would take an eighth of the time, and finds few.
+    """Run a scenario with `load` requests in progress; raises as `Simulation.run` does."""
+    # The search for reference cycles would take an eighth of the time, and would find few cycles.
     collecting = gc.isenabled()
     gc.disable()
     try:

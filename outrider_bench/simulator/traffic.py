@@ -55,7 +55,8 @@ class Request:
 class Traffic:
     """Sends requests by the scenario's arrivals, each to the verifier with the fewest requests.
 
-    Closed arrivals keep `load` requests under way. `speculates` is whether requests use drafters.
+    Closed arrivals keep `load` requests in progress. `speculates` says whether requests use
+    drafters.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Traffic:
         self._speculates = speculates
         self._numbers = count()
         self._lengths = world.random("lengths")
-        # The marks of recorded prompts: equal prompts have equal marks.
+        # The marks that identify recorded prompts: equal prompts have equal marks.
         self._marks: dict[tuple[int, ...], int] = {}
         self._recording = scenario.recording or []
         self._warm_up = min(scenario.warm_up, len(self._recording))
@@ -109,7 +110,7 @@ class Traffic:
     def _warm(self) -> None:
         """Send a client's next warm-up request.
 
-        If there is none, the client waits, and the last client to wait begins the measurement.
+        If there is none, the client waits, and the last client to wait starts the measurement.
         """
         if len(self.requests) < self._warm_up:
             self._send(self._text())
@@ -136,7 +137,7 @@ class Traffic:
             self._poisson()
 
     def stop(self) -> None:
-        """Send no more requests, and cancel the requests under way."""
+        """Send no more requests, and cancel running requests."""
         self._stopped = True
         for request in self.requests:
             if not request.over:
@@ -151,7 +152,7 @@ class Traffic:
 
     @property
     def all_over(self) -> bool:
-        """Whether all requests sent so far have ended."""
+        """True if all requests sent so far have ended."""
         return all(request.over for request in self.requests)
 
     # --- new requests ---
@@ -311,5 +312,5 @@ class Traffic:
             if request.sequence is not None:
                 request.verifier.engine.cancel(request.sequence)
 
-        # The submission may be under way; the cancellation arrives after it.
+        # The submission may still be in transit; the cancellation arrives after it.
         self._events.after(self._latency_s, lambda: request.verifier.post(cancel))

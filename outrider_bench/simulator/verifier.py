@@ -1,4 +1,4 @@
-"""A verifier of the simulation: the production engine, advanced by events."""
+"""A verifier of the simulation: events advance the production engine."""
 
 from __future__ import annotations
 

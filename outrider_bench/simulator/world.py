@@ -25,7 +25,7 @@ FIRST_MARK = 2**31
 RIGHT = "+"
 NO_GUESS = "."
 _CHUNK = 128
-# Mean length of a hard stretch.
+# The mean length of a hard stretch.
 _STRETCH_TOKENS = 32.0
 
 
@@ -86,7 +86,7 @@ class World:
         self._writers[text.number] = self.random("text", text.number)
 
     def text_of(self, tokens: list[int], ahead: int) -> DrawnText:
-        """The text whose prompt and beginning are `tokens`, with at least `ahead` more tokens."""
+        """Return the text that begins with `tokens`; it has at least `ahead` more tokens."""
         text = self._texts[tokens[0]]
         while len(text.tokens) < len(tokens) - text.prompt_length + ahead:
             self._write(text)
@@ -108,9 +108,9 @@ class World:
             text.hard.append(is_hard != (draw.random() < leave))
 
     def luck(self, drafter: str, text: DrawnText, index: int) -> float:
-        """Return the drafter's number in [0, 1) for the token at `index` after the prompt.
+        """Return the drafter's draw in [0, 1) for the token at `index` after the prompt.
 
-        The drafter knows the token if its acceptance there is greater.
+        The drafter knows the token if its acceptance there is greater than the draw.
         """
         key = (drafter, text.number)
         found = self._draws.get(key)

@@ -1,4 +1,4 @@
-"""Has each prompt answered in every decoding mode, in turns, and writes a row for each answer."""
+"""Sends each prompt in every decoding mode, in turns, and writes a row for each answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prom
         for kind, prompts in prompt_files.read(path).items():
             own = found.setdefault(kind, [])
             short = (p for p in prompts if len(encoder.ids(p)) + settings.tokens <= MOST_TOKENS)
-            # A data set may have more than anybody wants to wait for.
+            # A data set may have more prompts than anybody wants to wait for.
             own += islice(short, settings.count + 1 - len(own))
     for kind, prompts in found.items():
         if len(prompts) < 2:
@@ -150,7 +150,7 @@ class Compared:
     ) -> Answer | None:
         """Send requests in a decoding mode, at most `batch` at once.
 
-        Returns None if its process has died, and then no turn asks it again.
+        Returns None if the mode's process has died. Then no later turn asks the mode.
         """
         try:
             return await way.ask(requests, batch, temperature, tenant)
@@ -167,7 +167,7 @@ async def measured(
     compared: Compared,
     until: float,
 ) -> AsyncIterator[Row]:
-    """Yield the rows of all turns that begin before `until`; each begins with the next mode."""
+    """Yield the rows of all turns that start before `until`; the first mode changes each turn."""
     todo = list(turns(settings, prompts))
     every = chain.from_iterable(prompts.values())
     await _compile(compared, every, encoder, settings.temperatures[0])
@@ -197,8 +197,7 @@ async def measured(
 def _requests(
     turn: Turn, prompts: Mapping[str, Sequence[Prompt]], encoder: Encoder, tokens: int
 ) -> list[Request]:
-    """Return the turn's requests; every decoding mode gets the same requests with the same seeds.
-    """
+    """Return the turn's requests, which are the same, with the same seeds, for all modes."""
     asked = mixed(prompts)[turn.kind] if turn.batch > 1 else [prompts[turn.kind][turn.number]]
     return [
         request_of(prompt, encoder, tokens, 1000 * turn.round + turn.number + place)
@@ -207,7 +206,7 @@ def _requests(
 
 
 def _tenant(way: Way, turn: Turn) -> str:
-    """Return a name under which no n-grams of the turn's prompts are known."""
+    """Return a tenant's name under which no n-grams of the turn's prompts are known."""
     words = way.name, way.always, turn.round, turn.batch, turn.temperature
     return hashlib.sha256(repr(words).encode()).hexdigest()
 
@@ -227,7 +226,7 @@ async def _compile(
 async def _warm_up(
     compared: Compared, cell: tuple[int, float], prompts: Sequence[Prompt], encoder: Encoder
 ) -> None:
-    """Get uncounted answers in each decoding mode, so that its process learns what steps cost."""
+    """Get uncounted answers in each decoding mode, so that its process learns steps' costs."""
     batch, temperature = cell
     requests = [request_of(prompt, encoder, _WARM_UP_TOKENS, 0) for prompt in prompts]
     for way in tuple(compared.ways):

@@ -17,7 +17,7 @@ Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class PeerDied(RuntimeError):
-    """Another program has ended by itself. The message has its last words."""
+    """Another program has ended by itself. The message has the program's last lines."""
 
 
 def vllm_process(
@@ -53,7 +53,7 @@ async def line_peer(
         receive = process.stdout
 
         async def line() -> bytes:
-            """Return the peer's next line. Raises PeerDied with its last words if it died."""
+            """Return the peer's next line. Raises PeerDied with its last lines if it died."""
             read = await receive.readline()
             if not read.endswith(b"\n"):
                 errors.seek(0)
@@ -77,7 +77,7 @@ async def line_peer(
 
 
 def _vllm_threads(python: Path) -> dict[str, str]:
-    """Variables for threads as vLLM's own server starts them on CPUs: Intel's OpenMP, pinned.
+    """Return variables for threads as vLLM's server has them on CPUs: Intel's OpenMP, pinned.
 
     With another OpenMP, vLLM warns of slow speculation. A vLLM without that library gets none.
     """

@@ -1,4 +1,4 @@
-"""vLLM's and `transformers`' own drafting methods, as further rows of the table."""
+"""Runs vLLM's and `transformers`' own drafting methods, for further rows of the table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def started(
 ) -> list[Way]:
     """Start the programs that the settings name, in separate processes.
 
-    Raises PeerDied with its last words if one does not start.
+    Raises PeerDied with a program's last lines if it does not start.
     """
     found = []
     if settings.vllm is not None:
@@ -87,7 +87,7 @@ async def _start_vllm(
 ) -> peer_process.Ask:
     """Start vLLM, with our scheduler if `method.drafter` is set, and our drafter if it has flags.
 
-    Asking raises PeerDied with the drafter's last words if it has died.
+    Asking raises PeerDied with the drafter's last lines if it has died.
     """
     flags = ["--dtype", "auto", "--max-sequences", str(MOST_AT_ONCE)]
     listen = f"{LOOPBACK}:{free_port()}"

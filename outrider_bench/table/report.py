@@ -49,7 +49,7 @@ def _speeds(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _speed(plain: Mapping[Turn, Row], some: Sequence[Row]) -> str:
-    """Return rows of one decoding mode, with the plain rows of the same turns."""
+    """Return a mode's table entry: its speed over the plain rows of the same turns."""
     pairs = [(r.tokens, r.seconds, plain[r.turn].tokens, plain[r.turn].seconds) for r in some]
     amount, time, plain_amount, plain_time = map(sum, zip(*pairs, strict=True))
     if some[0].way == PLAIN:
@@ -63,7 +63,7 @@ def _speed(plain: Mapping[Turn, Row], some: Sequence[Row]) -> str:
 
 
 def _guesses(rows: Sequence[Row]) -> Iterator[str]:
-    """Tables of rows in which every step had a draft: our `always` rows, and all rows of peers."""
+    """Yield tables of rows with a draft in every step: our `always` rows, and all peers' rows."""
     always = {row.way for row in rows if row.always}
     own = [row for row in rows if row.turn.batch == 1 and row.way != PLAIN]
     own = [row for row in own if row.always or row.way not in always]

@@ -26,7 +26,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one decoding mode did in a turn. Times are in seconds."""
+    """The result of one decoding mode in a turn. Times are in seconds."""
 
     turn: Turn
     way: str
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A mode's answers in a turn. `forwards` is None if the counters of drafts tell the number."""
+    """A mode's answers in a turn. `forwards` is None if the counters of drafts determine it."""
 
     sample: Sample
     drafts: Mapping[str, float]

@@ -57,7 +57,7 @@ class Stack:
     threads: int
 
     def experiment(self, target: Path) -> Experiment:
-        """What to start."""
+        """The experiment whose processes to start."""
         settings = {"max_sequences": MOST_AT_ONCE, "page_count": _PAGES}
         served = {"model": target, "dtype": "auto", "threads": self.threads, "settings": settings}
         names = [*self.drafters]
@@ -121,7 +121,7 @@ def _is_there(name: str, folder: Path, missing: list[str]) -> bool:
 async def started(
     settings: TableSettings, target: Path, running: AsyncExitStack
 ) -> tuple[list[Way], list[str]]:
-    """Start everything until `running` is closed. Plain decoding is the first mode.
+    """Start all stacks until `running` is closed. Plain decoding is the first mode.
 
     Also returns a line for each mode that is missing. Raises StackFailed or RuntimeError if a
     process does not start.

@@ -1,4 +1,4 @@
-"""The answer to an experiment's question, in sentences made from figures, and its plot's lines."""
+"""Writes the answer to an experiment's question from its figures, and the lines of its plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Points = list[tuple[float, Spread]]
 
 
 def answers(results: Results) -> list[str]:
-    """Return sentences, the most important first."""
+    """Return the answer's sentences, the most important first."""
     costs = results.costs
     if not costs and results.experiment.costs:
         costs = results.about["machine"]["processor"].partition(". ")[0]
@@ -29,7 +29,7 @@ def answers(results: Results) -> list[str]:
 
 
 def rated_cells(results: Results) -> list[tuple[str, Spread]]:
-    """Return drafted cells in words, with their speed over plain decoding if that is plausible."""
+    """Return descriptions of drafted cells with their plausible speeds over plain decoding."""
     found = []
     for cell, source in results.found():
         if results.is_disturbed(cell, source):
@@ -112,8 +112,7 @@ def _errors(results: Results) -> Iterator[str]:
 
 
 def axis_of(results: Results) -> str | None:
-    """Return the path on the x axis of plots: a swept round trip, else another number, else None.
-    """
+    """Return the path on plots' x axis: a swept round trip, else another number, else None."""
     sweep = results.experiment.sweep
     numeric = [
         path

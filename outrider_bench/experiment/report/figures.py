@@ -40,7 +40,10 @@ def sample_figures(sample: Sample) -> Figures:
 
 
 def groups_of(figures: Iterable[str]) -> list[str]:
-    """The families and kinds whose acceptance is among these names, as `family_` and `kind_`."""
+    """Return the drafter families and kinds of prompts that these figures' names mention.
+
+    They have the form `family_NAME` and `kind_NAME`.
+    """
     found = [re.fullmatch(r"((?:family|kind)_.+)_acceptance", name) for name in figures]
     return list(dict.fromkeys(match[1] for match in found if match))
 
@@ -57,7 +60,7 @@ def _latencies(sample: Sample) -> Figures:
         values = getattr(sample, name)
         if values:
             found[f"{name}_p50_ms"] = 1000 * median(values)
-            whole = values if len(values) > 1 else values * 2  # quantiles need two values
+            whole = values if len(values) > 1 else values * 2  # `quantiles` needs two values
             found[f"{name}_p99_ms"] = 1000 * quantiles(whole, n=100, method="inclusive")[98]
     return found
 
@@ -90,7 +93,7 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
 
 
 def _acceptance(counters: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Acceptance, overall and at each position in the draft (from 1): numerators, denominators."""
+    """Return acceptance as numerators and denominators, overall and at each draft position."""
     drafts = counters.get("spec_decode_num_drafts", 0.0)
     accepted = counters.get("spec_decode_num_accepted_tokens", 0.0)
     places = {key: key.removeprefix(PER_POSITION) for key in counters if PER_POSITION in key}
@@ -129,7 +132,7 @@ def _step(counters: Mapping[str, float]) -> Figures:
 
 
 def _costs(measurement: Measurement) -> Figures:
-    """For each token: bytes on each link in both directions, and CPU ms per process and in all."""
+    """Return the cost of a token: bytes on each link in each direction, CPU ms of each process."""
     spent: Figures = {}
     for name, link in measurement.links.items():
         spent[f"link_{name}_up_bytes"] = link.up_bytes

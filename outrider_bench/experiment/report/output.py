@@ -1,4 +1,4 @@
-"""Tables, a plot and a file of a run's figures."""
+"""Writes tables, a plot and a file of a run's figures."""
 
 from __future__ import annotations
 

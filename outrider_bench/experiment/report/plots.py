@@ -1,4 +1,4 @@
-"""A report's plot: the speed of each cell, or the speed over a swept number."""
+"""Draws a report's plot: the speed of each cell, or the speed over a swept number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider_bench.experiment.report.results import Results
 
 
 def speed_plot(results: Results) -> bytes | None:
-    """Return speed over plain decoding as a PNG; None if no cell has a speed."""
+    """Return a PNG of the speeds over plain decoding; None if no cell has a speed."""
     path = axis_of(results)
     figure = _bars(results) if path is None else _lines(results, path)
     if figure is None:
@@ -22,7 +22,7 @@ def speed_plot(results: Results) -> bytes | None:
 
 
 def _lines(results: Results, path: str) -> Figure | None:
-    """× plain along a swept number, with the interval of the median; predictions are dashed."""
+    """Plot × plain along a swept number, with the median's interval; predictions are dashed."""
     lines = lines_of(results, path)
     if not lines:
         return None

@@ -43,7 +43,7 @@ class Spread:
 
     @property
     def shows(self) -> Shown:
-        """Whether a ratio is above or below 1; "" if unclear, as after one repetition."""
+        """Whether the ratio is above or below 1; "" if unclear, as after one repetition."""
         if self.count == 1 and not self.predicted:
             return ""
         return shown_by(self.low, self.high)
@@ -77,7 +77,7 @@ class Results:
     rows: list[Row] = field(default_factory=list)
 
     def found(self) -> list[tuple[Cell, Source]]:
-        """Cells that have results, with the source that tables show: measured, else predicted."""
+        """Return cells with results, and the source that tables show: measured, else predicted."""
         known = [[s for s in SOURCES if (cell.key, s) in self.measurements] for cell in self.cells]
         return [(cell, of[0]) for cell, of in zip(self.cells, known, strict=True) if of]
 
@@ -96,8 +96,7 @@ class Results:
         return Spread.of(values, predicted=source == "predicted") if values else None
 
     def is_disturbed(self, cell: Cell, source: Source) -> bool:
-        """Return whether the speed over plain decoding exceeds what its tokens per forward allow.
-        """
+        """True if the speed over plain decoding exceeds what the tokens per forward allow."""
         share = self.spread(cell, source, DRAFTED, "times_plain_of_allowed")
         return share is not None and share.median > MOST_OF_ALLOWED
 

@@ -25,7 +25,7 @@ class Table:
 class _Column:
     """A column that shows a figure of figures.csv. An empty `way` means the line's mode.
 
-    `{group}` in the figure's name becomes the families or kinds whose drafts the line is about.
+    `{group}` in the figure's name is replaced by the families or kinds of the line's drafts.
     """
 
     title: str

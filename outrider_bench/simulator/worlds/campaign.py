@@ -29,7 +29,7 @@ class Campaign:
 
     @property
     def message_count(self) -> int:
-        """All messages that arrived."""
+        """The number of all messages that arrived."""
         return sum(self.counts[name] for name in MESSAGES)
 
 

@@ -51,7 +51,7 @@ class Client:
         self._cancel: Callable[[], None] = lambda: None
 
     def ask(self) -> None:
-        """Send the request, or the rest of it, to the verifier with the fewest requests."""
+        """Send the request, or its remaining part, to the verifier with the fewest requests."""
         if self.end:
             return
         before = self.verifier
@@ -110,9 +110,10 @@ class Client:
             self._world.events.after(self.plan.latency_s, self._cancel)
 
     def move(self, after_s: float) -> None:
-        """Give up a verifier that does not answer, and resume at another.
+        """Leave a verifier that does not answer, and resume at another.
 
-        The first verifier hears of it after `after_s` seconds; until then both serve the request.
+        The first verifier learns of that after `after_s` seconds; until then both serve the
+        request.
         """
         if not self.end and self.verifier is not None:
             self._world.counts["requests moved"] += 1

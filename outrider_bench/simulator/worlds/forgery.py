@@ -1,4 +1,4 @@
-"""What hostile drafters send: messages that no delay explains, and floods of allowed messages."""
+"""Makes hostile drafters' messages: some that no delay explains, and floods of allowed messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The invariants of a simulated world, after each step and message and once nothing is running."""
+"""Checks a simulated world's invariants: after each step and message, and when nothing runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def broken(invariant: str, detail: object) -> NoReturn:
 
 @dataclass(slots=True)
 class Truth:
-    """What is known of a sequence from outside the engine."""
+    """The facts that are known of a sequence outside the engine."""
 
     answer: Answer
     compares: bool
@@ -111,7 +111,7 @@ def _size(trie: Trie) -> tuple[int, int]:
 
 
 def _check_roster(engine: Engine) -> None:
-    """Check that assignments and drafters agree on who drafts for which sequence."""
+    """Check that assignments and drafters agree on which drafters have which sequences."""
     connected = engine.drafting.roster.connected
     held: dict[str, set[int]] = {name: set() for name in connected}
     for sequence in engine.sequences.values():
@@ -141,7 +141,7 @@ def check_batch(token_counts: SequenceOf[int], max_batch_tokens: int) -> None:
 
 @dataclass(slots=True)
 class Expected:
-    """What a message must be counted as, and whether it breaks the protocol."""
+    """The counts that a message must add, and whether the message breaks the protocol."""
 
     token_count: int = 0
     stale_count: int = 0
@@ -182,7 +182,7 @@ def expected_counts(
 
 
 def _is_opened(sequence: Sequence, drafter: Drafter) -> bool:
-    """Return whether the drafter has the sequence, and was told so."""
+    """Return whether the drafter has the sequence and was told of it."""
     assignment = sequence.assignments.get(drafter.id)
     return assignment is not None and assignment.opened
 
@@ -205,7 +205,7 @@ def contradicted(proposal: Proposal, committed: list[int]) -> int:
 
 
 def check_quiet(engine: Engine) -> None:
-    """Check that nothing is left of any request; raise what `check_step` raises."""
+    """Check that no request left anything behind; raises as `check_step` does."""
     scheduler = engine.scheduler
     if engine.sequences or scheduler.running or len(scheduler.waiting):
         broken("no sequence is left", [*engine.sequences])

@@ -9,8 +9,8 @@ from typing import Literal
 from outrider_bench.simulator.worlds.requests import REQUEST_COUNT, wanted_tokens
 
 Manner = Literal["honest", "forger", "flooder"]
-# One of three drafters is hostile. A forger sends what no delay explains. A flooder sends allowed
-# messages, sometimes more than the messages that it received permit.
+# One of three drafters is hostile. A forger sends messages that no delay explains. A flooder sends
+# allowed messages, sometimes more than the messages that it received permit.
 _MANNERS: list[Manner] = ["honest", "honest", "honest", "honest", "forger", "flooder"]
 _FAULTS_UNTIL_S = 0.3
 _DRAFTER_FAULTS = (
@@ -46,7 +46,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """A drafter process; it dials one verifier, and again whenever its stream ends."""
+    """A drafter process; it dials one verifier, and redials whenever its stream ends."""
 
     name: str
     family: str
@@ -90,7 +90,7 @@ class RequestPlan:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong from `at_s` on, for `seconds`, with the drafter, verifier or request `who`.
+    """A fault of the drafter, verifier or request `who`, from `at_s` on, for `seconds`.
 
     `amount` is a probability, or the jump of a clock in seconds.
     """
@@ -116,7 +116,7 @@ class WorldPlan:
 
     @property
     def faults_end_s(self) -> float:
-        """When the last fault ends (seconds)."""
+        """The time when the last fault ends (seconds)."""
         return max([fault.at_s + fault.seconds for fault in self.faults], default=0.0)
 
 
@@ -145,7 +145,7 @@ def draw_world(seed: int) -> WorldPlan:
 
 
 def _engine(draw: Random, longest: int, *, launches: bool) -> EnginePlan:
-    """Settings of an engine whose cache holds a request of `longest` tokens, but often not two."""
+    """Draw an engine whose cache holds a request of `longest` tokens, but often not two."""
     page_size = draw.choice([1, 2, 4, 8, 16])
     least = -(-longest // page_size)
     return EnginePlan(

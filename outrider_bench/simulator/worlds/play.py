@@ -13,7 +13,7 @@ from outrider_bench.simulator.worlds.plan import Fault, WorldPlan
 from outrider_bench.simulator.worlds.random_drafter import RandomDrafter
 from outrider_bench.simulator.worlds.world import World
 
-# How long after the last fault all requests must have ended, and all messages arrived.
+# By this time after the last fault, all requests must have ended, and all messages arrived.
 _MOST_S = 120.0
 _SETTLE_S = 3.0
 _LOOK_S = 0.25
@@ -23,7 +23,7 @@ _SLOWER = 20.0
 
 @dataclass(slots=True)
 class Played:
-    """What happened in a simulated world. Equal worlds have equal digests."""
+    """The events of a simulated world. Equal worlds have equal digests."""
 
     counts: Counter[str] = field(default_factory=Counter)
     digest: str = ""
@@ -139,7 +139,7 @@ class _Play(World):
             verifier.target.slowness = _SLOWER
 
     def _kill(self, verifier: CheckedVerifier, seconds: float) -> None:
-        """A verifier vanishes, and another process takes its place after `seconds`."""
+        """Let a verifier vanish; after `seconds` another process replaces it."""
         if not verifier.serving:
             return
         verifier.stop()

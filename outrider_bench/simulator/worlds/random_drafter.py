@@ -34,7 +34,7 @@ _FAULTS_TO_QUARANTINE = 3
 
 
 class RandomDrafter:
-    """A drafter process that dials its verifier, and again when a connection has ended."""
+    """A drafter process that dials its verifier, and redials when a connection has ended."""
 
     def __init__(self, world: World, plan: DrafterPlan) -> None:
         self.plan = plan
@@ -59,7 +59,7 @@ class RandomDrafter:
         self._dials = 0
 
     def dial(self, after_s: float) -> None:
-        """Connect after `after_s` seconds, unless this is called again before."""
+        """Connect after `after_s` seconds, unless another call of this comes before."""
         self.connection = None
         self._dials += 1
         number = self._dials
@@ -81,7 +81,7 @@ class RandomDrafter:
 
     @property
     def is_hostile(self) -> bool:
-        """Whether it sends messages that no delay explains."""
+        """True if the drafter sends messages that no delay explains."""
         return self.plan.manner == "forger"
 
 
@@ -100,7 +100,7 @@ class Connection:
         self._events = drafter.world.events
         self._inbox: deque[StepBatch] = deque()
         self._drafts = False
-        # Whether a message to the drafter was lost, so that the next one leaves a gap.
+        # True if a message to the drafter was lost, so that the next message leaves a gap.
         self._has_gap = False
         self._handle: Drafter | None = None
         self._world.note(f"{drafter.plan.name} dials")
@@ -144,7 +144,7 @@ class Connection:
             self._events.after(_NOTICE_S, self.lose)
 
     def _arrive(self, batch: DraftBatch) -> None:
-        """A message of the drafter arrives; its form was checked before."""
+        """Take an arriving message of the drafter; its form was checked before."""
         self._world.counts["draft messages"] += 1
         handle = self._handle
         if handle is None:
@@ -158,7 +158,7 @@ class Connection:
         self.verifier.post(take)
 
     def _arrive_raw(self, data: bytes, *, must_fail: bool) -> None:
-        """A message of the drafter arrives as bytes, as on the production stream."""
+        """Take an arriving message of the drafter as bytes, as on the production stream."""
         try:
             batch = wire.drafts_from_proto(drafts_pb2.DraftBatch.FromString(data), VOCAB)
         except OutriderError as error:
@@ -194,13 +194,13 @@ class Connection:
     # --- the drafter's side ---
 
     def leave(self) -> None:
-        """Hang up; the verifier hears of it through the link."""
+        """Hang up; the verifier learns of that through the link."""
         if not self.over:
             self.over = True
             self._drafter.up.send(lambda: self.verifier.post(self._leave), surely=True)
 
     def drain(self) -> None:
-        """Tell the verifier that it is about to leave."""
+        """Tell the verifier that the drafter is about to leave."""
 
         def drain() -> None:
             if self._handle is not None:
@@ -209,7 +209,7 @@ class Connection:
         self._drafter.up.send(lambda: self.verifier.post(drain))
 
     def lose(self, after_s: float = _NOTICE_S) -> None:
-        """The connection breaks; the drafter dials again, and the verifier notices later."""
+        """Break the connection; the drafter redials, and the verifier notices later."""
         if self.over:
             return
         self.over = True
@@ -217,7 +217,7 @@ class Connection:
         self._events.after(after_s, lambda: self.verifier.post(self._leave))
 
     def _refused(self, error: OutriderError) -> None:
-        """The verifier has ended the stream, or refused the drafter."""
+        """Handle that the verifier has ended the stream, or refused the drafter."""
         drafter = self._drafter
         if self.over:
             return

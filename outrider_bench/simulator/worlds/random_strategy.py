@@ -28,7 +28,7 @@ class RandomStrategy(Strategy):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Offer a run of guesses and a branch, or nothing; raise ValueError now and then."""
+        """Offer a run of guesses and a branch, or nothing; sometimes raise ValueError."""
         for sequence in sequences:
             if self._draw.random() < self._plan.fails:
                 raise ValueError("the plan has this strategy fail")

@@ -67,7 +67,7 @@ def request_of(number: int) -> TokenRequest:
 
 
 def _sampling(draw: Random) -> SamplingParams:
-    """Greedy, seeded or sampled settings; half of them adjust the logits."""
+    """Draw greedy, seeded or sampled settings; half of them adjust the logits."""
     temperature = draw.choice([0.0, 0.0, 0.0, 0.5, 1.0, 1.5])
     adjusts = draw.random() < 0.5
     return SamplingParams(
@@ -86,7 +86,7 @@ def _sampling(draw: Random) -> SamplingParams:
 
 
 def wanted_tokens(number: int) -> int:
-    """Return the most tokens that a request can have, prompt included."""
+    """Return the maximum number of tokens that a request can have, prompt included."""
     request = request_of(number)
     return len(request.prompt) + request.max_tokens
 
@@ -101,8 +101,7 @@ def modulus_of(number: int) -> int:
 
 
 def matcher_of(number: int, committed: Sequence[int]) -> ResidueMatcher | None:
-    """Return the state of a request's grammar after the committed tokens; None without a grammar.
-    """
+    """Return the state of a request's grammar after committed tokens; None without one."""
     if modulus_of(number) == 0:
         return None
     matcher = ResidueMatcher(modulus_of(number))
@@ -120,7 +119,7 @@ class ResidueMatcher:
 
     @property
     def ended(self) -> bool:
-        """Whether an end token has closed the text."""
+        """True if an end token has ended the output."""
         return bool(self._tokens) and self._tokens[-1] == EOS
 
     def accept(self, token_id: int) -> bool:

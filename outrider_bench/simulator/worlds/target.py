@@ -1,6 +1,6 @@
 """A target whose logits depend on every token that its paged cache holds for a sequence.
 
-So a page that is lost, shared wrongly or overwritten changes the text.
+So a page that is lost, shared wrongly or overwritten changes the output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider_bench.simulator.events import Events
 VOCAB = 32
 EOS = VOCAB - 1
 _ROWS = 1021
-# Hashes of texts are polynomials modulo a Mersenne prime.
+# Hashes of sequences are polynomials modulo a Mersenne prime.
 _PRIME = 2**61 - 1
 _FACTOR = 0x5DEECE66D5DEECE
 _TABLE = 2.0 * torch.randn(_ROWS, VOCAB, generator=torch.Generator().manual_seed(20261125))
@@ -53,7 +53,7 @@ class PagedTarget:
         self._token_s = token_s
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Write the tokens to their pages; return logits as `LanguageModel.forward`.
+        """Write the tokens to their pages; return logits as `LanguageModel.forward` does.
 
         Raises RuntimeError once after `fails_next` was set.
         """
@@ -70,7 +70,7 @@ class PagedTarget:
         return _TABLE[rows]
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots, as `LanguageModel.move_tokens`."""
+        """Copy slots as `LanguageModel.move_tokens` does."""
         tokens = [self._cache[source] for source in sources]
         for token, target in zip(tokens, targets, strict=True):
             self._cache[target] = token
@@ -92,7 +92,7 @@ class PagedTarget:
         for token in tokens[:first]:
             found = (found * _FACTOR + token + 1) % _PRIME
             states.append(found)
-        # The state of each row: after the text, and after the tree's tokens.
+        # The state of each row: after the chain, and after the tree's tokens.
         by_row = states[-1:]
         for token, parent in zip(tokens[first:], part.parents, strict=True):
             by_row.append((by_row[parent] * _FACTOR + token + 1) % _PRIME)

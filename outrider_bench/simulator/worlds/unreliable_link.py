@@ -32,7 +32,7 @@ class UnreliableLink:
         self._last_arrival = 0.0
 
     def send(self, deliver: Callable[[], object], *, surely: bool = False) -> bool:
-        """Run `deliver` when the message arrives; return whether it does.
+        """Run `deliver` when the message arrives; return whether the message will arrive.
 
         `surely` is for the begin and the end of a stream. Unless they are held, they come once.
         """
@@ -46,7 +46,7 @@ class UnreliableLink:
         return True
 
     def heal(self) -> None:
-        """End all faults; messages that a partition held back come now."""
+        """End all faults; messages that a partition held back arrive now."""
         self.slowness = 1.0
         self.shuffles = False
         self.repeats = self.loses = self.held_until = 0.0

@@ -26,8 +26,7 @@ class World:
         return CheckedVerifier(self.events, name, self.plan.engine, self.counts)
 
     def random(self, name: str) -> Random:
-        """Return the random numbers of one actor: the absence of another actor changes few of them.
-        """
+        """Return an actor's random numbers: other actors' absence changes few of them."""
         return Random(f"{self.plan.seed} {name}")
 
     def note(self, what: str) -> None:
@@ -40,7 +39,7 @@ class World:
         return self._digest.hexdigest()
 
     def least_loaded(self, but: CheckedVerifier | None) -> CheckedVerifier | None:
-        """Return the serving verifier with the fewest requests; not `but`, if there is another."""
+        """Return the serving verifier with the fewest requests, other than `but` if possible."""
         serving = [each for each in self.verifiers.values() if each.serving]
         others = [each for each in serving if each is not but]
         return min(others or serving, key=lambda each: each.open_requests, default=None)
