@@ -33,11 +33,11 @@ class Site:
         return Tls(self.folder / f"{name}.pem", self.folder / f"{name}.key", self.ca)
 
     def context(self, tls: Tls | None) -> ssl.SSLContext:
-        """TLS of a client that trusts the authority and shows a certificate, or none."""
+        """Return TLS of a client that trusts the authority and shows a certificate, or none."""
         return trusting(self.ca, tls)
 
     async def serial(self, port: int, tls: Tls) -> str:
-        """The serial number of the certificate that a server on 127.0.0.1 shows now."""
+        """Return the serial number of the certificate that a server on 127.0.0.1 shows now."""
         context = self.context(tls)
         context.set_alpn_protocols(["h2", "http/1.1"])
         _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -47,7 +47,7 @@ class Site:
 
 
 def trusting(ca: Path, tls: Tls | None) -> ssl.SSLContext:
-    """TLS of a client that trusts an authority and shows a certificate, or none."""
+    """Return TLS of a client that trusts an authority and shows a certificate, or none."""
     context = ssl.create_default_context(cafile=str(ca))
     if tls is not None:
         context.load_cert_chain(tls.cert, tls.key)

@@ -61,7 +61,7 @@ class Far(torch.Tensor):
         return DEVICE
 
     def tolist(self) -> Any:
-        """The numbers, after a copy to the host as torch makes it for a GPU."""
+        """Return the numbers, after a copy to the host as torch makes it for a GPU."""
         return self.cpu().tolist()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -124,7 +124,7 @@ class FakeDevice(TorchDispatchMode):
         return Far(tensor)
 
     def _kernel(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A kernel that stands for one operator."""
+        """Return a kernel that stands for one operator."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.operators += 1
@@ -198,7 +198,7 @@ class FakeDevice(TorchDispatchMode):
 
 
 def _has_mask(indices: Any) -> bool:
-    """Whether an index is a mask: the host has to know how many of its entries are true."""
+    """Return whether an index is a mask: the host has to know how many of its entries are true."""
     return any(isinstance(index, Far) and index.dtype is torch.bool for index in indices)
 
 

@@ -27,7 +27,10 @@ def opened_sequence(
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
     **more: Any,
 ) -> Opened:
-    """A sequence of which the verifier takes `draft_tokens` a step; it is greedy by default."""
+    """Return a sequence of which the verifier takes `draft_tokens` a step.
+
+    It is greedy by default.
+    """
     text = list(tokens)
     return Opened(sequence_id, text, sampling, distribution, window, draft_tokens, **more)
 
@@ -57,11 +60,11 @@ class Rig:
         self.session.apply(StepBatch(closed=[Closed(sequence_id)]))
 
     async def draft(self, interrupted: Callable[[], bool] = never) -> DraftBatch:
-        """The messages of one round of drafting."""
+        """Return the messages of one round of drafting."""
         return await self.session.round(interrupted)
 
     async def drafts(self) -> DraftBatch:
-        """The messages of all rounds until one is empty."""
+        """Return the messages of all rounds until one is empty."""
         sent = DraftBatch()
         while (batch := await self.draft()).proposals or batch.skips:
             sent.proposals += batch.proposals
@@ -69,7 +72,7 @@ class Rig:
         return sent
 
     def guesses(self, sequence_id: int) -> list[int]:
-        """The sequence's proposed tokens that are neither committed nor refuted."""
+        """Return the sequence's proposed tokens that are neither committed nor refuted."""
         return list(self.session.sequences[sequence_id].guesses)
 
     @property

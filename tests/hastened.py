@@ -6,5 +6,5 @@ from typing import Any
 
 
 def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The options with all times divided by ten."""
+    """Return the options with all times divided by ten."""
     return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]

@@ -24,7 +24,7 @@ _SMALL = st.integers(0, 12)
 
 
 def _integers(least: int, most: int) -> st.SearchStrategy[int]:
-    """Small numbers, the ends of the type's range and their neighbours, and any others."""
+    """Return small numbers, the ends of the type's range and their neighbours, and any others."""
     ends = [least, least + 1, most - 1, most, 2**31 - 1, 2**16]
     return _SMALL | st.sampled_from(ends) | st.integers(least, most)
 
@@ -45,7 +45,7 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
 
 
 def fuzzing(examples: int) -> settings:
-    """Settings with `examples` fixed examples; the profile `long` draws others.
+    """Return settings with `examples` fixed examples; the profile `long` draws others.
 
     Fixed examples are not shrunk after a failure, since that could take minutes.
     """
@@ -89,13 +89,13 @@ def _filled(draw: st.DrawFn, descriptor: Descriptor, make: Any, depth: int) -> A
 
 
 def messages(kind: type[_Message], depth: int = 5) -> st.SearchStrategy[_Message]:
-    """Any message of the type, with at most `depth` levels of nested messages."""
+    """Return any message of the type, with at most `depth` levels of nested messages."""
     return _filled(kind.DESCRIPTOR, kind, depth)
 
 
 @st.composite
 def changed(draw: st.DrawFn, valid: list[bytes]) -> bytes:
-    """One of the valid messages with a few bytes overwritten, inserted or deleted."""
+    """Return one of the valid messages with a few bytes overwritten, inserted or deleted."""
     data = bytearray(draw(st.sampled_from(valid)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))

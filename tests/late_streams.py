@@ -45,7 +45,7 @@ class LateStream:
         """Queued steps. A step returns True if it is done, and False if it has to wait."""
 
     def record_event(self) -> _Event:
-        """An event after the queued steps."""
+        """Return an event after the queued steps."""
         event = _Event()
         self.queue.append(event.set)
         return event
@@ -80,7 +80,7 @@ class LateStreams(TorchDispatchMode):
         self._current = before
 
     def made(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A tensor that the current stream later fills with these numbers."""
+        """Return a tensor that the current stream later fills with these numbers."""
         return self._late(lambda: numbers, numbers)
 
     def _late(self, compute: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor:

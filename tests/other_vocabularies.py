@@ -22,7 +22,7 @@ SPECIAL = 4
 
 
 def order_of(seed: int, removed_share: float = 0.0) -> list[int]:
-    """The bundled ids in another order.
+    """Return the bundled ids in another order.
 
     `removed_share` of the tokens of several bytes are left out.
     """
@@ -38,7 +38,7 @@ def order_of(seed: int, removed_share: float = 0.0) -> list[int]:
 
 
 def tokenizer_of(order: Sequence[int], *, rename_end: bool = False) -> str:
-    """The bundled tokenizer.json with only these tokens. Their places here are their ids.
+    """Return the bundled tokenizer.json with only these tokens. Their places here are their ids.
 
     With `rename_end`, the token that ends a text has another name.
     """

@@ -28,7 +28,7 @@ def random_tree(
     likely: Sequence[int] = (),
     main_path: Sequence[int] = (),
 ) -> DraftTree:
-    """A tree of at most `count` tokens besides the main path, depth-first.
+    """Return a tree of at most `count` tokens besides the main path, depth-first.
 
     The tree often has a part of the continuation `likely`, as first children or as a branch.
     """

@@ -16,7 +16,7 @@ _UNCLEAR = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
 def methods(*files: FileDescriptor) -> list[MethodDescriptor]:
-    """All methods of all services in the files of protos."""
+    """Return all methods of all services in the files of protos."""
     return [
         method
         for file in files
@@ -26,7 +26,7 @@ def methods(*files: FileDescriptor) -> list[MethodDescriptor]:
 
 
 def path(method: MethodDescriptor) -> str:
-    """The method's path in HTTP/2."""
+    """Return the method's path in HTTP/2."""
     return f"/{method.containing_service.full_name}/{method.name}"
 
 

@@ -25,7 +25,7 @@ PASSWORD = "correct horse"
 
 
 def acl_line() -> str:
-    """The documented line with the user's rights."""
+    """Return the documented line with the user's rights."""
     [line] = re.findall(r"^user outrider .*$", OPERATIONS, re.MULTILINE)
     return str(line)
 
@@ -80,7 +80,7 @@ class RedisProcess:
             wait_until(lambda: _answers(client))
 
     def admin(self) -> redis.Redis:
-        """A client of the default user."""
+        """Return a client of the default user."""
         tls: dict[str, Any] = {}
         if self._tls is not None:
             tls = {"ssl": True, "ssl_ca_certs": str(self._tls.ca)}
@@ -132,7 +132,7 @@ class Deployment:
         return ",".join(f"{scheme}://outrider@127.0.0.1:{port}{options}" for port in ports)
 
     def reached_with(self, password_file: Path) -> RedisServer:
-        """The server's address, and how to log in with this password."""
+        """Return the server's address, and how to log in with this password."""
         return RedisServer.parse(self.url, password_file, is_cluster=self.is_cluster)
 
     @property
@@ -140,7 +140,7 @@ class Deployment:
         return self.reached_with(self.password_file)
 
     def flags(self) -> list[str]:
-        """The flags with which a process connects as `server` does."""
+        """Return the flags with which a process connects as `server` does."""
         flags = ["--redis", self.url, "--redis-password-file", str(self.password_file)]
         return [*flags, *(["--redis-cluster"] if self.is_cluster else [])]
 
@@ -217,12 +217,12 @@ class Cluster(Deployment):
         return node
 
     def knows(self, node: RedisProcess) -> int:
-        """The number of nodes that a node knows of, itself included."""
+        """Return the number of nodes that a node knows of, itself included."""
         with node.admin() as client:
             return int(client.cluster("info")["cluster_known_nodes"])
 
     def is_whole(self, node: RedisProcess) -> bool:
-        """Whether a node knows the owners of all slots, which are three nodes."""
+        """Return whether a node knows the owners of all slots, which are three nodes."""
         with node.admin() as client:
             info = client.cluster("info")
             return info["cluster_state"] == "ok" and info["cluster_size"] == "3"

@@ -69,7 +69,7 @@ _CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _texts() -> list[str]:
-    """216 prompts, in which languages, chats and completions take turns."""
+    """Return 216 prompts, in which languages, chats and completions take turns."""
     by_language = []
     for topics, asked, begun in _LANGUAGES.values():
         chats = [_CHAT.format(form.format(topic)) for topic in topics for form in asked]
@@ -81,7 +81,7 @@ def _texts() -> list[str]:
 
 
 def is_chat(index: int) -> bool:
-    """Whether a prompt is a chat: chats and completions alternate, six of each at a time."""
+    """Return whether a prompt is a chat: chats and completions alternate, six of each at a time."""
     return index // len(_LANGUAGES) % 2 == 0
 
 
@@ -94,7 +94,7 @@ def smollm2() -> str:
 
 
 async def answers(client: Client, requests: list[TokenRequest]) -> list[list[TokenChunk]]:
-    """The answers to the requests, of which eight run at once."""
+    """Return the answers to the requests, of which eight run at once."""
     places = asyncio.Semaphore(8)
 
     async def one(request: TokenRequest) -> list[TokenChunk]:
@@ -105,7 +105,7 @@ async def answers(client: Client, requests: list[TokenRequest]) -> list[list[Tok
 
 
 def tokens_of(chunks: list[TokenChunk]) -> list[int]:
-    """All tokens of an answer."""
+    """Return all tokens of an answer."""
     return [token for chunk in chunks for token in chunk.token_ids]
 
 

@@ -45,7 +45,7 @@ START_S = 180.0
 
 
 def prompt_texts() -> list[str]:
-    """40 prompts of the kinds that the bundled pair was trained on."""
+    """Return 40 prompts of the kinds that the bundled pair was trained on."""
     modules = (textwrap, json, inspect, asyncio.queues, asyncio.locks)
     sources = ["\n".join(inspect.getsource(module).splitlines()[20:]) for module in modules]
     code = [source[i * 500 : i * 500 + 40 + 60 * i] for source in sources for i in range(4)]
@@ -66,7 +66,7 @@ def prompt_texts() -> list[str]:
 
 
 def prompts(every: int = 1) -> list[list[int]]:
-    """The ids of the texts: of all, or of every `every`-th text."""
+    """Return the ids of the texts: of all, or of every `every`-th text."""
     tokenizer = load_tokenizer(TARGET)
     return [encoding.ids for encoding in tokenizer.encode_batch(prompt_texts()[::every])]
 
@@ -101,7 +101,7 @@ class Process:
         self.log.close()
 
     def output(self) -> str:
-        """Everything that the process has printed."""
+        """Return everything that the process has printed."""
         self.log.seek(0)
         return self.log.read().decode(errors="replace")
 
@@ -247,7 +247,7 @@ class Client:
         await self.channel.close(None)
 
     async def model(self) -> ModelInfo:
-        """The verifier's model, with its drafters."""
+        """Return the verifier's model, with its drafters."""
         response = await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
         return wire_model.model_from_proto(response)
 
@@ -264,7 +264,7 @@ class Client:
             drafter.call.cancel()
 
     async def generate(self, request: TokenRequest) -> list[TokenChunk]:
-        """All chunks of one request."""
+        """Return all chunks of one request."""
         call = self.stub.GenerateTokens(wire_requests.request_to_proto(request), timeout=120)
         return [wire_requests.chunk_from_proto(response) async for response in call]
 
@@ -276,7 +276,10 @@ class Client:
         max_tokens: int = 48,
         at_once: int = 8,
     ) -> Answers:
-        """The answers to these prompts, some at once. They do not end before `max_tokens`."""
+        """Return the answers to these prompts, some at once.
+
+        They do not end before `max_tokens`.
+        """
         found = Answers()
         for first in range(0, len(prompts), at_once):
             asked = [
@@ -298,7 +301,7 @@ class Client:
         await until(are_there)
 
     async def tokens(self, request: TokenRequest) -> list[int]:
-        """All generated tokens of one request."""
+        """Return all generated tokens of one request."""
         return [token for chunk in await self.generate(request) for token in chunk.token_ids]
 
 

@@ -29,7 +29,10 @@ def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor:
 
 
 def gb200(root: Path) -> Path:
-    """The /sys of the board in the folder `gb200`; GPU memory appears as nodes without cores."""
+    """Return the /sys of the board in the folder `gb200`.
+
+    GPU memory appears as nodes without cores.
+    """
     text = (BOARD / "numactl-hardware.txt").read_text()
     listed = re.findall(r"^node (\d+) cpus:(.*)$", text, re.MULTILINE)
     nodes = {int(node): [int(core) for core in cores.split()] for node, cores in listed}
@@ -40,13 +43,13 @@ def gb200(root: Path) -> Path:
 
 
 def gh200(root: Path, *, boards: int = 1, driver_manages: bool = False) -> Path:
-    """The /sys of one GH200, or of four in one machine; **reconstructed**, not recorded.
+    """Return the /sys of one GH200, or of four in one machine; **reconstructed**, not recorded.
 
     Each has 72 cores on one node. Eight nodes of GPU memory for each follow behind all nodes with
     cores, of which MIG may use seven. There are none where the driver manages the GPU's memory
     itself (CDMM). The nodes of one are those of an lscpu in
-    https://github.com/bytedance/xpu-perf/issues/129, the number of nodes of four that of a
-    `numactl -H` in https://github.com/numactl/numactl/issues/224.
+    https://github.com/bytedance/xpu-perf/issues/129, the number of nodes of four that of a `numactl
+    -H` in https://github.com/numactl/numactl/issues/224.
     """
     nodes = {node: f"{72 * node}-{72 * node + 71}" for node in range(boards)}
     if not driver_manages:
@@ -55,7 +58,7 @@ def gh200(root: Path, *, boards: int = 1, driver_manages: bool = False) -> Path:
 
 
 def graviton4(root: Path, *, sockets: int) -> Path:
-    """The /sys of an EC2 instance with all of one or two Graviton 4; **reconstructed**.
+    """Return the /sys of an EC2 instance with all of one or two Graviton 4; **reconstructed**.
 
     It has Grace's core, Neoverse V2, 96 to a socket, on one node or two:
     https://github.com/aws/aws-graviton-getting-started/pull/459. EC2's machines name this vendor.

@@ -15,7 +15,7 @@ class ToyGrammar:
         self.text: list[int] = []
 
     def allows(self, token: int) -> bool:
-        """Whether the token may follow the text."""
+        """Return whether the token may follow the text."""
         raise NotImplementedError
 
     @property

@@ -13,7 +13,7 @@ from outrider import __version__
 
 
 def attributes(owner: Any) -> dict[str, Any]:
-    """The attributes of a span or a resource, keyed by name."""
+    """Return the attributes of a span or a resource, keyed by name."""
     return {attribute.key: attribute.value for attribute in owner.attributes}
 
 

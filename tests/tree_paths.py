@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def path_to(row: int, parents: Sequence[int]) -> list[int]:
-    """The rows from row 0's child to `row`, both included; empty for row 0."""
+    """Return the rows from row 0's child to `row`, both included; empty for row 0."""
     found: list[int] = []
     while row > 0:
         found.append(row)

@@ -21,7 +21,7 @@ MARKS = [
 
 
 def python(packages: Path) -> list[str]:
-    """The command of ARM's Python, which imports Outrider from `packages` alone.
+    """Return the command of ARM's Python, which imports Outrider from `packages` alone.
 
     The processor has what Neoverse V2 has and more: `max` with its vectors of 128 bits.
     """

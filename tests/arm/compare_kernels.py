@@ -31,13 +31,13 @@ CUTS = [0, 30, 31, 36, 50]
 
 
 def made(dtype: torch.dtype) -> LlamaForCausalLM:
-    """The model, with the same weights each time; its runner changes its configuration."""
+    """Return the model, with the same weights each time; its runner changes its configuration."""
     torch.manual_seed(0)
     return LlamaForCausalLM(copy.deepcopy(CONFIG)).to(dtype).eval()
 
 
 def errors(dtype: torch.dtype) -> list[float]:
-    """The mean distances of the kernels and of torch."""
+    """Return the mean distances of the kernels and of torch."""
     tokens = torch.randint(3, 256, (CUTS[-1],)).tolist()
     model = made(dtype)
     with torch.inference_mode():

@@ -46,7 +46,7 @@ START_S = 1200.0
 
 
 def started(family: str, address: str, core: int, packages: Path) -> Process:
-    """A drafter on ARM; it pins itself to one core of this machine."""
+    """Return a drafter on ARM; it pins itself to one core of this machine."""
     flags = ["--family", family, "--verifier", address, "--id", f"arm-{family}"]
     flags += ["--cores", str(core)]
     if family == "model":
@@ -80,7 +80,7 @@ async def traced(
 
 
 async def equal_texts(client: Client, sampling: SamplingParams) -> Answers:
-    """The answers with drafts, whose texts equal those of plain decoding."""
+    """Return the answers with drafts, whose texts equal those of plain decoding."""
     asked = prompts(every=4)
     plain = await client.answers(asked, sampling, PLAIN, 24, at_once=2)
     drafted = await client.answers(asked, sampling, SpeculationOptions(), 24, at_once=2)

@@ -21,7 +21,7 @@ QUIET: dict[str, Any] = {"event": "quiet", "in_use": {}, "processes": {}}
 
 
 def plays(*events: dict[str, Any]) -> Any:
-    """A campaign that records these events and starts nothing."""
+    """Return a campaign that records these events and starts nothing."""
 
     async def play(campaign: object, bag: object, history: History, *_: object) -> None:
         history.round = 4

@@ -14,7 +14,10 @@ ANSWER = {"choices": {"0": CHOICE}, "usage": [5, 2], "code": "", "is_done": True
 
 
 def request(began: float = 1.0, ended: float = 2.0, **fields: Any) -> dict[str, Any]:
-    """A request that finished well. `fields` replace fields of its event, answer or choice."""
+    """Return a request that finished well.
+
+    `fields` replace fields of its event, answer or choice.
+    """
     answer = {**ANSWER, "choices": {"0": {**CHOICE}}}
     made = {"event": "request", "round": 3, "number": 7, "outcome": "finished", "answer": answer}
     made["gateway"] = "gateway-1"
@@ -25,7 +28,7 @@ def request(began: float = 1.0, ended: float = 2.0, **fields: Any) -> dict[str, 
 
 
 def failed(code: str = "verifier_unavailable", **fields: Any) -> dict[str, Any]:
-    """A request that ended in an error after a part of its text."""
+    """Return a request that ended in an error after a part of its text."""
     part = {"text": "ab", "reason": None, "tokens": ["a"], "logprobs": [-0.5], "usage": []}
     return request(**{"outcome": "failed", "code": code, **part, **fields})
 

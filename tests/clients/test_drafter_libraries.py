@@ -61,7 +61,7 @@ async def client(stack: Stack) -> AsyncIterator[Client]:
 
 
 def example(stack: Stack, language: str) -> Process:
-    """The language's example as a drafter of this stack."""
+    """Return the language's example as a drafter of this stack."""
     command = [part.format(address=stack.address) for part in COMMANDS[language]]
     return Process("", command=command)
 

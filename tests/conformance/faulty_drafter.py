@@ -23,7 +23,7 @@ corpus: list[int] = []
 
 
 def tree(text: list[int], count: int) -> tuple[list[int], list[int]]:
-    """Continuations of the last token, one for each next token, and the tokens' parents."""
+    """Return continuations of the last token, one for each next token, and the tokens' parents."""
     tokens: list[int] = []
     parents: list[int] = []
     firsts: set[int] = set()
@@ -38,7 +38,7 @@ def tree(text: list[int], count: int) -> tuple[list[int], list[int]]:
 
 
 def guess(text: list[int], count: int) -> list[int]:
-    """The tokens after the previous occurrence of the last token; none if that token is new.
+    """Return the tokens after the previous occurrence of the last token; none if that token is new.
 
     With the fault "prediction-as-corpus", the prediction's second token follows a new token.
     """
@@ -181,14 +181,14 @@ class Stream:
 
 
 def is_final(info: error_details_pb2.ErrorInfo) -> bool:
-    """Whether the refusal is final."""
+    """Return whether the refusal is final."""
     if FAULT == "gives-up-for-known-reasons-only":
         return info.reason in FINAL
     return info.metadata.get("retry") == "never" and FAULT != "never-gives-up"
 
 
 def pause(error: grpc.RpcError, backoff_s: float) -> float:
-    """Seconds to wait before the next attempt; exits after a final refusal."""
+    """Return the seconds to wait before the next attempt; exits after a final refusal."""
     status = rpc_status.from_call(error)
     retry_s = backoff_s
     for packed in status.details if status else []:

@@ -100,7 +100,7 @@ class _Relay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only stubs gi
         self._grows_responses = version == "newer" and part == "verifier"
 
     def service(self, handler_call_details: Any) -> Any:
-        """The handler of any method; messages are bytes."""
+        """Return the handler of any method; messages are bytes."""
         method: str = handler_call_details.method
         return grpc.stream_stream_rpc_method_handler(partial(self._pass_on, method))
 
@@ -122,7 +122,10 @@ class _Relay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only stubs gi
 async def _changed(
     messages: AsyncIterator[bytes], kind: Any, *, grows: bool
 ) -> AsyncIterator[bytes]:
-    """The messages in the other version. A newer version adds an unknown message after each."""
+    """Yield the messages in the other version.
+
+    A newer version adds an unknown message after each.
+    """
     made: Callable[..., Any] = message_factory.GetMessageClass(kind)
     async for content in messages:
         message = made()

@@ -21,7 +21,7 @@ PROMPTS = [[5, 6, 7, 8, 9] * 8, [100 + i % 11 for i in range(60)], [3, 4, 3, 9] 
 
 
 async def answers(client: Client, options: SpeculationOptions) -> list[Answers]:
-    """Three greedy answers and three seeded ones."""
+    """Return three greedy answers and three seeded ones."""
     return [await client.answers(PROMPTS, each, options) for each in (GREEDY, SEEDED)]
 
 

@@ -49,7 +49,7 @@ def chain_length(proposal: Proposal) -> int:
 
 
 async def branches_of(rig: Rig) -> list[tuple[int, list[int]]]:
-    """All branches that are proposed until the next verdict, as (place, tokens).
+    """Return all branches that are proposed until the next verdict, as (place, tokens).
 
     Also checks that they stay within the window.
     """

@@ -24,7 +24,7 @@ from tests.family_rig import Rig
 def sampled(
     tokens: list[int], sequence_id: int, seed: int | None = None, **settings: float
 ) -> Opened:
-    """A sequence whose guesses are sampled from a sparse distribution, one guess a step."""
+    """Return a sequence whose guesses are sampled from a sparse distribution, one guess a step."""
     sampling = SamplingParams(
         temperature=settings.get("temperature", 1.0), top_p=settings.get("top_p", 1.0), seed=seed
     )
@@ -35,7 +35,7 @@ def sampled(
 async def first_guesses(
     rig: Rig, prompt: list[int], count: int
 ) -> list[tuple[int, SparseDistribution]]:
-    """The first sampled token of `count` sequences with one prompt and different seeds."""
+    """Return the first sampled token of `count` sequences with one prompt and different seeds."""
     for i in range(count):
         rig.open(sampled(prompt, i, seed=i))
     batch = await rig.draft()

@@ -70,7 +70,7 @@ class Model:
         self.chain = self.chain[count:] if kept else self._main_path()
 
     def _main_path(self) -> tuple[int, ...]:
-        """The path of the guesses that came first."""
+        """Return the path of the guesses that came first."""
         path: tuple[int, ...] = ()
         while behind := [one for one in self.paths if one[:-1] == path]:
             path = behind[0]
@@ -194,7 +194,7 @@ def test_a_branch_keeps_its_place_when_tokens_before_it_are_committed() -> None:
 
 
 def sent_ids(proposal: Proposal | None) -> list[list[int] | None]:
-    """The token ids of each distribution of a proposal; None where a token has none."""
+    """Return the token ids of each distribution of a proposal; None where a token has none."""
     assert proposal is not None
     return [None if given is None else given.token_ids.tolist() for given in proposal.distributions]
 

@@ -29,7 +29,7 @@ def asked(
     sampling: SamplingParams = GREEDY,
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
 ) -> Opened:
-    """A sequence of which the verifier verifies trees."""
+    """Return a sequence of which the verifier verifies trees."""
     request = opened(tokens, depth=DEPTH, sampling=sampling, distribution=distribution)
     return replace(request, window=window, tree_tokens=tree_tokens)
 
@@ -41,7 +41,7 @@ async def first_proposal(rig: Rig, request: Opened) -> Proposal:
 
 
 def leaves_of(proposal: Proposal) -> dict[int, dict[int, float]]:
-    """The confidences of the tokens beside the chain, keyed by place and token."""
+    """Return the confidences of the tokens beside the chain, keyed by place and token."""
     found: dict[int, dict[int, float]] = {}
     for i in range(DEPTH, len(proposal.token_ids)):
         place = proposal.parents[i]

@@ -41,7 +41,7 @@ SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
 
 
 def tool_calls(**more: Any) -> Grammar:
-    """Calls in Qwen 3's format of `get_weather` and `get_time`; both take a person."""
+    """Return calls in Qwen 3's format of `get_weather` and `get_time`; both take a person."""
     tags = [
         {
             "type": "tag",
@@ -90,7 +90,7 @@ class Writer:
         self.rig.commit(1, *self.encoded(text), tree_tokens=self.tree_tokens)
 
     async def paths(self, sequence_id: int = 1) -> list[tuple[str, float]]:
-        """The paths of the next proposal as texts, each with its last token's confidence."""
+        """Return the paths of the next proposal as texts, each with its last token's confidence."""
         proposals = (await self.rig.draft()).proposals
         if not proposals:
             return []
@@ -105,7 +105,7 @@ class Writer:
         return [(decode(runs[i]).decode(), proposal.confidences[i - 1]) for i in leaves]
 
     async def chain(self) -> str:
-        """The text of the next proposal's chain; empty for a skip."""
+        """Return the text of the next proposal's chain; empty for a skip."""
         await self.rig.draft()
         return self.grammars.bytes_of(self.rig.guesses(1)).decode()
 

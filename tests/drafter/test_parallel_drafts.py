@@ -43,7 +43,7 @@ def forwards(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @torch.inference_mode()
 def logits(own: PreTrainedModel, text: list[int], count: int) -> torch.Tensor:
-    """The logits of `count` guesses after a text, from one forward over all of it."""
+    """Return the logits of `count` guesses after a text, from one forward over all of it."""
     ids = torch.tensor([[*text, *[UNKNOWN] * (count - 1)]])
     found: torch.Tensor = own(ids).logits[0, -count:]
     return found

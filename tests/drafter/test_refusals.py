@@ -124,7 +124,7 @@ async def gateway() -> OutriderError:
 
 
 async def iterator() -> OutriderError:
-    """A call that takes its messages from an iterator, which ends."""
+    """Return a call that takes its messages from an iterator, which ends."""
     async with refusing(Refusing()) as stub:
         call = stub.StreamTokens(iter([StreamTokensRequest()]))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

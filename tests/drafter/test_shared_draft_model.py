@@ -81,12 +81,12 @@ def model(watched: Watched, thread: ThreadPoolExecutor) -> DraftModel:
 
 
 def rig_of(model: DraftModel, vocab_size: int | None = None) -> Rig:
-    """The session of one verifier."""
+    """Return the session of one verifier."""
     return Rig(ModelFamily(model, vocab_size or model.runner.vocab_size, branch_count=0))
 
 
 async def alone(model: DraftModel, tokens: list[int]) -> list[int]:
-    """The guesses for a text while no other verifier is drafted for."""
+    """Return the guesses for a text while no other verifier is drafted for."""
     rig = rig_of(model)
     rig.open(opened(tokens, window=4))
     await rig.drafts()

@@ -60,7 +60,7 @@ class Target:
         return stack
 
     def requests(self, grammar: Grammar | None) -> list[TokenRequest]:
-        """Chats, alternately greedy and with a seed."""
+        """Return chats, alternately greedy and with a seed."""
         contents = [text[:600] for text in prompt_texts() * (CHATS // 40 + 1)][:CHATS]
         texts = [self.chat.format(f"{i}. Go on: {text}") for i, text in enumerate(contents)]
         return [
@@ -77,7 +77,7 @@ class Target:
 
 
 def heads_in(folder: str) -> dict[str, str]:
-    """The heads that come with Outrider for a target, keyed by name."""
+    """Return the heads that come with Outrider for a target, keyed by name."""
     found = sorted((ROOT / "models" / folder).glob("*/config.json"))
     return {path.parent.name: str(path.parent) for path in found if path.parent.name != "draft"}
 

@@ -23,7 +23,7 @@ PROMPT = [100 + 17 * i % 389 for i in range(50)]
 
 
 async def features(drafter: RawDrafter) -> dict[int, np.ndarray]:
-    """The features until the sequence is closed, keyed by position."""
+    """Return the features until the sequence is closed, keyed by position."""
     found: dict[int, np.ndarray] = {}
     while True:
         step = (await drafter.hear()).step

@@ -39,7 +39,7 @@ class Reference:
         self._right: set[tuple[int, ...]] = set()
 
     def generate(self, index: int) -> list[int]:
-        """The new tokens that `generate` writes after a prompt."""
+        """Return the new tokens that `generate` writes after a prompt."""
         prompt = self.prompts[index]
         ids = torch.tensor([prompt])
         generate: Any = self.model.generate

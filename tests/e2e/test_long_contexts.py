@@ -64,7 +64,7 @@ def prompt(reference: Reference) -> list[int]:
 async def ask(
     stack: Stack, prompt: list[int], options: SpeculationOptions, max_tokens: int = ANSWER
 ) -> list[TokenChunk]:
-    """All chunks of a greedy answer of exactly `max_tokens` tokens."""
+    """Return all chunks of a greedy answer of exactly `max_tokens` tokens."""
     sampling = SamplingParams(temperature=0.0)
     request = TokenRequest(prompt, max_tokens, sampling, speculation=options, ignore_eos=True)
     async with Client(stack.address) as client:
@@ -85,7 +85,7 @@ def whole_pages(tokens: int) -> int:
 
 
 def resident_bytes(stack: Stack) -> int:
-    """Memory of the verifier's process."""
+    """Return memory of the verifier's process."""
     status = Path(f"/proc/{stack.verifier.popen.pid}/status").read_text()
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found is not None

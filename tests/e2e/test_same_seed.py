@@ -55,7 +55,7 @@ async def texts(
     sampling: SamplingParams = SETTINGS[0],
     count: int = len(PROMPTS),
 ) -> list[list[int]]:
-    """Texts of the first `count` prompts, one request after the other."""
+    """Return the texts of the first `count` prompts, one request after the other."""
     return [await client.tokens(request(i, options, sampling)) for i in range(count)]
 
 

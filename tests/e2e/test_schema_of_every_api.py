@@ -50,7 +50,7 @@ def schemas(uri: str) -> list[dict[str, Any]]:
 
 
 def requests(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A request with the schema for each HTTP API."""
+    """Yield a request with the schema for each HTTP API."""
     function = {"name": "f", "parameters": schema}
     chat = {"messages": ASK, "max_tokens": 4}
     tools = [{"type": "function", "function": function}]

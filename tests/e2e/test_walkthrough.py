@@ -23,12 +23,12 @@ BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 
 
 def script() -> str:
-    """All commands of the section."""
+    """Return all commands of the section."""
     return "\n".join(["set -euo pipefail", *BLOCK.findall(SECTION)])
 
 
 def with_ports(text: str) -> str:
-    """The commands with free ports in place of the default ports."""
+    """Return the commands with free ports in place of the default ports."""
     http, verifier = (str(free_port("127.0.0.1")) for _ in range(2))
     ports = f"serve --grpc-port 0 --http-port {http} --verifier-port {verifier}"
     return (

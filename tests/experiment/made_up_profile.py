@@ -41,7 +41,7 @@ def _serving(way: str, batch: int, **more: float) -> dict[str, Any]:
 
 
 def made_up_profile(**more: Any) -> Profile:
-    """A profile of the bundled pair on two cores, one of them the target's."""
+    """Return a profile of the bundled pair on two cores, one of them the target's."""
     drafted = {"round_trip_s": 0.0005}
     given = {
         "machine": {"host": "made-up", "cores": [0, 1]},

@@ -109,7 +109,7 @@ def make_run(
 
 
 def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
-    """One repetition of a decoding mode in a cell."""
+    """Return one repetition of a decoding mode in a cell."""
     sample = _simulate(cell, way, seed, noise)
     measured = Measurement(way, sample)
     measured.texts_sha256 = hashlib.sha256(b"the texts").hexdigest()

@@ -68,7 +68,10 @@ def sample(tokens: int = 100, seconds: float = 2.0) -> Sample:
 
 
 def run(path: Path, rates: dict[str, list[tuple[float, float]]]) -> Folder:
-    """A run over round trips; `rates` maps cell and repetition to (plain, drafted) tokens/s."""
+    """Return a run over round trips.
+
+    `rates` maps cell and repetition to (plain, drafted) tokens/s.
+    """
     settings = {
         "name": "hand-made",
         "drafters": {"near": {"link": "wire"}},

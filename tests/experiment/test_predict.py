@@ -33,7 +33,7 @@ RECORDERS: dict[str, Recorder] = {}
 
 
 def predictor(**more: Any) -> Predictor:
-    """A predictor with a new profile and the recorded texts."""
+    """Return a predictor with a new profile and the recorded texts."""
     return Predictor([made_up_profile(**more)], RECORDERS)
 
 

@@ -86,7 +86,7 @@ def test_a_mean_steps_forward_is_priced_with_its_drafts_and_prompts() -> None:
 
 
 def _load(way: str, **step: float) -> Served:
-    """A load of one sequence, whose draft tokens took 0.6 ms each."""
+    """Return a load of one sequence, whose draft tokens took 0.6 ms each."""
     zeros = dict.fromkeys(Step.model_fields, 0.0) | {"sequences": 1.0, "before_s": 0.0001}
     return Served(
         way=way,

@@ -44,14 +44,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def lines_of(report: Path, title: str) -> list[dict[str, str]]:
-    """The lines of a table, each by the titles of its columns."""
+    """Return the lines of a table, each by the titles of its columns."""
     results = read(Folder(report.parent))
     [table] = [table for table in tables(results) if table.title == title]
     return [dict(zip(table.columns, line, strict=True)) for line in table.lines]
 
 
 def said_in(report: Path) -> str:
-    """The sentences of a report."""
+    """Return the sentences of a report."""
     return " ".join(answers(read(Folder(report.parent))))
 
 

@@ -64,7 +64,7 @@ class Rig:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream. The stream must end as it should."""
+    """Return the events of a stream. The stream must end as it should."""
     *lines, done, end = response.text.split("\n\n")
     assert (response.status_code, done, end) == (200, "data: [DONE]", "")
     return [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -77,12 +77,12 @@ def settings(*verifiers: str, **given: Any) -> GatewaySettings:
 
 
 def echo(request: TokenRequest) -> list[Step]:
-    """The default answer of the verifier: the prompt's own tokens."""
+    """Return the default answer of the verifier: the prompt's own tokens."""
     return [plain(request.prompt), last([3], FinishReason.STOP)]
 
 
 def echo_within_limit(request: TokenRequest) -> list[Step]:
-    """The prompt's own tokens, at most as many as the request allows."""
+    """Return the prompt's own tokens, at most as many as the request allows."""
     ids = request.prompt[: request.max_tokens]
     if len(ids) == request.max_tokens:
         return [plain(ids), last([], FinishReason.LENGTH)]
@@ -146,7 +146,7 @@ def model_with_template(folder: Path, template: object, **config: object) -> str
 
 
 def text_by_part(choice: dict[str, Any]) -> dict[str, str]:
-    """The text of each part of an answer, marks included, from its attributed tokens."""
+    """Return the text of each part of an answer, marks included, from its attributed tokens."""
     texts: dict[str, str] = {}
     open_text = ""
     for token in choice["speculation"]["tokens"]:

@@ -15,12 +15,12 @@ ALICE, BOB, CAROL, OPERATOR, EXPIRED = (new_key() for _ in range(5))
 
 
 def entry(key: str, tenant: str, **given: Any) -> KeyEntry:
-    """The entry of a key, with its tenant's name as its id."""
+    """Return the entry of a key, with its tenant's name as its id."""
     return make_entry({"id": tenant, "sha256": key_digest(key), "tenant": tenant, **given})
 
 
 def auth(key: str) -> dict[str, str]:
-    """The header, or metadata, with a key."""
+    """Return the header, or metadata, with a key."""
     return {"authorization": f"Bearer {key}"}
 
 

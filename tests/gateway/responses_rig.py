@@ -28,7 +28,7 @@ THINKING = """{% for m in messages %}<|user|>{{ m['role'] }}: {% if m.reasoning_
 
 
 async def ask(rig: Rig, given: Any = "hi", **body: Any) -> Json:
-    """A whole answer, which has OpenAI's form."""
+    """Return a whole answer, which has OpenAI's form."""
     answer = await rig.http.post("/v1/responses", json={"input": given, **body})
     assert answer.status_code == 200, answer.text
     types.Response.model_validate(answer.json())
@@ -38,7 +38,10 @@ async def ask(rig: Rig, given: Any = "hi", **body: Any) -> Json:
 
 
 def events_of(answer: httpx.Response) -> list[Json]:
-    """The events of a stream. Each has OpenAI's form, its type as its name, and the next number."""
+    """Return the events of a stream.
+
+    Each has OpenAI's form, its type as its name, and the next number.
+    """
     events = []
     for text in answer.text.split("\n\n")[:-1]:
         name, data = text.split("\n")

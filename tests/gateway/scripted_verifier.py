@@ -150,7 +150,7 @@ async def serving(script: Script, tls: Tls | None = None) -> AsyncIterator[str]:
 
 
 def plain(token_ids: list[int]) -> TokenChunk:
-    """A chunk of plainly decoded tokens."""
+    """Return a chunk of plainly decoded tokens."""
     return TokenChunk(token_ids, [TokenSource.PLAIN] * len(token_ids))
 
 
@@ -160,7 +160,7 @@ def last(
     stats: SpeculationStats | None = None,
     cached: int = 0,
 ) -> TokenChunk:
-    """The chunk that ends a sequence."""
+    """Return the chunk that ends a sequence."""
     return TokenChunk(
         token_ids,
         [TokenSource.PLAIN] * len(token_ids),
@@ -171,7 +171,7 @@ def last(
 
 
 def ready(fingerprint: str, vocab_size: int = 4096, **changes: Any) -> ModelInfo:
-    """A ready model with the limits of the bundled model."""
+    """Return a ready model with the limits of the bundled model."""
     known: dict[str, Any] = {
         "model_id": "models/target",
         "stage": Stage.READY,

@@ -102,7 +102,7 @@ async def test_the_page_may_call_the_gateway_behind_a_tls_proxy() -> None:
 
 
 def unused() -> tuple[Any, GatewayMetrics, Gate]:
-    """The dependencies that only routes outside these tests need."""
+    """Return the dependencies that only routes outside these tests need."""
     metrics = GatewayMetrics()
     prompts = Prompts(TARGET)
     generation = Generation(Router([], prompts.fingerprint), prompts, metrics, 0.0)

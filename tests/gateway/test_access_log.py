@@ -42,7 +42,7 @@ ANSWERS: list[tuple[str, str, Any, int]] = [
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The fields of the access lines so far."""
+    """Return the fields of the access lines so far."""
     return [vars(record)["fields"] for record in caplog.records if record.name == "gateway.access"]
 
 
@@ -129,13 +129,13 @@ async def test_a_fault_of_ours_has_a_line_and_an_id(
 
 
 def counted(rig: Rig, status: int) -> float:
-    """How many responses with a status the metrics have, over all routes."""
+    """Return how many responses with a status the metrics have, over all routes."""
     [family] = rig.gateway.metrics.http_responses.collect()
     return sum(each.value for each in family.samples if each.labels["status"] == str(status))
 
 
 async def raw(rig: Rig, request: bytes) -> str:
-    """The answer to bytes that may not be HTTP."""
+    """Return the answer to bytes that may not be HTTP."""
     url = httpx.URL(rig.gateway.http_url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(request)
@@ -178,7 +178,7 @@ async def test_good_answers_to_probes_are_logged_at_debug_alone(
 
 
 async def ended(call: Any) -> grpc.StatusCode:
-    """The status of a call, once its whole answer was read."""
+    """Return the status of a call, once its whole answer was read."""
     with suppress(grpc.aio.AioRpcError):
         _ = [response async for response in call]
     code: grpc.StatusCode = await call.code()

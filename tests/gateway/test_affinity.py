@@ -28,7 +28,10 @@ async def router() -> AsyncIterator[Router]:
 
 
 def text(blocks: int, number: int = 0) -> list[int]:
-    """A text of `blocks` blocks. Texts with different numbers differ from their first token on."""
+    """Return a text of `blocks` blocks.
+
+    Texts with different numbers differ from their first token on.
+    """
     return [number * 1000 + i for i in range(blocks * BLOCK_TOKENS)]
 
 

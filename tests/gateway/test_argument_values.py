@@ -69,7 +69,7 @@ SIMPLE: list[Any] = [
 
 
 def values() -> st.SearchStrategy[Any]:
-    """Schemas of one argument."""
+    """Return schemas of one argument."""
     texts = st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3, unique=True)
     simple = st.sampled_from(SIMPLE) | texts.map(lambda found: {"enum": found})
 
@@ -94,7 +94,7 @@ def values() -> st.SearchStrategy[Any]:
 
 @st.composite
 def schemas(draw: st.DrawFn) -> dict[str, Any]:
-    """Schemas of all arguments of a call."""
+    """Return schemas of all arguments of a call."""
     names = draw(st.lists(st.sampled_from("abcd"), max_size=3, unique=True))
     made: dict[str, Any] = {
         "type": "object",
@@ -133,7 +133,7 @@ class Writer:
         self._more = [*TEXTS, *ends, " ", "\n", '"', "{", "[", "-", "1e5", "\\"]
 
     def text(self, matcher: TextMatcher, most: int = 120) -> str | None:
-        """A text up to its end; None if it does not end soon."""
+        """Return a text up to its end; None if it does not end soon."""
         mask = np.zeros((1, VOCAB // 32), np.int32)
         found = b""
         for position in range(most):
@@ -159,7 +159,7 @@ class Writer:
 
 
 def arguments_of(form: ToolFormat, schema: Any, text: str, cuts: list[int]) -> str:
-    """The arguments of the text's only call, read in pieces."""
+    """Return the arguments of the text's only call, read in pieces."""
     reader = AnswerReader(Reading(form, {"f": schema}, is_forced=True))
     parts: list[Part] = []
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):

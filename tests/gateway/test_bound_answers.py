@@ -41,7 +41,7 @@ async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig
 
 
 async def asked(rig: Rig, path: str, **body: Any) -> dict[str, Any]:
-    """The answer to a request."""
+    """Return the answer to a request."""
     response = await rig.http.post(path, json=body)
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
@@ -49,14 +49,14 @@ async def asked(rig: Rig, path: str, **body: Any) -> dict[str, Any]:
 
 
 def sent(rig: Rig) -> Grammar:
-    """The grammar of the last request that reached the verifier."""
+    """Return the grammar of the last request that reached the verifier."""
     grammar = rig.script.requests[-1].grammar
     assert grammar is not None
     return grammar
 
 
 async def choice_of(rig: Rig, **given: Any) -> dict[str, Any]:
-    """The choice that answers a chat with a schema."""
+    """Return the choice that answers a chat with a schema."""
     body = {"messages": CHAT, "response_format": BY_SCHEMA} | given
     found: dict[str, Any] = (await asked(rig, "/v1/chat/completions", **body))["choices"][0]
     return found

@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type
 
 
 def template(call: str, beside: str = "true", rest: str = "") -> str:
-    """A template that writes calls in this form if `beside` is true."""
+    """Return a template that writes calls in this form if `beside` is true."""
     return (
         "{% for m in messages %}{{ m.role }}: {% if m.tool_calls and " + beside + " %}"
         "{% for t in m.tool_calls %}" + call + "|{% endfor %}"

@@ -77,14 +77,14 @@ async def test_guidellm_reads_the_usage_of_each_chunk(rig: Rig, path: str) -> No
 
 
 def drafted(accepted: int, drafted_count: int) -> TokenChunk:
-    """The chunk of a step that accepted some of its draft tokens."""
+    """Return the chunk of a step that accepted some of its draft tokens."""
     own = TokenSource.BONUS if accepted == drafted_count else TokenSource.RECOVERED
     sources = [TokenSource.ACCEPTED] * accepted + [own]
     return TokenChunk([5] * (accepted + 1), sources, "ngram-1", draft_token_count=drafted_count)
 
 
 async def spec_decode(rig: Rig) -> dict[str, float]:
-    """The counters, keyed by name and position, read as `vllm bench serve` reads them."""
+    """Return the counters, keyed by name and position, read as `vllm bench serve` reads them."""
     found: dict[str, float] = {}
     for line in (await rig.http.get("/metrics")).text.splitlines():
         if line.startswith("vllm:spec_decode"):

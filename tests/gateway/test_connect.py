@@ -47,7 +47,7 @@ def framed(data: bytes) -> bytes:
 
 
 async def frames(response: httpx.Response) -> AsyncIterator[tuple[int, bytes]]:
-    """The frames of an answer as they arrive: flags and content."""
+    """Yield the frames of an answer as they arrive: flags and content."""
     buffer = b""
     async for data in response.aiter_bytes():
         buffer += data
@@ -60,7 +60,7 @@ async def frames(response: httpx.Response) -> AsyncIterator[tuple[int, bytes]]:
 async def post(
     rig: Rig, encoding: str, body: bytes, **headers: str
 ) -> tuple[list[GenerateTextResponse], status_pb2.Status]:
-    """The messages of a call, and its status."""
+    """Return the messages of a call, and its status."""
     messages = []
     ending = b""
     async with rig.http.stream(
@@ -223,7 +223,7 @@ NEWER = GenerateTextRequest(
 
 
 def nested(number: int, content: bytes) -> bytes:
-    """A field that holds a message of at most 127 bytes."""
+    """Return a field that holds a message of at most 127 bytes."""
     return bytes([number << 3 | 2, len(content)]) + content
 
 

@@ -62,7 +62,7 @@ class Connection:
             pass
 
     async def to_the_end(self) -> bytes:
-        """Everything that the gateway sends, until it closes the connection."""
+        """Return everything that the gateway sends, until it closes the connection."""
         async with asyncio.timeout(PATIENCE_S):
             try:
                 return await self.reader.read()

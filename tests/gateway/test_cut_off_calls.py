@@ -44,7 +44,7 @@ async def post(rig: Rig, path: str, **body: Any) -> Json:
 
 
 async def after_chat(rig: Rig) -> str:
-    """The prompt of a chat that continues after the chat's answer."""
+    """Return the prompt of a chat that continues after the chat's answer."""
     tools = [{"type": "function", "function": FUNCTION}]
     answer = await post(rig, "chat/completions", messages=[ASK], tools=tools)
     message = answer["choices"][0]["message"]
@@ -58,7 +58,7 @@ async def after_chat(rig: Rig) -> str:
 
 
 async def after_response(rig: Rig, kind: str) -> str:
-    """The prompt after an answer of Responses.
+    """Return the prompt after an answer of Responses.
 
     The answer is sent back as items, as items without their status, or as its id.
     """
@@ -80,7 +80,7 @@ async def after_response(rig: Rig, kind: str) -> str:
 
 
 async def after_message(rig: Rig) -> str:
-    """The prompt of a conversation that continues after an answer of Messages."""
+    """Return the prompt of a conversation that continues after an answer of Messages."""
     tools = [{"name": "weather", "input_schema": SCHEMA}]
     asked: Json = {"tools": tools, "max_tokens": 500}
     answer = await post(rig, "messages", messages=[ASK], **asked)
@@ -155,7 +155,7 @@ async def test_arguments_have_the_values_that_are_complete() -> None:
 
 
 async def answer_to(rig: Rig, arguments: str) -> Any:
-    """The answer to a chat whose history has a call with these arguments."""
+    """Return the answer to a chat whose history has a call with these arguments."""
     call = {"id": "a", "function": {"name": "weather", "arguments": arguments}}
     messages = [ASK, {"role": "assistant", "tool_calls": [call]}, ASK]
     return await rig.http.post("/v1/chat/completions", json={"messages": messages})

@@ -30,7 +30,7 @@ def slow(rig: Rig) -> Rig:
 
 
 def late(rig: Rig) -> float:
-    """How many sequences ended at their deadline."""
+    """Return how many sequences ended at their deadline."""
     failed: Any = rig.gateway.metrics.failed.labels("models/target", "deadline_exceeded")
     return float(failed._value.get())
 

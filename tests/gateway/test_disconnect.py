@@ -40,7 +40,7 @@ async def freed(rig: Rig, count: int) -> None:
 
 
 def unread_and_placed(rig: Rig) -> tuple[float, int]:
-    """The number of unread answers by the metric, and of answers that admission counts."""
+    """Return the number of unread answers by the metric, and of answers that admission counts."""
     labels = {"model_name": "models/target"}
     unread = rig.gateway.metrics.registry.get_sample_value("outrider:num_requests_unread", labels)
     counts = rig.gateway.generation.admission.counts["models/target"]
@@ -59,7 +59,7 @@ async def long_answers_in_one_place(rig: Rig) -> None:
 
 
 async def asks_and_reads_nothing(rig: Rig) -> socket.socket:
-    """A connection that has requested a very long answer and does not read it."""
+    """Return a connection that has requested a very long answer and does not read it."""
     await long_answers_in_one_place(rig)
     where = urlsplit(rig.gateway.http_url)
     connection = socket.create_connection((where.hostname, where.port))

@@ -28,12 +28,12 @@ CONTEXT_LENGTH = 2048
 
 
 def made_up(token: int) -> TokenLogprob:
-    """A log probability that identifies the token, and two alternatives."""
+    """Return a log probability that identifies the token, and two alternatives."""
     return TokenLogprob(-token / 100, (token + 1, token), (-0.001, -token / 100), 2)
 
 
 def scoring(ids: list[int], part: int = 3) -> Any:
-    """A verifier's answer: the prompt's scores in parts of `part` tokens, then these ids.
+    """Return a verifier's answer: the prompt's scores in parts of `part` tokens, then these ids.
 
     The last part of the scores comes with the ids.
     """
@@ -60,7 +60,7 @@ def scoring(ids: list[int], part: int = 3) -> Any:
 
 
 def scored(logprob: TokenLogprob) -> TokenChunk:
-    """The only chunk of an answer without tokens, to a prompt of two tokens."""
+    """Return the only chunk of an answer without tokens, to a prompt of two tokens."""
     return replace(last([], FinishReason.LENGTH), prompt_logprobs=[logprob])
 
 
@@ -69,7 +69,10 @@ def logprobs_of(choice: Any) -> dict[str, Any]:
 
 
 async def ask(rig: Rig, stream: bool, **body: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The text and the log probabilities of each choice. The chunks of a stream are joined."""
+    """Return the text and the log probabilities of each choice.
+
+    The chunks of a stream are joined.
+    """
     if not stream:
         whole = await rig.client.completions.create(model="models/target", **body)
         return [(choice.text, logprobs_of(choice)) for choice in whole.choices]

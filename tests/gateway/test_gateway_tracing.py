@@ -26,7 +26,7 @@ PARENT = {"traceparent": f"00-{TRACE}-{'b' * 16}-01"}
 
 
 def of_requests(spans: InMemorySpanExporter) -> list[ReadableSpan]:
-    """The spans of whole requests."""
+    """Return the spans of whole requests."""
     return [span for span in spans.get_finished_spans() if span.kind is SpanKind.SERVER]
 
 

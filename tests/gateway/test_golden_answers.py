@@ -66,7 +66,7 @@ def play(rig: Rig, case: Json, chunk: int | None = None) -> None:
 
 
 async def whole_answer(rig: Rig, api: str, request: Json) -> Json:
-    """The answer, checked against the type of the API's own client."""
+    """Return the answer, checked against the type of the API's own client."""
     response = await rig.http.post(f"/v1/{api}", json=request)
     assert response.status_code == 200, response.text
     answer: Json = response.json()
@@ -77,7 +77,7 @@ async def whole_answer(rig: Rig, api: str, request: Json) -> Json:
 
 
 async def events_of(rig: Rig, api: str, request: Json) -> list[Json]:
-    """The events of a stream, each checked against the type of the API's own client."""
+    """Return the events of a stream, each checked against the type of the API's own client."""
     response = await rig.http.post(f"/v1/{api}", json=request | {"stream": True})
     assert response.status_code == 200, response.text
     events = []

@@ -74,7 +74,7 @@ def libraries() -> Libraries:
 
 
 def takes(libraries: Libraries, grammar: Grammar, text: str) -> bool:
-    """Whether the text is a complete answer of the grammar."""
+    """Return whether the text is a complete answer of the grammar."""
     trial = Trial(libraries, 4096, (EOS,))
     matcher = compile_only(libraries, trial.translated(grammar)).matcher()
     return matcher.accept_bytes(text.encode()) and matcher.accept(EOS)

@@ -129,7 +129,7 @@ LISTED = TokenLogprob(-1.0, tuple(range(100, 120)), tuple(-1.0 - i for i in rang
 
 
 def _answer(request: TokenRequest) -> Iterator[Step]:
-    """The chunks of a verifier, with the log probabilities that the request asks for.
+    """Yield the chunks of a verifier, with the log probabilities that the request asks for.
 
     Before each chunk the verifier gathers the number of tokens that the request names.
     """
@@ -191,7 +191,7 @@ def _chat(count: int) -> bytes:
 
 
 def _turns(count: int) -> bytes:
-    """Anthropic's messages: a tool's calls and results."""
+    """Return Anthropic's messages: a tool's calls and results."""
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
     turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
@@ -261,7 +261,7 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
 
 
 def largest(before: dict[float, float], after: dict[float, float]) -> float:
-    """A bound in seconds on the lags observed between two calls of `lags`."""
+    """Return a bound in seconds on the lags observed between two calls of `lags`."""
     newly = {bound: after[bound] - before[bound] for bound in after}
     return min(bound for bound, count in newly.items() if count == newly[float("inf")])
 

@@ -165,7 +165,7 @@ async def test_a_client_that_leaves_while_its_sequence_waits_is_forgotten(site: 
 
 
 def scored(*tokens: int) -> TokenChunk:
-    """A chunk with the log probabilities of some of the prompt's tokens."""
+    """Return a chunk with the log probabilities of some of the prompt's tokens."""
     return TokenChunk([], [], prompt_logprobs=[TokenLogprob(-float(t), (), (), 1) for t in tokens])
 
 

@@ -90,7 +90,7 @@ async def test_a_half_open_connection_is_replaced_as_soon_as_a_poll_fails(site: 
 
 
 def of_no_number() -> DrafterInfo:
-    """A drafter whose acceptance rate is no number."""
+    """Return a drafter whose acceptance rate is no number."""
     placement = Placement("local", "h", "cpu", (), None, "")
     return DrafterInfo("a", "ngram", placement, True, 0, math.nan, None, None)
 

@@ -86,7 +86,7 @@ class Liar:
 
 
 def aimed(lie: bytes, call_id: int) -> bytes:
-    """The message with each small call id replaced by the id of a running call."""
+    """Return the message with each small call id replaced by the id of a running call."""
     try:
         message = Message.FromString(lie)
     except DecodeError:
@@ -98,7 +98,7 @@ def aimed(lie: bytes, call_id: int) -> bytes:
 
 
 def valid_messages() -> Iterator[Message]:
-    """Messages of an honest verifier: tokens with all their fields, and an error."""
+    """Yield messages of an honest verifier: tokens with all their fields, and an error."""
     logprob = common_pb2.TokenLogprob(logprob=-1.0, top_token_ids=[5], top_logprobs=[-1.0], rank=1)
     tokens = verifier_pb2.GenerateTokensResponse(
         token_ids=[5], sources=[SOURCE], logprobs=[logprob], prompt_logprobs=[logprob]
@@ -116,7 +116,7 @@ VALID = [message.SerializeToString() for message in valid_messages()]
 
 @st.composite
 def statuses(draw: st.DrawFn) -> bytes:
-    """A message with an error whose details have random and extreme values."""
+    """Return a message with an error whose details have random and extreme values."""
     odd = ["content-length", "set-cookie", "a\r\nb", "\0", "x" * 50_000, "\N{SNOWMAN}" * 9_000]
     text = st.text(max_size=6) | st.sampled_from(odd)
     status = status_pb2.Status(code=draw(st.integers(-1, 20)), message=draw(text))
@@ -165,7 +165,7 @@ class Rig:
         await until(self.answers)
 
     async def answers(self) -> bool:
-        """Whether a request for the liar's model is answered."""
+        """Return whether a request for the liar's model is answered."""
         return (await self.ask("lies")).status_code == 200
 
 

@@ -61,7 +61,7 @@ def client_of(rig: Rig, **given: Any) -> anthropic.AsyncAnthropic:
 
 
 async def whole_of(rig: Rig, **given: Any) -> dict[str, Any]:
-    """The answer to a message. It is valid by Anthropic's type."""
+    """Return the answer to a message. It is valid by Anthropic's type."""
     body = {"messages": ASK, "max_tokens": 500} | given
     response = await rig.http.post(URL, json=body)
     assert response.status_code == 200, response.text
@@ -249,7 +249,7 @@ async def test_anthropics_client_parses_an_answer_by_its_schema(thinker: Rig) ->
 async def test_anthropics_tool_runner_goes_on_without_a_thread(thinker: Rig) -> None:
     @anthropic.beta_async_tool
     async def clock() -> str:
-        """The time."""
+        """Return the time."""
         return "noon"
 
     async with client_of(thinker) as client:
@@ -287,7 +287,7 @@ async def test_what_clients_send_along_is_ignored(rig: Rig) -> None:
 
 
 def error_of(response: Any, status: int) -> dict[str, str]:
-    """The error of an answer, valid by Anthropic's type."""
+    """Return the error of an answer, valid by Anthropic's type."""
     assert response.status_code == status, response.text
     body = response.json()
     assert body.keys() == {"type", "error", "request_id"}

@@ -46,7 +46,7 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 
 
 def cases(method: str, path: str) -> st.SearchStrategy[schemathesis.Case[Any]]:
-    """Valid and invalid requests of an operation."""
+    """Return valid and invalid requests of an operation."""
     operation = SCHEMA[path][method]
     return st.one_of([operation.as_strategy(generation_mode=mode) for mode in MODES])
 
@@ -55,7 +55,7 @@ CASES = {operation: cases(*operation) for operation in OPERATIONS}
 
 
 async def send(rig: Rig, case: schemathesis.Case[Any]) -> httpx.Response:
-    """The answer to a case."""
+    """Return the answer to a case."""
     made = case.as_transport_kwargs(base_url=rig.gateway.http_url)
     made.pop("timeout", None)
     prepared = requests.Request(**made).prepare()

@@ -178,7 +178,7 @@ async def test_a_request_too_many_is_refused_before_its_body_arrives(rig: Rig) -
 
 
 def sum_of(counts: dict[str, Counter[str]]) -> int:
-    """All sequences that the gateway counts."""
+    """Return all sequences that the gateway counts."""
     return sum(each.total() for each in counts.values())
 
 

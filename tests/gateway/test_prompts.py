@@ -162,7 +162,7 @@ HOSTILE = (
 
 
 def said(text: str) -> list[dict[str, str]]:
-    """A conversation of one message."""
+    """Return a conversation of one message."""
     return [{"role": "user", "content": text}]
 
 

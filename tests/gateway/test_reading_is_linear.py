@@ -30,7 +30,7 @@ CASES = {
 
 
 def seconds(name: str, count: int) -> float:
-    """The shortest of three times, since another process may disturb a try."""
+    """Return the shortest of three times, since another process may disturb a try."""
     return min(_seconds(name, count) for _ in range(3))
 
 

@@ -50,7 +50,7 @@ async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig
 
 
 async def refused(rig: Rig, body: Json, status: int = 400) -> Json:
-    """The error of a refused request."""
+    """Return the error of a refused request."""
     answer = await rig.http.post("/v1/responses", json={"input": "hi", **body})
     assert answer.status_code == status, answer.text
     error: Json = answer.json()["error"]
@@ -65,7 +65,7 @@ def chat_tools(tools: Sequence[Json]) -> list[Json]:
 
 
 def asked_of(rig: Rig) -> TokenRequest:
-    """The verifier's last request, without the fields that differ in every request."""
+    """Return the verifier's last request, without the fields that differ in every request."""
     return replace(rig.script.requests[-1], request_id="", traceparent="", noise_seed=0)
 
 

@@ -32,7 +32,7 @@ def half_answered(request: TokenRequest) -> list[Any]:
 
 
 async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]:
-    """The number of messages received, and the error."""
+    """Return the number of messages received, and the error."""
     async with rpc.dial(gateway.grpc_address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         tokens = generation_pb2.TokenPrompt(token_ids=[prompt])
@@ -46,7 +46,7 @@ async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]
 
 
 async def ended(gateway: GatewayProcess) -> int:
-    """The gateway's exit status, once it has ended."""
+    """Return the gateway's exit status, once it has ended."""
     return await asyncio.to_thread(gateway.popen.wait, 60)
 
 

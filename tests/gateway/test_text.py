@@ -31,7 +31,7 @@ def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 def content(parts: Sequence[Part]) -> str:
-    """The text of parts that are all content."""
+    """Return the text of parts that are all content."""
     return "".join(part.text for part in parts if isinstance(part, Content))
 
 
@@ -154,7 +154,7 @@ WORDS = st.lists(
 
 
 def listed(offsets: TokenOffsets, ids: Sequence[int]) -> list[tuple[str, bytes, int]]:
-    """The text, bytes and offset of each token."""
+    """Return the text, bytes and offset of each token."""
     return [(*offsets.text_and_bytes(token), offsets.push(token)) for token in ids]
 
 
@@ -217,7 +217,10 @@ def test_the_text_of_a_grammar_keeps_its_first_space_without_a_prompt_too(kind: 
 
 
 def cut_at_stop(text: str, stops: list[str]) -> str:
-    """The definition: cut at the stop string that ends first; if several do, at the longest."""
+    """Return the definition: cut at the stop string that ends first.
+
+    If several do, at the longest.
+    """
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

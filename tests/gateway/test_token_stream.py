@@ -23,7 +23,7 @@ async def ask(rig: Rig) -> str:
 
 
 def stream_has_ended(rig: Rig) -> bool:
-    """Whether the gateway has read the end of its last stream."""
+    """Return whether the gateway has read the end of its last stream."""
     call = rig.gateway.router.replicas[0].tokens._call
     return call is not None and call.ended
 

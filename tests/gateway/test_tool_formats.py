@@ -68,7 +68,7 @@ def compiled_for(libraries: Libraries, form: ToolFormat, *, forced: bool = True)
 
 
 def walk(libraries: Libraries, matcher: Matcher, seed: int, most: int = 160) -> tuple[str, bool]:
-    """A random text of the grammar, and whether it is complete.
+    """Return a random text of the grammar, and whether it is complete.
 
     Where many tokens are allowed, tokens that end something are likelier, so that texts end.
     """

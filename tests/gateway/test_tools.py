@@ -48,7 +48,7 @@ async def answer_of(rig: Rig, **given: Any) -> dict[str, Any]:
 
 
 def tag_of(rig: Rig) -> dict[str, Any]:
-    """The structural tag of the verifier's last request."""
+    """Return the structural tag of the verifier's last request."""
     grammar = rig.script.requests[-1].grammar
     assert grammar is not None
     assert grammar.kind is GrammarKind.STRUCTURAL_TAG
@@ -57,7 +57,7 @@ def tag_of(rig: Rig) -> dict[str, Any]:
 
 
 def schemas(tag: Any) -> list[Any]:
-    """All schemas within a structural tag."""
+    """Return all schemas within a structural tag."""
     if isinstance(tag, list):
         return [found for part in tag for found in schemas(part)]
     if not isinstance(tag, dict):

@@ -92,7 +92,7 @@ async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> A
 
 
 def listed(routes: Any) -> set[str]:
-    """The routes, keyed by method and path. HEAD is answered as GET is."""
+    """Return the routes, keyed by method and path. HEAD is answered as GET is."""
     found = set()
     for route in routes:
         included = getattr(route, "original_router", None)
@@ -128,7 +128,7 @@ async def test_every_rpc_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def status(http: httpx.AsyncClient, route: str, headers: dict[str, str]) -> int:
-    """The status of an answer to a route, whose body is not read."""
+    """Return the status of an answer to a route, whose body is not read."""
     method, _, path = route.partition(" ")
     path = {"/web": "/web/main.js"}.get(path, path).replace("{name:path}", "none")
     body: dict[str, object] | None = {} if method == "POST" else None
@@ -176,7 +176,7 @@ async def test_an_unknown_rpc_needs_a_key(keyed: Rig) -> None:
 async def call(
     address: str, method: str, request: Message, headers: dict[str, str]
 ) -> grpc.StatusCode:
-    """The status of a call, OK as soon as it answers."""
+    """Return the status of a call, OK as soon as it answers."""
     async with rpc.dial(address) as channel:
         # A call that streams its request reports INTERNAL if the refusal comes before its write.
         stub: Any = channel.unary_stream(

@@ -85,5 +85,5 @@ KINDS = {
 
 @cache
 def tokenizer(kind: str) -> Tokenizer:
-    """The tokenizer of a kind."""
+    """Return the tokenizer of a kind."""
     return KINDS[kind]()

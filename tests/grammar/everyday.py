@@ -128,5 +128,5 @@ EVERYDAY: dict[str, Schema] = {
 
 
 def grammar_for(schema: Any) -> Grammar:
-    """The grammar of a schema."""
+    """Return the grammar of a schema."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))

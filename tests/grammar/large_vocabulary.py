@@ -119,7 +119,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _names() -> dict[int, str]:
-    """The printable character that stands for each byte, as in GPT-2."""
+    """Return the printable character that stands for each byte, as in GPT-2."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     found: dict[int, str] = {}
     for byte in range(256):

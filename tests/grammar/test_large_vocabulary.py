@@ -63,7 +63,7 @@ class Timed:
         self._compiled = compiled
 
     def matcher(self) -> Matcher:
-        """A timed matcher."""
+        """Return a timed matcher."""
         return _TimedMatcher(self._compiled.matcher(), self)
 
 

@@ -45,7 +45,7 @@ DRAFTS = {
 
 
 def suite() -> list[tuple[str, Any]]:
-    """Each schema of the suite with its name, under the version of its folder."""
+    """Return each schema of the suite with its name, under the version of its folder."""
     return [
         (f"{path.relative_to(SUITE / 'tests')}: {group['description']}", value)
         for draft, version in DRAFTS.items()

@@ -66,7 +66,7 @@ MODEL = "model.safetensors"
 def layer_tensors(
     index: int = 0, inputs: int = HIDDEN, *, norms: bool = False, input_norm: bool = True
 ) -> Tensors:
-    """Random weights of one layer; with `norms`, it norms queries and keys."""
+    """Return random weights of one layer; with `norms`, it norms queries and keys."""
     layer = f"layers.{index}."
     queries, keys = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
     tensors = {
@@ -88,7 +88,7 @@ def layer_tensors(
 
 
 def vocabulary() -> Tensors:
-    """lm_head of a reduced vocabulary, and the maps in both directions."""
+    """Return lm_head of a reduced vocabulary, and the maps in both directions."""
     ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
     members = torch.zeros(VOCAB, dtype=torch.bool)
     members[ids] = True
@@ -104,7 +104,7 @@ def _renamed(tensors: Tensors, old: str, new: str) -> Tensors:
 
 
 def eagle3_tensors(seed: int = 1) -> Tensors:
-    """An EAGLE-3 head under the names of speculators."""
+    """Return an EAGLE-3 head under the names of speculators."""
     torch.manual_seed(seed)
     return {
         "fc.weight": torch.randn(HIDDEN, 3 * TARGET_HIDDEN) / 4,
@@ -226,7 +226,7 @@ def eagle_vllm() -> Files:
 
 
 def block_tensors() -> Tensors:
-    """A DFlash backbone with Qwen3's norms of queries and keys."""
+    """Return a DFlash backbone with Qwen3's norms of queries and keys."""
     torch.manual_seed(4)
     return {
         "fc.weight": torch.randn(HIDDEN, 3 * TARGET_HIDDEN) / 4,
@@ -326,7 +326,7 @@ def dspark_speculators() -> Files:
 
 
 def mtp_mimo() -> Files:
-    """A target's files; the head ignores their other weights."""
+    """Return a target's files; the head ignores their other weights."""
     torch.manual_seed(5)
     inside = {
         "token_layernorm.weight": 1 + torch.randn(HIDDEN) / 4,
@@ -364,7 +364,7 @@ def medusa_sharing() -> Files:
 
 
 def medusa_vllm() -> Files:
-    """Medusa heads under vLLM's names."""
+    """Return medusa heads under vLLM's names."""
     _, tensors = medusa_official()
     config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3}
     names: dict[str, str] = {}

@@ -19,7 +19,7 @@ BANNED = tuple(range(ALLOWED, VOCAB))
 
 @cache
 def target() -> LlamaForCausalLM:
-    """The target, whose distributions have several likely tokens.
+    """Return the target, whose distributions have several likely tokens.
 
     Its weights are larger than a new model's, so that the distributions depend on the text.
     """
@@ -46,7 +46,7 @@ def target() -> LlamaForCausalLM:
 
 
 def load_for_target(head: Head, page_count: int, page_size: int) -> HeadModel:
-    """A head with the target's embeddings and lm_head, and an empty cache."""
+    """Return a head with the target's embeddings and lm_head, and an empty cache."""
     weights = target().state_dict()
     matrices = TargetWeights(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
     return load(head, matrices, page_count=page_count, page_size=page_size)

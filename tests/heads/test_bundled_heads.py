@@ -25,7 +25,7 @@ COUNT = 3
 
 @cache
 def target(name: str) -> tuple[str, str]:
-    """The folder of a target of bundled heads, and a prompt for it."""
+    """Return the folder of a target of bundled heads, and a prompt for it."""
     if name == "bundled":
         return str(MODELS / "target"), CODE
     return pretrained(smollm2()), CHAT
@@ -33,7 +33,7 @@ def target(name: str) -> tuple[str, str]:
 
 @cache
 def greedy_text(name: str) -> tuple[list[int], int, list[torch.Tensor]]:
-    """The target's greedy text, the length of its prompt, and its states [tokens, hidden].
+    """Return the target's greedy text, the length of its prompt, and its states [tokens, hidden].
 
     The states are the inputs of the layers, in order, and last the state after the final norm.
     """

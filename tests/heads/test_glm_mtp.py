@@ -26,7 +26,7 @@ STEPS = 3
 
 
 def make(**more: Any) -> tuple[Glm4MoeForCausalLM, MtpModel]:
-    """A small target with random weights, and its MTP module."""
+    """Return a small target with random weights, and its MTP module."""
     torch.manual_seed(1)
     config = Glm4MoeConfig(  # type: ignore[call-arg]  # `head_dim` is a field of the type
         vocab_size=VOCAB,
@@ -77,7 +77,7 @@ def write(folder: Path, target: Glm4MoeForCausalLM, mtp: MtpModel) -> Path:
 
 
 def expected(mtp: MtpModel, features: torch.Tensor, length: int) -> torch.Tensor:
-    """The scores by the MTP module, without a cache."""
+    """Return the scores by the MTP module, without a cache."""
     states, scores = features[None, : length - 1], []
     for step in range(STEPS):
         rows = length - 1 + step

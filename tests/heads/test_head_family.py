@@ -64,7 +64,7 @@ class Site:
         return load(self.head, self.weights, page_count=pages, page_size=4)
 
     def join(self, grammars: Any = None) -> DraftSession:
-        """A session of another connection to the same head."""
+        """Return a session of another connection to the same head."""
         self.worker = HeadWorker(self.model, self.thread, grammars)
         session = DraftSession(HeadFamily(self.worker, VOCAB), lambda: 0.0)
         session.welcome(Welcome("m", VOCAB, 128, self.head.spec.feature_width))
@@ -74,7 +74,7 @@ class Site:
         return [self._random.randrange(VOCAB) for _ in range(length)]
 
     def rows(self, text: list[int]) -> torch.Tensor:
-        """Features of all tokens but the last; each depends on all tokens before it."""
+        """Return features of all tokens but the last; each depends on all tokens before it."""
         rows = self._by_token[text[:-1]]
         return rows.cumsum(0) / torch.arange(1, len(text))[:, None].sqrt()
 
@@ -113,7 +113,7 @@ def verdict(number: int, length: int, new: list[int]) -> Verdict:
 
 
 async def proposed(session: DraftSession) -> dict[int, list[int]]:
-    """The tokens of one round's proposals, keyed by sequence."""
+    """Return the tokens of one round's proposals, keyed by sequence."""
     batch: DraftBatch = await session.round(never)
     return {proposal.sequence_id: proposal.token_ids for proposal in batch.proposals}
 

@@ -205,7 +205,7 @@ class Site(Observer):
     async def text(
         self, options: SpeculationOptions, sampling: SamplingParams = SETTINGS["greedy"]
     ) -> list[int]:
-        """The text after the prompt."""
+        """Return the text after the prompt."""
         chunks: asyncio.Queue[TokenChunk | OutriderError] = asyncio.Queue()
         request = TokenRequest(PROMPT, LENGTH, sampling, speculation=options, ignore_eos=True)
         await self.thread.call(

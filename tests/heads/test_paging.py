@@ -70,7 +70,7 @@ class Rig:
         return [self.random.randrange(VOCAB) for _ in range(length)]
 
     def features(self, text: list[int]) -> torch.Tensor:
-        """Features of all tokens but the last; each depends on all tokens before it."""
+        """Return features of all tokens but the last; each depends on all tokens before it."""
         rows = self._by_token[text[:-1]]
         return rows.cumsum(0) / torch.arange(1, len(text))[:, None].sqrt()
 
@@ -81,7 +81,7 @@ class Rig:
         return Extension(sequence, added, self.features(text)[first:], first)
 
     def read(self, model: HeadModel, text: list[int], tenant: str = "") -> HeadSequence:
-        """A sequence of the model that has read the text and its features."""
+        """Return a sequence of the model that has read the text and its features."""
         sequence = model.open(text, tenant)
         model.extend([self.extension(sequence, text)])
         return sequence

@@ -26,7 +26,7 @@ SEVERAL = [(kind, dialect) for kind, dialects in DIALECTS.items() for dialect in
 
 
 def same(one: Head, other: Head) -> bool:
-    """Whether two heads compute the same under the first reading of their files."""
+    """Return whether two heads compute the same under the first reading of their files."""
     specs = [replace(head.spec, other_aux_layers=()) for head in (one, other)]
     if specs[0] != specs[1] or one.tensors.keys() != other.tensors.keys():
         return False
@@ -618,7 +618,7 @@ JUNK: list[Any] = [None, -1, 0, 1.5, 10**12, "x", [], [1, "x"], {"x": 1}, True]
 
 
 def spoiled(config: Any) -> Any:
-    """Configs with one key, at any depth, set to one junk value."""
+    """Yield configs with one key, at any depth, set to one junk value."""
     for key, value in config.items():
         for junk in JUNK:
             yield config | {key: junk}

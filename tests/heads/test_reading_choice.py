@@ -49,7 +49,7 @@ class Texts:
         return answers
 
     def answers(self, aux_layers: tuple[int, ...]) -> list[int]:
-        """The target's tokens if the head, on these layers, were always right."""
+        """Return the target's tokens if the head, on these layers, were always right."""
         model = self.model()
         features = torch.cat([self.states[i] for i in aux_layers], dim=-1)
         sequence, answers = model.open(self.text[:1]), [0]
@@ -99,7 +99,7 @@ def test_layers_that_the_user_set_are_not_questioned(tmp_path: Path) -> None:
 
 
 def eagle31_by_specforge() -> head_files.Files:
-    """EAGLE-3.1 as SpecForge writes it, trained on recycled states before the norm."""
+    """Return EAGLE-3.1 as SpecForge writes it, trained on recycled states before the norm."""
     config, tensors = head_files.eagle3_specforge()
     assert config["norm_output"] is True
     norms = {f"fc_norm.{i}.weight": torch.rand(16) + 0.5 for i in range(3)}

@@ -36,7 +36,7 @@ def by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captured(rig: Rig, pages: int = 200) -> AutoregressiveModel:
-    """The rig's head with graphs of its rounds."""
+    """Return the rig's head with graphs of its rounds."""
     model = rig.model(pages=pages)
     model.capture(WIDTH)
     assert isinstance(model, AutoregressiveModel)

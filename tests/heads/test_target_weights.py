@@ -148,7 +148,7 @@ class OwnModel(LlamaForCausalLM):
 
 
 def with_own_code(folder: Path) -> Path:
-    """The bundled target under a type that only the code in its folder knows."""
+    """Return the bundled target under a type that only the code in its folder knows."""
     shutil.copytree(TARGET, folder)
     config = json.loads((folder / "config.json").read_text())
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}

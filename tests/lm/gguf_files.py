@@ -30,7 +30,7 @@ _OF_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "o
 
 
 def tiny_llama() -> Any:
-    """A random Llama with the bundled tokenizer's vocabulary."""
+    """Return a random Llama with the bundled tokenizer's vocabulary."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096,
@@ -82,7 +82,7 @@ def write_gguf(
 
 
 def _tensors(model: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """The model's weights, keyed by their names in GGUF."""
+    """Return the model's weights, keyed by their names in GGUF."""
     state = {name: values.float().numpy() for name, values in model.state_dict().items()}
     found = {f"{ours}.weight": state[f"{theirs}.weight"] for ours, theirs in _OF_MODEL.items()}
     for i in range(model.config.num_hidden_layers):

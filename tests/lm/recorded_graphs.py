@@ -115,7 +115,7 @@ def triton_kernel(
     *,
     max_seq_len: int,
 ) -> torch.Tensor:
-    """The real kernel as one operator, which computes when a recording repeats it.
+    """Return the real kernel as one operator, which computes when a recording repeats it.
 
     The batch's tensors belong to the recording. A replay fills their memory with the new batch.
     """

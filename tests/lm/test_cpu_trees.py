@@ -102,7 +102,10 @@ def c_decoder(build_name: str, dtype: torch.dtype, page_size: int) -> ModelRunne
 
 
 def has_the_bits_of_chains(runner: ModelRunner) -> bool:
-    """Whether a tree's rows add their keys in the order of chains. AMX tiles have another order."""
+    """Return whether a tree's rows add their keys in the order of chains.
+
+    AMX tiles have another order.
+    """
     return runner.decoder is not None and runner.model_id != "_cpu_amx"
 
 

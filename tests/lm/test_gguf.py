@@ -119,7 +119,7 @@ def with_version(content: bytes, version: int) -> bytes:
 
 
 def with_count(content: bytes, count: int) -> bytes:
-    """The content with another number of tensors in its header."""
+    """Return the content with another number of tensors in its header."""
     return content[:8] + count.to_bytes(8, "little") + content[16:]
 
 

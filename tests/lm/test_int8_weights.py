@@ -57,7 +57,7 @@ def ids(count: int) -> list[int]:
 
 
 def layer_and_scales(outs: int, *, has_bias: bool) -> tuple[TiledLinear, torch.nn.Linear]:
-    """A layer in int8, and the layer that it replaces."""
+    """Return a layer in int8, and the layer that it replaces."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(96, outs, bias=has_bias).to(torch.bfloat16)
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_a_model_that_the_decoder_refuses_multiplies_by_int8_in_its_own_forward(
 
 
 def drafting_runner(**settings: Any) -> ModelRunner:
-    """The draft model of a drafter with these settings."""
+    """Return the draft model of a drafter with these settings."""
 
     async def load() -> ModelRunner:
         wanted = ModelSettings(model=DRAFT, page_count=64, **settings)

@@ -47,14 +47,14 @@ def seeded() -> None:
 
 
 def random_parents(count: int) -> list[int]:
-    """Parents of a tree with deep paths and branches anywhere."""
+    """Return parents of a tree with deep paths and branches anywhere."""
     return [i if random.random() < 0.6 else random.randint(0, i) for i in range(count)]
 
 
 def batch(
     lengths: list[tuple[int, int, int]], page_size: int = 16, pages: int = 64
 ) -> list[SequenceSlice]:
-    """Slices of these lengths, in pages scattered over the cache."""
+    """Return slices of these lengths, in pages scattered over the cache."""
     order = random.sample(range(pages), pages)
     slices = []
     for text, before, tree in lengths:

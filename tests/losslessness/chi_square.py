@@ -50,11 +50,11 @@ def compare(observed: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) 
 
 @cache
 def visible_distance(cells: int, draws: int) -> float:
-    """The least total variation distance that is seen with probability `POWER`.
+    """Return the least total variation distance that is seen with probability `POWER`.
 
     Under another distribution the statistic is noncentral chi-square. Its noncentrality is `draws`
-    times the chi-square divergence. Among distributions at a total variation TV, the divergence
-    is least, 4 TV^2, where all cells are off by the same share.
+    times the chi-square divergence. Among distributions at a total variation TV, the divergence is
+    least, 4 TV^2, where all cells are off by the same share.
     """
     freedom = cells - 1
     threshold = stats.chi2.isf(LEAST_P, freedom)

@@ -45,7 +45,7 @@ def logits(text: Text) -> torch.Tensor:
 
 
 def traffic(sampling: SamplingParams, **more: Any) -> Traffic:
-    """Many requests at a time for the first three tokens after the prompt."""
+    """Return many requests at a time for the first three tokens after the prompt."""
     return Traffic(
         logits=logits,
         prompts=(PROMPT,),
@@ -64,7 +64,7 @@ def traffic(sampling: SamplingParams, **more: Any) -> Traffic:
 def generate(
     sampling: SamplingParams, draws: int, *drafters: Guesser, **more: Any
 ) -> npt.NDArray[np.int64]:
-    """The first three tokens of `draws` requests, [draws, 3]; `more` is for `Traffic`."""
+    """Return the first three tokens of `draws` requests, [draws, 3]; `more` is for `Traffic`."""
     return traffic(sampling, **more).run(draws, *drafters)
 
 
@@ -96,7 +96,7 @@ class _OutputPenalties:
 
 
 def processors(s: SamplingParams) -> LogitsProcessorList:
-    """transformers' processors for the settings, in transformers' order."""
+    """Return transformers' processors for the settings, in transformers' order."""
     return LogitsProcessorList([*_penalties(s), *_warpers(s)])
 
 
@@ -141,7 +141,7 @@ def reversed_target(sampling: SamplingParams) -> NextProbs:
 
 
 def on_an_unlikely_token(sampling: SamplingParams) -> NextProbs:
-    """Nearly all mass on the target's least likely token, which may have probability 0."""
+    """Return nearly all mass on the target's least likely token, which may have probability 0."""
     equal = equal_to_target(sampling)
 
     def draft_probs(text: Text) -> Probs:
@@ -153,7 +153,7 @@ def on_an_unlikely_token(sampling: SamplingParams) -> NextProbs:
 
 
 def flat(sampling: SamplingParams) -> NextProbs:
-    """The uniform distribution: the target accepts many of its tokens, and rejects many."""
+    """Return the uniform distribution: the target accepts many of its tokens, and rejects many."""
     return lambda text: UNIFORM
 
 

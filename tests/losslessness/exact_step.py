@@ -51,7 +51,7 @@ class Scenario:
     drafter: NextProbs | None
 
     def drafts(self, vocab: int) -> Iterator[tuple[Text, float]]:
-        """Every possible draft and its probability."""
+        """Yield every possible draft and its probability."""
         for tokens in itertools.product(range(vocab), repeat=self.length):
             prob = 1.0
             if self.drafter is not None:
@@ -81,7 +81,7 @@ class Trial:
     """By number of accepted tokens: the random number up to which each next token is drawn, [V]."""
 
     def next_probs(self, accepted: int) -> Probs:
-        """The distribution of the token after `accepted` draft tokens."""
+        """Return the distribution of the token after `accepted` draft tokens."""
         return np.diff(self.steps[accepted], prepend=0.0)
 
 
@@ -279,7 +279,7 @@ def find_steps(
 
 
 def joint_probs(trials: Sequence[Trial], target: NextProbs, vocab: int, length: int) -> Probs:
-    """The joint distribution of the step's tokens and then the target's, [V] * length."""
+    """Return the joint distribution of the step's tokens and then the target's, [V] * length."""
     committed: dict[Text, float] = defaultdict(float)
     for trial in trials:
         sampled = trial.scenario.drafter is not None
@@ -299,7 +299,7 @@ def joint_probs(trials: Sequence[Trial], target: NextProbs, vocab: int, length: 
 
 
 def _continued(text: Text, target: NextProbs, vocab: int, length: int) -> Probs:
-    """The distribution of `length` tokens: a text's tokens, then draws from the target."""
+    """Return the distribution of `length` tokens: a text's tokens, then draws from the target."""
     probs = np.zeros([vocab] * length)
     for rest in itertools.product(range(vocab), repeat=length - len(text)):
         whole = (*text, *rest)
@@ -308,7 +308,7 @@ def _continued(text: Text, target: NextProbs, vocab: int, length: int) -> Probs:
 
 
 def deviation(scenarios: Sequence[Scenario], vocab: int, patch: pytest.MonkeyPatch) -> float:
-    """The largest deviation of a joint probability from the target's, over all scenarios.
+    """Return the largest deviation of a joint probability from the target's, over all scenarios.
 
     All scenarios share a batch.
     """
@@ -345,7 +345,7 @@ def check_at_random_coins(trials: Sequence[Trial], patch: pytest.MonkeyPatch) ->
 
 
 def predicted_count(trial: Trial, accept_coins: Probs, draw_coins: Probs) -> int:
-    """How many tokens of a trial are accepted with these coins."""
+    """Return how many tokens of a trial are accepted with these coins."""
     if trial.scenario.drafter is not None:
         sides = [bool(accept_coins[i] < each) for i, each in enumerate(trial.thresholds)]
         return trial.by_coins[tuple(sides)]
@@ -356,5 +356,5 @@ def predicted_count(trial: Trial, accept_coins: Probs, draw_coins: Probs) -> int
 
 
 def drawn_token(trial: Trial, count: int, draw_coins: Probs) -> int:
-    """The token that a trial draws after `count` accepted tokens."""
+    """Return the token that a trial draws after `count` accepted tokens."""
     return int((trial.steps[count] <= draw_coins[count]).sum())

@@ -41,15 +41,15 @@ class Coins:
     """The first draft token's position, counted from the prompt's start: the committed length."""
 
     def accept(self, i: int) -> float:
-        """A uniform number in [0, 1) that decides about draft token i."""
+        """Return a uniform number in [0, 1) that decides about draft token i."""
         return float(uniforms([self.seed], [self.position + i], Purpose.ACCEPT, [self.position])[0])
 
     def draw(self, probs: Probs, i: int) -> int:
-        """The target's token at place i, drawn with the coupled noise of its position."""
+        """Return the target's token at place i, drawn with the coupled noise of its position."""
         return coupled_draw(probs, self.seed, self.position + i)
 
     def recover(self, weights: Probs, i: int) -> int:
-        """A token at place i with probability proportional to its weight."""
+        """Return a token at place i with probability proportional to its weight."""
         number = uniforms([self.seed], [self.position + i], Purpose.RECOVER, [self.position])[0]
         cumulative = weights.cumsum()
         return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
@@ -118,13 +118,16 @@ def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: 
 
 
 def _residual(target: Probs, draft: Probs, scale: float) -> Probs:
-    """max(0, scale * target - draft); if rounding makes that 0 everywhere, the target itself."""
+    """Return max(0, scale * target - draft).
+
+    If rounding makes that 0 everywhere, the target itself.
+    """
     left = np.maximum(0.0, scale * target - draft)
     return left if left.sum() > 0 else target
 
 
 def typical(target_probs: Probs, draft: Sequence[int], coins: Coins, epsilon: float) -> Accepted:
-    """Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 3.3.1). Lossy.
+    """Return Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 3.3.1). Lossy.
 
     Accept token x if target(x) > min(epsilon, sqrt(epsilon) * exp(-entropy)), or if the coupled
     rule accepts it.
@@ -138,7 +141,7 @@ def typical(target_probs: Probs, draft: Sequence[int], coins: Coins, epsilon: fl
 
 
 def is_typical(probs: Probs, token: int, epsilon: float) -> bool:
-    """Whether TYPICAL accepts a token by the target's distribution."""
+    """Return whether TYPICAL accepts a token by the target's distribution."""
     entropy = -np.sum(probs[probs > 0] * np.log(probs[probs > 0]))
     return bool(probs[token] > min(epsilon, np.sqrt(epsilon) * np.exp(-entropy)))
 
@@ -146,7 +149,7 @@ def is_typical(probs: Probs, token: int, epsilon: float) -> bool:
 def relaxed(
     target_probs: Probs, draft: Sequence[int], coins: Coins, topk: int, delta: float
 ) -> Accepted:
-    """TensorRT-LLM's relaxed acceptance for thinking tokens. Lossy.
+    """Return TensorRT-LLM's relaxed acceptance for thinking tokens. Lossy.
 
     Accept token x if fewer than `topk` tokens are likelier, target(x) >= max(target) - delta and
     target(x) > 0, or if the coupled rule accepts it.
@@ -160,7 +163,7 @@ def relaxed(
 
 
 def is_near(probs: Probs, token: int, topk: int, delta: float) -> bool:
-    """Whether RELAXED accepts a thinking token by the target's distribution."""
+    """Return whether RELAXED accepts a thinking token by the target's distribution."""
     return bool(
         (probs > probs[token]).sum() < topk
         and probs[token] >= probs.max() - delta

@@ -32,19 +32,19 @@ PROMPTS: tuple[Text, ...] = ((2,), (1, 2, 3, 4, 0, 1), (1, 2, 3, 4, 0, 1, 2, 3, 
 
 @cache
 def target_probs(text: Text) -> Probs:
-    """A different random distribution after each text."""
+    """Return a different random distribution after each text."""
     logits = np.random.default_rng(zlib.crc32(bytes(text))).normal(size=VOCAB) * 1.3
     probs: Probs = torch.from_numpy(logits).softmax(-1).numpy()
     return probs
 
 
 def fixed(*probs: float) -> NextProbs:
-    """The same distribution after every text."""
+    """Return the same distribution after every text."""
     return lambda text: np.array(probs)
 
 
 def near(target: NextProbs, share: float = 0.6, seed: int = 1) -> NextProbs:
-    """A mixture of the target's distribution, with weight `share`, and a random one."""
+    """Return a mixture of the target's distribution, with weight `share`, and a random one."""
 
     @cache
     def mixed(text: Text) -> Probs:

@@ -21,7 +21,7 @@ COUPLED = AcceptanceRule.COUPLED
 
 
 def target(vocab: int, seed: int, *, zeros: int = 0, peak: float = 0.8) -> NextProbs:
-    """A different distribution after each text; `zeros` tokens have probability 0."""
+    """Return a different distribution after each text; `zeros` tokens have probability 0."""
 
     @cache
     def probs(text: Text) -> Probs:
@@ -35,7 +35,7 @@ def target(vocab: int, seed: int, *, zeros: int = 0, peak: float = 0.8) -> NextP
 
 
 def drafter(to: NextProbs, vocab: int, seed: int, kind: str) -> NextProbs:
-    """Distributions to draft from: unlike the target's, near them, or equal.
+    """Return distributions to draft from: unlike the target's, near them, or equal.
 
     `sparse` distributions have 1 entry at the first position, 2 at the second, ...
     """
@@ -62,7 +62,7 @@ KINDS = ("unlike", "near", "sparse", "equal")
 
 
 def mixed(rule: AcceptanceRule, vocab: int, longest: int, seed: int, zeros: int) -> list[Scenario]:
-    """Drafts of all lengths and kinds in one batch, padded to one length.
+    """Return drafts of all lengths and kinds in one batch, padded to one length.
 
     The last two scenarios have no distributions.
     """

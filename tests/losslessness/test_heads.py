@@ -62,7 +62,7 @@ SETTINGS = {
 
 @cache
 def target_probs(text: Text) -> Probs:
-    """The distribution of the allowed tokens after a text, [VOCAB]."""
+    """Return the distribution of the allowed tokens after a text, [VOCAB]."""
     with torch.inference_mode():
         logits = target()(torch.tensor([text])).logits[0, -1, :VOCAB]
     probs: Probs = logits.double().softmax(-1).numpy()
@@ -175,7 +175,7 @@ class Site:
     thread: ThreadPoolExecutor
 
     def drafter(self, **behaviour: int) -> HeadDrafter:
-        """A drafter with an empty cache."""
+        """Return a drafter with an empty cache."""
         model = load_for_target(self.head, PAGES, PAGE)
         return HeadDrafter(HeadWorker(model, self.thread), self.loop, **behaviour)
 
@@ -184,7 +184,7 @@ class Site:
 
 
 def traffic(runner: ModelRunner, **settings: Any) -> Traffic:
-    """Requests through an engine with the target."""
+    """Return requests through an engine with the target."""
     made: dict[str, Any] = {
         "probs": target_probs,
         "prompts": tuple(PROMPTS),

@@ -28,7 +28,7 @@ TEXT = np.random.default_rng(7).integers(0, VOCAB, 64).tolist()
 
 
 def drafter(engine: Engine) -> Guesser:
-    """A drafter that samples from the target's distribution after the prompt."""
+    """Return a drafter that samples from the target's distribution after the prompt."""
     offers = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
     made = Guesser("sampling", equal_to_target(SamplingParams()), offers)
     made.join(engine)

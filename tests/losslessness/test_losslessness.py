@@ -56,7 +56,10 @@ DRAFTERS = {
 def generated(
     way: str, setting: str, drafter: str, draws: int, *, seeded: bool = False, **behaviour: Any
 ) -> npt.NDArray[np.int64]:
-    """The first three tokens of `draws` requests; `behaviour` are settings of the drafter."""
+    """Return the first three tokens of `draws` requests.
+
+    `behaviour` are settings of the drafter.
+    """
     offers, verifier = WAYS[way]
     draft_probs = DRAFTERS[drafter](SETTINGS[setting])
     guesser = Guesser(f"{way} {drafter}", draft_probs, offers, **behaviour)

@@ -29,7 +29,7 @@ STOPS: dict[str, Callable[[int, float], bool]] = {
 
 
 def drafters(stops: Callable[[int, float], bool], longest: int = 5) -> tuple[Guesser, Guesser]:
-    """A drafter that samples, and a drafter with the target's noise and distribution."""
+    """Return a drafter that samples, and a drafter with the target's noise and distribution."""
     samples = {DraftDistribution.ONE_HOT, DraftDistribution.SPARSE}
     couples = {DraftDistribution.ONE_HOT, DraftDistribution.COUPLED}
     always: Any = {"silent": 0.0, "shortest": 1}

@@ -34,7 +34,7 @@ DRAWS = 5_400
 
 @cache
 def model(noise: float) -> LlamaForCausalLM:
-    """A tiny model with peaked distributions; `noise` changes its weights."""
+    """Return a tiny model with peaked distributions; `noise` changes its weights."""
     torch.manual_seed(4)
     config = LlamaConfig(
         vocab_size=VOCAB,

@@ -44,7 +44,7 @@ RULES: dict[AcceptanceRule, Rule] = {
 
 @st.composite
 def distributions(draw: st.DrawFn, rows: int) -> Probs:
-    """Rows of float32 probabilities, as the verifier has them; some of them are 0."""
+    """Return rows of float32 probabilities, as the verifier has them; some of them are 0."""
     numbers = draw(st.lists(st.integers(0, 40), min_size=rows * VOCAB, max_size=rows * VOCAB))
     weights = np.array(numbers, np.float32).reshape(rows, VOCAB)
     weights[:, 0] += weights.sum(-1) == 0

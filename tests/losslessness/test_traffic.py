@@ -47,7 +47,7 @@ class Case:
     def run(
         self, draws: int, offers: frozenset[DraftDistribution], **settings: Any
     ) -> tuple[Traffic, np.ndarray]:
-        """The traffic, and the tokens that its requests generated, [draws, length]."""
+        """Return the traffic, and the tokens that its requests generated, [draws, length]."""
         clock = VirtualClock()
         traffic = Traffic(**{**self.settings, **settings}, clock=clock if self.timed else monotonic)
         drafters = self.drafters(offers)

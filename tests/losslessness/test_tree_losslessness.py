@@ -47,13 +47,13 @@ COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})
 
 
 def logits_behind(seed: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Random logits of a text's next token."""
+    """Return random logits of a text's next token."""
     rng = np.random.default_rng([seed, zlib.crc32(bytes(tokens))])
     return rng.normal(size=WIDE).astype(np.float32)
 
 
 def logits_of(seed: int, tree: DraftTree) -> npt.NDArray[np.float32]:
-    """The logits of a tree's rows, [R, V]."""
+    """Return the logits of a tree's rows, [R, V]."""
     parents = tree.parents or range(len(tree.token_ids))
     texts = [
         [tree.token_ids[at - 1] for at in path_to(row, parents)]
@@ -187,7 +187,7 @@ def with_trees(traffic: Traffic, seed: int, plain: dict[int, list[int]] | None =
 
 
 def moves_of(traffic: Traffic) -> list[int]:
-    """A list that grows by the count of moved slots."""
+    """Return a list that grows by the count of moved slots."""
     moves: list[int] = []
     move_tokens = traffic.model.move_tokens
 
@@ -201,7 +201,7 @@ def moves_of(traffic: Traffic) -> list[int]:
 
 
 def two_guessers() -> tuple[Guesser, Guesser]:
-    """Drafters with branches, one of which is better."""
+    """Return drafters with branches, one of which is better."""
     return (
         Guesser("first", near(target_probs), COUPLED, late=1, branches=True),
         Guesser("second", near(target_probs, 0.5, seed=2), COUPLED, late=1, branches=True),

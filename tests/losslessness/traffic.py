@@ -179,7 +179,10 @@ class Traffic:
         return np.concatenate([count * self._joint(prompt).flatten() for prompt, count in pairs])
 
     def _joint(self, prompt: Text) -> Probs:
-        """Joint distribution of compared tokens, summed over earlier tokens; [VOCAB] * LENGTH."""
+        """Return joint distribution of compared tokens, summed over earlier tokens.
+
+        [VOCAB] * LENGTH.
+        """
         found = np.zeros([VOCAB] * LENGTH)
         for text in itertools.product(range(VOCAB), repeat=self.first + LENGTH):
             found[text[self.first :]] += np.prod(
@@ -188,7 +191,7 @@ class Traffic:
         return found
 
     def observed(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Counts of the same cells in the texts, [draws, length]."""
+        """Return counts of the same cells in the texts, [draws, length]."""
         prompts = np.arange(len(texts)) % len(self.prompts)
         compared = texts[:, self.first : self.first + LENGTH]
         cells = compared @ VOCAB ** np.arange(LENGTH)[::-1] + prompts * VOCAB**LENGTH
@@ -196,5 +199,5 @@ class Traffic:
 
 
 def seed_of(number: int) -> int:
-    """A request's seed. Seeds of neighbours differ in all of their 64 bits."""
+    """Return a request's seed. Seeds of neighbours differ in all of their 64 bits."""
     return (number + 1) * 0x9E3779B97F4A7C15 % 2**64

@@ -19,7 +19,10 @@ class Mutant:
     """Tests that should notice the bug; tests marked slow are not run."""
 
     def applied(self, source: str) -> str:
-        """The source with the bug in it. Raises ValueError unless there is exactly one place."""
+        """Return the source with the bug in it.
+
+        Raises ValueError unless there is exactly one place.
+        """
         if (count := source.count(self.old)) != 1:
             raise ValueError(f"mutant {self.name}: {self.path} has {count} times {self.old!r}")
         return source.replace(self.old, self.new)

@@ -17,7 +17,7 @@ def pool_of(text: list[int], **options: Any) -> MemoryPool:
 
 
 def newest_by_search(text: list[int], size: int, length: int) -> list[int]:
-    """The tokens after the longest known suffix, at the newest place with enough tokens."""
+    """Return the tokens after the longest known suffix, at the newest place with enough tokens."""
     for n in range(min(size, len(text)), 0, -1):
         places = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-16:]
         if places:

@@ -34,7 +34,7 @@ async def use(server: RedisServer) -> None:
 
 
 def used(process: RedisProcess) -> set[str]:
-    """The commands that the server has run."""
+    """Return the commands that the server has run."""
     with process.admin() as client:
         return {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
 

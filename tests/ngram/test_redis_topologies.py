@@ -30,7 +30,7 @@ async def test_a_batch_is_one_mget_for_each_slot_on_all_nodes(
 
 
 def calls(cluster: Cluster) -> list[int]:
-    """The number of MGET commands that each node has run."""
+    """Return the number of MGET commands that each node has run."""
     return [
         stats.get("cmdstat_mget", {"calls": 0})["calls"]
         for stats in cluster.each("INFO", "commandstats")

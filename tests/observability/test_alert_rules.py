@@ -86,7 +86,7 @@ def repeated(values: str) -> str:
 
 
 def case(name: str, series: list[tuple[str, str]], firing: set[str]) -> dict[str, Any]:
-    """A test of promtool's: which alerts fire at the end of the series."""
+    """Return a test of promtool's: which alerts fire at the end of the series."""
     samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(firing)]
     return {
         "name": name,

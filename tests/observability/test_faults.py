@@ -19,7 +19,7 @@ REQUEST = {"prompt": "x", "max_tokens": 4}
 
 
 def firing(url: str) -> set[str]:
-    """The alerts that fire; none while Prometheus starts."""
+    """Return the alerts that fire; none while Prometheus starts."""
     try:
         answer = httpx.get(f"{url}/api/v1/alerts")
     except httpx.TransportError:
@@ -31,7 +31,7 @@ def firing(url: str) -> set[str]:
 
 
 def value(url: str, query: str) -> float | None:
-    """The value of a query with one result."""
+    """Return the value of a query with one result."""
     try:
         answer = httpx.get(f"{url}/api/v1/query", params={"query": query})
     except httpx.TransportError:

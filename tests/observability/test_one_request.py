@@ -31,7 +31,7 @@ Spans = list[tuple[str, Any]]
 
 
 def lines(output: str, logger: str) -> list[dict[str, Any]]:
-    """The records of a logger among a process's output, for the request."""
+    """Return the records of a logger among a process's output, for the request."""
     records = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return [
         record
@@ -41,7 +41,7 @@ def lines(output: str, logger: str) -> list[dict[str, Any]]:
 
 
 def sample(text: str, name: str, **labels: str) -> float:
-    """The value of a series in Prometheus' format."""
+    """Return the value of a series in Prometheus' format."""
     # Prometheus' own parser takes the colon in names such as `outrider:...`.
     found = [
         each.value
@@ -54,7 +54,7 @@ def sample(text: str, name: str, **labels: str) -> float:
 
 
 async def asked(gateway: GatewayProcess) -> dict[str, Any]:
-    """The answer's usage and error."""
+    """Return the answer's usage and error."""
     headers = {"x-request-id": REQUEST_ID, "authorization": "Bearer somebody"}
     prompt = "def read_file(path, encoding=None):\n    "
     body = {"prompt": prompt, "max_tokens": 64, "temperature": 0}
@@ -76,7 +76,7 @@ async def hang_up(url: str) -> None:
 
 
 def check_logs(gateway: str, verifier: str, usage: dict[str, Any]) -> dict[str, Any]:
-    """The gateway's log line. It must agree with the verifier's line and with the answer."""
+    """Return the gateway's log line. It must agree with the verifier's line and with the answer."""
     [line] = lines(gateway, "gateway.access")
     [served] = lines(verifier, "verifier.access")
     assert line["status"] == "200"

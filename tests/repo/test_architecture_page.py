@@ -11,7 +11,7 @@ PATHS = sorted(set(re.findall(r"`(\w+/[\w/]+\.py)[`:]", PAGE)))
 
 
 def definitions(path: Path) -> set[str]:
-    """A module's classes and functions, and the methods of its classes as `Class.method`."""
+    """Return a module's classes and functions, and the methods of its classes as `Class.method`."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -24,7 +24,7 @@ def definitions(path: Path) -> set[str]:
 
 
 def exists(file: str, name: str) -> bool:
-    """Whether a module of the repository defines the function, class or method."""
+    """Return whether a module of the repository defines the function, class or method."""
     path = ROOT / file
     return path.exists() and name in definitions(path)
 

@@ -52,7 +52,7 @@ HUBS = {"local-dir"}
 
 @cache
 def setting_flags() -> frozenset[str]:
-    """The flags of all settings, without their dashes."""
+    """Return the flags of all settings, without their dashes."""
     files = [
         "verifier_svc/config.py",
         "drafter_svc/config.py",
@@ -73,14 +73,14 @@ def setting_flags() -> frozenset[str]:
 
 @cache
 def tracked_pages() -> list[Path]:
-    """Every page of the repository, also READMEs beside results."""
+    """Return every page of the repository, also READMEs beside results."""
     command = ["git", "ls-files", "-z", "*.md"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     return [ROOT / name for name in listed.split("\0") if (ROOT / name).is_file()]
 
 
 def named(path: Path) -> str:
-    """A page's path in the repository, as a test's name."""
+    """Return a page's path in the repository, as a test's name."""
     return str(path.relative_to(ROOT))
 
 
@@ -91,7 +91,7 @@ def test_every_link_leads_to_a_file(path: Path) -> None:
 
 
 def anchors(page: str) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -163,7 +163,7 @@ print(json.dumps(flags))
 
 
 def lab_modules() -> list[str]:
-    """The modules of the commands of `outrider lab`."""
+    """Return the modules of the commands of `outrider lab`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     points = project["entry-points"]["outrider.commands"].values()
     return [point.partition(":")[0] for point in points]
@@ -171,14 +171,14 @@ def lab_modules() -> list[str]:
 
 @cache
 def flags_by_command() -> dict[str, set[str]]:
-    """The flags that each command's help names."""
+    """Return the flags that each command's help names."""
     words = [sys.executable, "-c", FLAGS, " ".join(lab_modules())]
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return {name: set(flags) for name, flags in json.loads(shown).items()}
 
 
 def shown_commands(page: str) -> list[list[str]]:
-    """The words after `outrider` of each command in a page's blocks of shell."""
+    """Return the words after `outrider` of each command in a page's blocks of shell."""
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = []

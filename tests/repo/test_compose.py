@@ -131,7 +131,7 @@ def test_ports_are_published_on_loopback_by_default() -> None:
 
 
 def networks(service: dict[str, Any]) -> set[str]:
-    """The networks that a service is on."""
+    """Return the networks that a service is on."""
     if service.get("network_mode") == "none":
         return set()
     return set(service.get("networks", ["default"]))

@@ -40,7 +40,10 @@ SETTINGS: dict[str, type[Settings]] = {
 
 
 def closed(required: str, optional: str = "", **properties: Any) -> Document:
-    """The schema of an object with these fields only. Without a schema a field holds anything."""
+    """Return the schema of an object with these fields only.
+
+    Without a schema a field holds anything.
+    """
     names = required.split()
     fields = {name: properties.get(name, {}) for name in names + optional.split()}
     return {
@@ -122,7 +125,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def rendered(folder: Path) -> list[Document]:
-    """The documents that Kustomize, in kubectl, makes from a folder."""
+    """Return the documents that Kustomize, in kubectl, makes from a folder."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     kubectl = shutil.which("kubectl", path=path)
     assert kubectl, "kubectl is missing: `make` installs it"
@@ -139,7 +142,7 @@ def documents(request: pytest.FixtureRequest, tree: Path) -> list[Document]:
 
 
 def templates(document: Document) -> Iterator[Document]:
-    """The templates of pods in a document."""
+    """Yield the templates of pods in a document."""
     spec = document.get("spec", {})
     if "template" in spec:
         yield spec["template"]
@@ -188,7 +191,7 @@ def test_every_document_is_valid_and_has_no_unknown_field(documents: list[Docume
 
 
 def objects_in(value: Any, without: frozenset[str]) -> Iterator[Document]:
-    """All objects in a document, except objects in fields with these names."""
+    """Yield all objects in a document, except objects in fields with these names."""
     if isinstance(value, dict):
         yield value
         for name in value.keys() - without:
@@ -255,7 +258,7 @@ def test_outriders_processes_are_not_process_1(documents: list[Document]) -> Non
 
 
 def variables(documents: list[Document], pod: Document) -> dict[str, str]:
-    """The environment of a pod's container."""
+    """Return the environment of a pod's container."""
     maps = of_kind(documents, "ConfigMap")
     [container] = pod["spec"]["containers"]
     found: dict[str, str] = {}
@@ -332,7 +335,7 @@ def test_ports_of_services_policies_and_probes_are_ports_of_the_pods(
 
 
 def selected(selector: Document) -> list[str]:
-    """The names of the components that a selector of pods selects."""
+    """Return the names of the components that a selector of pods selects."""
     if "matchLabels" in selector:
         return [selector["matchLabels"]["app.kubernetes.io/name"]]
     [expression] = selector["matchExpressions"]

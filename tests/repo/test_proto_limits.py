@@ -43,7 +43,7 @@ class Limit:
 
 
 def limits() -> list[Limit]:
-    """The limits of all fields in the protos."""
+    """Return the limits of all fields in the protos."""
     found: list[Limit] = []
     for path in sorted((ROOT / "protos/outrider/v1").glob("*.proto")):
         message = comment = ""

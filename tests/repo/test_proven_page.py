@@ -11,7 +11,7 @@ HEADER = "| capability | CPU | GPU | published model | how tested | date |"
 
 
 def rows() -> list[list[str]]:
-    """The cells of each row."""
+    """Return the cells of each row."""
     lines = PAGE.read_text().partition(HEADER)[2].strip().partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 

@@ -12,7 +12,7 @@ MARKUP = re.compile(r"`|\[|\]\([^)]*\)")
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells below the table's head, from "temperature 0" on, without markup."""
+    """Return the cells below the table's head, from "temperature 0" on, without markup."""
     table = text[text.index("| temperature 0 ") :].partition("\n\n")[0]
     return [
         [MARKUP.sub("", cell).strip().lower().replace("_", "-") for cell in line.split("|")]

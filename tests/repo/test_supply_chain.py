@@ -31,7 +31,7 @@ WANTED = {
 
 
 def pinned(name: str) -> dict[str, list[str]]:
-    """The versions of each package in a file; several if they depend on Python's version."""
+    """Return the versions of each package in a file; several if they depend on Python's version."""
     found: dict[str, list[str]] = {}
     for line in pins((PINNED / f"{name}.txt").read_text()):
         requirement = Requirement(line)

@@ -38,7 +38,7 @@ class _Here:
 
 @cache
 def compiler() -> GrammarCompiler:
-    """A compiler that all tests share.
+    """Return a compiler that all tests share.
 
     Each worker process would load torch for seconds. test_grammar_compiler.py and the longest
     grammars of test_grammar_limits.py have real workers.
@@ -50,13 +50,13 @@ def compiler() -> GrammarCompiler:
 
 
 def allowed(mask: np.ndarray, row: int = 0) -> np.ndarray:
-    """The token ids that a row of a mask allows."""
+    """Return the token ids that a row of a mask allows."""
     bits = np.unpackbits(mask[row].view(np.uint8), bitorder="little")
     return np.flatnonzero(bits[:VOCAB])
 
 
 def walk(compiled: Compiled, rng: random.Random, limit: int = 400) -> str | None:
-    """A text of random allowed tokens; None if it grows beyond `limit` tokens.
+    """Return a text of random allowed tokens; None if it grows beyond `limit` tokens.
 
     It takes an end token with probability 1/2 where the grammar allows one.
     """
@@ -80,12 +80,12 @@ def walk(compiled: Compiled, rng: random.Random, limit: int = 400) -> str | None
 
 
 def schema(value: Any) -> Grammar:
-    """The grammar of a JSON schema."""
+    """Return the grammar of a JSON schema."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
 
 
 def in_tag(grammar: Grammar) -> Grammar:
-    """The grammar's texts in a structural tag."""
+    """Return the grammar's texts in a structural tag."""
     if grammar.kind is GrammarKind.EBNF:
         return grammar
     if grammar.kind is GrammarKind.JSON_SCHEMA:
@@ -108,7 +108,7 @@ def _part(grammar: Grammar) -> dict[str, Any]:
 
 
 def itself(grammar: Grammar) -> Grammar:
-    """The unchanged grammar."""
+    """Return the unchanged grammar."""
     return grammar
 
 
@@ -118,7 +118,7 @@ WAYS: tuple[Way, ...] = (itself, in_tag)
 
 
 def takes(compiled: Compiled, text: str) -> bool:
-    """Whether the grammar allows this text and nothing after it."""
+    """True if the grammar allows this text and nothing after it."""
     matcher = compiled.matcher()
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
     return all(matcher.accept(token) for token in [*tokens, ENDS[0]])

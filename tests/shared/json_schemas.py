@@ -96,7 +96,7 @@ def _union(rng: random.Random, depth: int) -> Schema:
 
 
 def _recursive(rng: random.Random, depth: int) -> Schema:
-    """A linked list of at most 4 nodes; the model chooses where it ends."""
+    """Return a linked list of at most 4 nodes; the model chooses where it ends."""
     value = _leaf(rng, 0)
     node = {
         "type": "object",

@@ -62,7 +62,7 @@ BAD: list[tuple[str, list[str], str]] = [
 
 
 def check(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
-    """The status of a command with these arguments."""
+    """Return the status of a command with these arguments."""
     monkeypatch.setattr(sys, "argv", [name, *GOOD[name], *arguments, "--check-config"])
     try:
         COMMANDS[name]()
@@ -150,7 +150,7 @@ def test_no_part_of_a_url_that_may_be_a_secret_is_shown(url: Any, shown: Any) ->
 
 
 def flags(tls: Tls) -> list[str]:
-    """The settings of a process with these files."""
+    """Return the settings of a process with these files."""
     return [f"--tls-cert={tls.cert}", f"--tls-key={tls.key}", f"--tls-ca={tls.ca}"]
 
 

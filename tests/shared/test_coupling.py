@@ -36,14 +36,14 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def by_the_document(seed: int, position: int, token: int) -> tuple[int, float]:
-    """Key and E (docs/protocol.md), computed with plain integers."""
+    """Return key and E (docs/protocol.md), computed with plain integers."""
     words = philox([position & MASK32, position >> 32, 3, 0], [seed & MASK32, seed >> 32])
     key = words[0] | words[1] << 32
     return key, -math.log(((output(key, token) >> 12) + 0.5) * 2.0**-52)
 
 
 def output(key: int, token: int) -> int:
-    """z of docs/protocol.md: output number `token` of SplitMix64."""
+    """Return z of docs/protocol.md: output number `token` of SplitMix64."""
     z = (key + (token + 1) * 0x9E3779B97F4A7C15) & MASK64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK64
     z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK64
@@ -77,7 +77,7 @@ def test_the_vectors_for_other_languages_have_the_edges_and_numbers_of_64_bits()
 
 
 def signed(key: int) -> torch.Tensor:
-    """A key in two's complement, [1]."""
+    """Return a key in two's complement, [1]."""
     return torch.tensor([key - 2**64 if key >= 2**63 else key])
 
 

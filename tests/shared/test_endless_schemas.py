@@ -15,12 +15,12 @@ SELF = {"$ref": "#"}
 
 
 def an_object(**properties: Any) -> dict[str, Any]:
-    """The schema of an object that must have these properties."""
+    """Return the schema of an object that must have these properties."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def with_parts(top: Any, **parts: Any) -> dict[str, Any]:
-    """A schema with these definitions."""
+    """Return a schema with these definitions."""
     return {**top, "$defs": parts}
 
 

@@ -33,7 +33,7 @@ from tests.shared.grammar_texts import (
 
 
 def named(count: int, **counts: int) -> Grammar:
-    """A JSON schema of an object with `count` named properties."""
+    """Return a JSON schema of an object with `count` named properties."""
     properties = {f"p{i}": {"type": "integer"} for i in range(count)}
     return schema({"type": "object", "properties": properties, **counts})
 
@@ -135,14 +135,14 @@ def test_an_ambiguous_grammar_with_slow_masks_is_refused() -> None:
 
 
 def references(links: int) -> Grammar:
-    """A JSON schema with a chain of references."""
+    """Return a JSON schema with a chain of references."""
     parts = {str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(links)}
     whole = {"$ref": "#/$defs/0", "$defs": {**parts, str(links): {}}}
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(whole, separators=(",", ":")))
 
 
 def aliases(links: int) -> Grammar:
-    """A GBNF grammar with a chain of rules."""
+    """Return a GBNF grammar with a chain of rules."""
     rules = [f"a{i}::=a{i + 1}" for i in range(links)]
     return Grammar(GrammarKind.EBNF, "\n".join(["root::=a0", *rules, f'a{links}::="["']))
 
@@ -163,7 +163,7 @@ def test_the_longest_chain_of_rules_does_not_end_the_process() -> None:
 
 
 def compiled_unchecked(grammar: Grammar) -> Compiled:
-    """The compiled grammar, without a trial of its masks."""
+    """Return the compiled grammar, without a trial of its masks."""
     libraries = compiler()._libraries
     return libraries.compile(translate(grammar, libraries.specials))
 

@@ -14,7 +14,7 @@ SERVICE = "outrider.v1.VerifierService"
 
 
 async def ask(*arguments: str) -> int:
-    """The exit status of `outrider health`."""
+    """Return the exit status of `outrider health`."""
     status = await asyncio.to_thread(invoke, app, "outrider", ["health", *arguments])
     return int(status or 0)
 

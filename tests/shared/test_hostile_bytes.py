@@ -122,7 +122,7 @@ PARSERS: dict[str, tuple[Message, Callable[[Any], Any], Callable[[Any], Any]]] =
 
 
 def received(example: Message) -> st.SearchStrategy[bytes]:
-    """Bytes sent as a message of the example's type."""
+    """Return the bytes sent as a message of the example's type."""
     return wire(type(example), [example.SerializeToString()])
 
 

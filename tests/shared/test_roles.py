@@ -32,7 +32,7 @@ V1ALPHA = "/grpc.reflection.v1alpha."
 
 
 def rpcs() -> set[str]:
-    """The full names of all methods; reflection is served as v1 too."""
+    """Return the full names of all methods; reflection is served as v1 too."""
     names = {
         f"/{service.full_name}/{method.name}"
         for file in FILES

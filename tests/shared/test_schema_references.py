@@ -23,7 +23,7 @@ def traps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traps]:
 
 
 def forms(uri: str) -> dict[str, Any]:
-    """Schemas with a reference to `uri` under each keyword for schemas in any draft."""
+    """Return schemas with a reference to `uri` under each keyword for schemas in any draft."""
     to = {"$ref": uri}
     alone = (
         *("not", "if", "then", "else", "contains", "propertyNames", "additionalItems", "items"),
@@ -66,7 +66,7 @@ NESTS: tuple[Any, ...] = (
 
 
 def refusal(value: Any) -> OutriderError | None:
-    """Why a schema is refused; None if it is compiled."""
+    """Return why a schema is refused; None if it is compiled."""
     try:
         compiler().compile(schema(value))
     except OutriderError as error:

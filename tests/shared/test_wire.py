@@ -239,7 +239,7 @@ def test_reported_durations_are_clamped(reported: int, expected: float) -> None:
 
 
 def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
-    """The fields of a proposal with this distribution."""
+    """Return the fields of a proposal with this distribution."""
     distribution = drafts_pb2.SparseDistribution(token_ids=ids, probabilities=probabilities)
     return {**PROPOSAL, "distributions": [distribution]}
 

@@ -42,7 +42,7 @@ def worker(source: WorkerSource) -> Iterator[Worker]:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process has not ended. A zombie has."""
+    """True if a process has not ended. A zombie has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def is_there(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process ends soon."""
+    """Return whether a process ends soon."""
     until = time.monotonic() + LONG_S
     while is_there(pid) and time.monotonic() < until:
         time.sleep(0.01)

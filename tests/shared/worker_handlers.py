@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def make(prefix: str) -> Callable[[bytes], bytes]:
-    """A handler of commands that tests send."""
+    """Return a handler of commands that tests send."""
     held: list[bytearray] = []
 
     def handle(request: bytes) -> bytes:

@@ -14,7 +14,7 @@ BATCHES = (1, 8, 32, 128)
 
 @cache
 def _plain(given: str) -> float:
-    """tokens/s without drafters; `given` are the scenario's settings as JSON."""
+    """Return tokens/s without drafters; `given` are the scenario's settings as JSON."""
     scenario = Scenario.model_validate_json(given)
     return simulate(scenario, scenario.sequences[0], drafting=False).sample.tokens_per_s
 
@@ -26,7 +26,7 @@ def speed(
     schedule: list[dict[str, Any]] | None = None,
     **more: Any,
 ) -> float:
-    """tokens/s with these drafters divided by tokens/s of plain decoding, in virtual time.
+    """Return tokens/s with these drafters divided by tokens/s of plain decoding, in virtual time.
 
     `more` are settings of the scenario; both simulations have them.
     """

@@ -20,7 +20,7 @@ COUNT = 400
 
 
 def proposals(seed: int, tree_tokens: int = 12) -> list[tuple[DrawnText, Proposal]]:
-    """Each text with the first proposal for it."""
+    """Return each text with the first proposal for it."""
     world = World(seed)
     spec = DrafterSpec(name="d", acceptance={"": [ACCEPTANCE]}, alternatives=ALTERNATIVES)
     rig = Rig(SimulatedFamily(spec, world, DraftingCost(round_s=0.0, token_s={1: 0.0})))

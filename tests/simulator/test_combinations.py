@@ -40,7 +40,7 @@ def _right(draw: Random, share: float, length: int) -> str:
 
 
 def _copied(draw: Random, length: int) -> str:
-    """Guesses in repeated stretches, three tenths of the text, and none between them."""
+    """Return guesses in repeated stretches, three tenths of the text, and none between them."""
     found = ""
     copies = False
     while len(found) < length:
@@ -51,7 +51,7 @@ def _copied(draw: Random, length: int) -> str:
 
 
 def _sure(draw: Random, length: int) -> str:
-    """One or two guesses, nearly all of them right, before each place without a guess."""
+    """Return one or two guesses, nearly all of them right, before each place without a guess."""
     return "".join(draw.choices(["++.", "+.", "-."], [65, 32, 3], k=length))[:length]
 
 
@@ -86,7 +86,7 @@ def _record(path: Path, count: int) -> Path:
 
 @cache
 def outcome(recording: Path, names: str, batch: int, always: bool) -> Outcome:
-    """The outcome of the texts with these drafters."""
+    """Return the outcome of the texts with these drafters."""
     scenario = Scenario(
         costs="assumed-gpu",
         seconds=600.0,
@@ -108,7 +108,7 @@ def tokens_per_s(found: Outcome) -> float:
 
 
 def cases() -> Iterator[Any]:
-    """Each set of drafters at each batch size, under both policies."""
+    """Yield each set of drafters at each batch size, under both policies."""
     for always, batch, names in product([False, True], [1, 8], SETS):
         marks = [pytest.mark.slow] if batch > 1 else []
         name = f"{'always' if always else 'as it pays'}-{batch}-{names}"

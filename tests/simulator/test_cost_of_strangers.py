@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def strangers(kind: str, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Strangers, and the events of their lives."""
+    """Return strangers, and the events of their lives."""
     settings, hangs_at = KINDS[kind]
     found = [{"name": f"s{i}", **settings} for i in range(count)]
     if hangs_at < 0.0:

@@ -18,7 +18,7 @@ WRONG = 9
 
 
 def offer(at: int, right: int, *, beside: bool) -> Offer:
-    """An offer after `at` output tokens, of which the first `right` are the text's.
+    """Return an offer after `at` output tokens, of which the first `right` are the text's.
 
     With `beside`, the first wrong token has a branch of two true tokens beside it.
     """
@@ -36,7 +36,7 @@ def offer(at: int, right: int, *, beside: bool) -> Offer:
 def run(
     tmp_path: Path, right: int = 8, hidden: int = HIDDEN, *, beside: bool = False, **more: Any
 ) -> Simulation:
-    """A simulation of one request, with a head whose first `right` guesses are right."""
+    """Return a simulation of one request, with a head whose first `right` guesses are right."""
     recording = tmp_path / "requests.jsonl"
     asked = {"prompt_tokens": len(PROMPT), "output_tokens": len(OUTPUT), "prompt_ids": PROMPT}
     recording.write_text(json.dumps({**asked, "output_ids": OUTPUT + TAIL}))

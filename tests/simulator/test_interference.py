@@ -17,12 +17,12 @@ FLOOR = 0.985
 
 
 def speed_on_gpu(drafter: dict[str, Any], batch: int, **more: Any) -> float:
-    """The speed with one drafter, where forwards take 10 ms and more."""
+    """Return the speed with one drafter, where forwards take 10 ms and more."""
     return speed([{"name": "d", **drafter}], batch, 30.0, output_tokens=LENGTHS, **more)
 
 
 def speed_on_two_cores(drafter: dict[str, Any], batch: int, **more: Any) -> float:
-    """The speed with one drafter, where forwards take 0.5 to 0.9 ms.
+    """Return the speed with one drafter, where forwards take 0.5 to 0.9 ms.
 
     The bundled draft model takes 0.05 to 0.1 ms a token.
     """

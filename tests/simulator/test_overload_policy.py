@@ -36,7 +36,7 @@ PLAIN = 0.0
 
 
 def in_time(request: Request) -> bool:
-    """Whether the whole answer came before its client gave up."""
+    """Return whether the whole answer came before its client gave up."""
     return len(request.received) == request.text.output_length
 
 
@@ -46,7 +46,7 @@ def seconds(request: Request) -> float:
 
 @cache
 def run(rate: float, acceptance: float = 0.8, batch: int = 32) -> tuple[float, float]:
-    """Answers in time each second, and verified draft tokens for each generated token."""
+    """Return answers in time each second, and verified draft tokens for each generated token."""
     drafters = [{"name": "d", "acceptance": acceptance}]
     given = {**COMMON, "drafters": drafters, "max_sequences": batch}
     scenario = Scenario.model_validate({**given, "arrivals": "poisson", "rate": rate})
@@ -59,7 +59,7 @@ def run(rate: float, acceptance: float = 0.8, batch: int = 32) -> tuple[float, f
 
 
 def tenants(path: Path, rates: dict[str, float]) -> dict[str, list[Request]]:
-    """Requests after the warm-up, keyed by tenant; each tenant has its own rate."""
+    """Return requests after the warm-up, keyed by tenant; each tenant has its own rate."""
     draw = Random(0)
     lines: list[dict[str, Any]] = []
     for tenant, rate in rates.items():

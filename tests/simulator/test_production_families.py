@@ -23,7 +23,7 @@ def outcome_of(
 def scenario_of(
     tmp_path: Path, requests: list[dict[str, Any]], drafters: list[dict[str, Any]], **more: Any
 ) -> Scenario:
-    """A scenario of recorded requests and these drafters."""
+    """Return a scenario of recorded requests and these drafters."""
     recording = tmp_path / "requests.jsonl"
     recording.write_text("\n".join(map(json.dumps, requests)))
     given = {
@@ -38,7 +38,7 @@ def scenario_of(
 
 
 def text(prompt: list[int], output: list[int], **guesses: str) -> dict[str, Any]:
-    """A recorded request, with tokens beyond its end."""
+    """Return a recorded request, with tokens beyond its end."""
     tail = list(range(5000, 5032))
     sizes = {"prompt_tokens": len(prompt), "output_tokens": len(output)}
     return {**sizes, "prompt_ids": prompt, "output_ids": output + tail, "guesses": guesses}

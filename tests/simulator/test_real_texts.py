@@ -111,7 +111,7 @@ def test_a_drafter_of_grammars_costs_texts_without_a_grammar_nothing() -> None:
 def seconds_by_kind(
     batch: int, *drafters: dict[str, Any], always: bool = False
 ) -> dict[str, float]:
-    """Seconds from the first request of a batch to its last token, summed for each kind.
+    """Return the seconds from the first request of a batch to its last token, summed for each kind.
 
     Batches have `batch` texts of one kind, and follow each other as in `outrider lab table`.
     """
@@ -148,7 +148,7 @@ def seconds_by_kind(
 
 
 def costs_in_blocks() -> dict[str, Any]:
-    """SmolLM2's costs on a CPU whose cores the drafters share."""
+    """Return SmolLM2's costs on a CPU whose cores the drafters share."""
     return {
         "source": "one core of an EPYC with AVX512-BF16, and assumed costs of the host",
         "measured": False,

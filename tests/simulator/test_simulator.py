@@ -26,7 +26,7 @@ DRAFTERS = [
 
 
 def scenario(**more: object) -> Scenario:
-    """Two seconds of four requests and two drafters, with `more` settings."""
+    """Return two seconds of four requests and two drafters, with `more` settings."""
     given = {"costs": "assumed-gpu", "seconds": 2.0, "sequences": [4], "drafters": DRAFTERS}
     return Scenario.model_validate({**given, **more})
 

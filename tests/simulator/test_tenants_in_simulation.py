@@ -17,7 +17,7 @@ SECONDS = 21.0
 
 @cache
 def small_requests(name: str) -> tuple[float, float]:
-    """The p99 of seconds until a small request's end, and the most until a first token."""
+    """Return the p99 of seconds until a small request's end, and the most until a first token."""
     given = {"arrivals": "recorded", "recording": TRAFFIC / f"{name}.jsonl", "seconds": SECONDS}
     simulation = Simulation(Scenario.model_validate(given | {"max_sequences": 64}), 1)
     simulation.run()

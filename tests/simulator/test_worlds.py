@@ -38,7 +38,7 @@ SEEDS = Path(__file__).with_name("world_seeds.txt")
 
 
 def found_seeds() -> list[int]:
-    """The seeds of the file, without its comments."""
+    """Return the seeds of the file, without its comments."""
     lines = [line.partition("#")[0].strip() for line in SEEDS.read_text().splitlines()]
     return [int(line) for line in lines if line]
 
@@ -72,7 +72,7 @@ def test_no_world_that_found_a_defect_finds_it_again() -> None:
 
 
 def digests() -> list[str]:
-    """The digests of some worlds' histories."""
+    """Return the digests of some worlds' histories."""
     return [play(draw_world(seed)).digest for seed in range(8)]
 
 
@@ -102,7 +102,7 @@ def test_greedy_answers_are_the_argmax_of_the_target() -> None:
 
 
 def likeliest_tokens(prompt: list[int], count: int) -> list[int]:
-    """The argmax of forwards that each read a whole text at once, without an engine."""
+    """Return the argmax of forwards that each read a whole text at once, without an engine."""
     tokens = [*prompt]
     while len(tokens) < len(prompt) + count:
         target = PagedTarget(Events(), 1, len(tokens))

@@ -48,14 +48,14 @@ class Served:
     certificates: Certificates | None
 
     def tls(self, role: str) -> Tls | None:
-        """The files of a role; None without TLS."""
+        """Return the files of a role; None without TLS."""
         if self.certificates is None:
             return None
         folder = self.certificates.folder
         return Tls(folder / f"{role}.pem", folder / f"{role}.key", self.certificates.ca)
 
     def http(self, port: int, tls: Tls | None) -> httpx.AsyncClient:
-        """A client of an HTTP port, with a certificate, or without one for None."""
+        """Return a client of an HTTP port, with a certificate, or without one for None."""
         if self.certificates is None:
             return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
         verify = trusting(self.certificates.ca, tls)

@@ -123,7 +123,7 @@ REASONS: dict[str, Callable[[str], str]] = {
 
 
 def shown(made: Served, stranger: str) -> Tls | None:
-    """The certificate that a stranger shows."""
+    """Return the certificate that a stranger shows."""
     assert made.certificates is not None
     folder = made.certificates.folder
     signer, hours = made.certificates.authority, 1
@@ -232,7 +232,7 @@ async def test_without_tls_every_wire_can_be_read(tmp_path: Path) -> None:
 
 
 def carried(wire: ShapedLink) -> list[bytearray]:
-    """The bytes of each connection's client, and of each connection's server."""
+    """Return the bytes of each connection's client, and of each connection's server."""
     return [*wire.up.recordings, *wire.down.recordings]
 
 

@@ -45,7 +45,7 @@ async def gateway(
 
 
 async def status(made: Gateway, site: Site, tls: Tls | None) -> int | str:
-    """The status of GET /livez; "refused" if the handshake failed."""
+    """Return the status of GET /livez; "refused" if the handshake failed."""
     try:
         async with httpx.AsyncClient(base_url=made.http_url, verify=site.context(tls)) as client:
             response = await client.get("/livez")
@@ -55,7 +55,7 @@ async def status(made: Gateway, site: Site, tls: Tls | None) -> int | str:
 
 
 async def outcome(made: Gateway, tls: Tls | None, site: Site) -> grpc.aio.AioRpcError:
-    """The end of a call of GenerateText. There is no verifier, so it never succeeds."""
+    """Return the end of a call of GenerateText. There is no verifier, so it never succeeds."""
     trusting = grpc.ssl_channel_credentials(site.ca.read_bytes())
     channel = grpc.aio.secure_channel(made.grpc_address, trusting)
     if tls is not None:

@@ -53,7 +53,7 @@ async def stream_tokens(channel: grpc.aio.Channel) -> Any:
 
 
 def hello(drafter_id: str) -> verifier_pb2.StreamDraftsRequest:
-    """The first message of a drafter that could draft for the model."""
+    """Return the first message of a drafter that could draft for the model."""
     return verifier_pb2.StreamDraftsRequest(
         hello=drafts_pb2.Hello(
             drafter_id=drafter_id,
@@ -79,7 +79,7 @@ def stream_drafts(drafter_id: str) -> Call:
 
 
 def break_protocol(drafter_id: str) -> Call:
-    """A drafter that says hello again, which ends its stream as a violation."""
+    """Return a drafter that says hello again, which ends its stream as a violation."""
 
     async def call(channel: grpc.aio.Channel) -> Any:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
@@ -92,7 +92,7 @@ def break_protocol(drafter_id: str) -> Call:
 
 
 async def outcome(address: str, tls: Tls | None, call: Call) -> OutriderError | None:
-    """The error of a call with these files; None if it was answered."""
+    """Return the error of a call with these files; None if it was answered."""
     async with rpc.dial(address, tls) as channel:
         try:
             await call(channel)
@@ -193,7 +193,7 @@ async def test_a_verifier_found_by_name_is_known_by_its_role(
 
 
 def drafter(address: str, tls: Tls | None, identity: str) -> DraftStream:
-    """A drafter's stream that guesses nothing, as `outrider.drafter.serve` makes it."""
+    """Return a drafter's stream that guesses nothing, as `outrider.drafter.serve` makes it."""
 
     def hello(strategy: Any, info: Any) -> Hello:
         return Hello(identity, "quiet", FINGERPRINT, 4, frozenset({DraftDistribution.SPARSE}))

@@ -87,7 +87,7 @@ class TableModel:
             self._states.append((*pair.tolist(), position))
 
     def can_watch(self, states: Collection[int]) -> bool:
-        """Whether the model's layers have these states; as in `FeatureSource`."""
+        """Return whether the model's layers have these states; as in `FeatureSource`."""
         return set(states) <= {FINAL_STATE, *range(self.layer_count + 1)}
 
     def watch(self, states: Collection[int]) -> None:
@@ -97,7 +97,7 @@ class TableModel:
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """The states of rows, plus 100 times the state's number; as in `FeatureSource`."""
+        """Return the states of rows, plus 100 times the state's number; as in `FeatureSource`."""
         assert set(states) <= self.watched
         kept = [[n + 100 * k for k in states for n in self._states[row]] for row in rows]
         numbers = np.array(kept, np.dtype(dtype))
@@ -108,7 +108,7 @@ class TableModel:
     def pick_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> torch.Tensor:
-        """The states as a tensor with a row for each token."""
+        """Return the states as a tensor with a row for each token."""
         data = bytearray(self.copy_states(states, rows, dtype, projection))
         return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(len(rows), -1)
 
@@ -129,7 +129,7 @@ class TableModel:
         return pages[positions // self.page_size], positions % self.page_size
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The tokens of plain greedy decoding after the prompt."""
+        """Return the tokens of plain greedy decoding after the prompt."""
         tokens = list(prompt)
         while len(tokens) - len(prompt) < max_tokens:
             tokens.append(int(self.table[tokens[max(len(tokens) - 2, 0)], tokens[-1]].argmax()))
@@ -139,7 +139,7 @@ class TableModel:
 
 
 def _slot_before(part: SequenceSlice, slot: int) -> int:
-    """The slot of the token before the token of `slot`; 0 at the text's beginning."""
+    """Return the slot of the token before the token of `slot`; 0 at the text's beginning."""
     row = slot - part.tree_start + 1
     if row > 0:
         return part.tree_start - 1 + part.parents[row - 1]
@@ -249,7 +249,10 @@ def make_engine(
     draft_verifier: DraftVerifier | None = None,
     launches: bool = False,
 ) -> tuple[Engine, TableModel]:
-    """An engine with a table model; without `deliver`, the caller's thread calls sinks at once."""
+    """Return an engine with a table model.
+
+    Without `deliver`, the caller's thread calls sinks at once.
+    """
 
     def call(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
@@ -285,7 +288,7 @@ def make_plan(engine: Engine, times: int = 1) -> Plan:
 
 
 def exposition(engine: Engine) -> str:
-    """The engine's metrics in Prometheus' text format."""
+    """Return the engine's metrics in Prometheus' text format."""
     return generate_latest(engine._metrics.registry).decode()
 
 

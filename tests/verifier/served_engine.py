@@ -27,7 +27,7 @@ class Verifier:
         self.address = f"127.0.0.1:{port}"
 
     async def exposition(self) -> str:
-        """All metrics so far in Prometheus' text format."""
+        """Return all metrics so far in Prometheus' text format."""
         await self.thread.call(self.engine._metrics.flush)
         return exposition(self.engine)
 

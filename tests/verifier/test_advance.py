@@ -13,7 +13,7 @@ from verifier_svc.engine.loop import Engine
 
 
 def patient_engine(clock: VirtualClock) -> tuple[Engine, TableModel]:
-    """An engine that waits for every draft, even if that does not pay."""
+    """Return an engine that waits for every draft, even if that does not pay."""
     config = EngineConfig(DraftTokensPolicy("fixed", 4))
     return make_engine(eos_bias=-99, config=config, always_draft=True, clock=clock)
 

@@ -53,7 +53,7 @@ class Compiled:
 
 
 def matcher(request: TokenRequest) -> Matcher:
-    """The state of the grammar after the request's committed tokens."""
+    """Return the state of the grammar after the request's committed tokens."""
     return advanced(Compiled(), request.committed)
 
 
@@ -73,7 +73,7 @@ class Answer:
 
 
 def guess(model: TableModel, sequence: Sequence, *, sampled: bool) -> Proposal:
-    """A draft of three tokens, which depends only on the committed tokens."""
+    """Return a draft of three tokens, which depends only on the committed tokens."""
     length = len(sequence.tokens)
     rng = np.random.default_rng(length)
     text = list(sequence.tokens)
@@ -97,7 +97,7 @@ def answer(
     drafts: bool = True,
     sampled_rule: AcceptanceRule | None = None,
 ) -> Answer:
-    """The answer of a fresh engine, whose drafter guesses before each step."""
+    """Return the answer of a fresh engine, whose drafter guesses before each step."""
     verifier = DraftVerifier(sampled_rule or AcceptanceRule.BLOCK, thinking_ids=THINKING)
     engine, model = make_engine(
         config=EngineConfig(DraftTokensPolicy("fixed", 3)),

@@ -16,7 +16,7 @@ from verifier_svc.verification.grammar_masks import GrammarMasks
 
 
 def decoding(page_count: int = 64, max_batch_tokens: int = 64) -> tuple[Engine, Sequence]:
-    """An engine with pages of 4 tokens, a drafter, and a sequence of 3 tokens."""
+    """Return an engine with pages of 4 tokens, a drafter, and a sequence of 3 tokens."""
     config = EngineConfig(max_batch_tokens=max_batch_tokens)
     engine, _ = make_engine(page_count=page_count, config=config, eos_bias=-99)
     ScriptedDrafter(engine)
@@ -26,7 +26,7 @@ def decoding(page_count: int = 64, max_batch_tokens: int = 64) -> tuple[Engine, 
 
 
 def schedule(engine: Engine, sequence: Sequence, tree: DraftTree) -> ScheduledSequence:
-    """The sequence's part of the next batch, if `tree` is its draft."""
+    """Return the sequence's part of the next batch, if `tree` is its draft."""
     chosen: ChosenDraft = (sequence.assignments["scripted"], tree)
     planned = {sequence.id: len(tree.token_ids)}
     [scheduled] = engine.scheduler.next(planned, {sequence.id: chosen})

@@ -15,7 +15,7 @@ from verifier_svc.drafts.roster import MOST_LOST
 
 
 def request(prompt: list[int], max_tokens: int, **changes: object) -> TokenRequest:
-    """A greedy request with some fields changed."""
+    """Return a greedy request with some fields changed."""
     return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)
 
 

@@ -30,7 +30,7 @@ PROMPT = st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12)
 
 
 def request(prompt: list[int], max_tokens: int = 20, **changes: object) -> TokenRequest:
-    """A greedy request with some fields changed."""
+    """Return a greedy request with some fields changed."""
     return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)
 
 

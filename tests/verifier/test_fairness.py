@@ -162,7 +162,7 @@ def test_a_place_is_not_taken_for_a_sequence_whose_pages_are_not_there() -> None
 
 
 def held(engine: Engine) -> dict[str, int]:
-    """The number of pages of each tenant's running sequences."""
+    """Return the number of pages of each tenant's running sequences."""
     return dict(engine.scheduler._pages_held())
 
 

@@ -34,7 +34,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
 
 
 def wanted(text: list[int], request: FeatureRequest = REQUEST) -> np.ndarray:
-    """The features that the table model gives for a text's tokens."""
+    """Return the features that the table model gives for a text's tokens."""
     rows = []
     for position, token in enumerate(text):
         state = (text[max(position - 1, 0)], token, position)
@@ -43,7 +43,10 @@ def wanted(text: list[int], request: FeatureRequest = REQUEST) -> np.ndarray:
 
 
 def received(drafter: ScriptedDrafter, sequence_id: int) -> dict[int, np.ndarray]:
-    """The features of a sequence, keyed by position; positions must come once and in order."""
+    """Return the features of a sequence, keyed by position.
+
+    Positions must come once and in order.
+    """
     found: dict[int, np.ndarray] = {}
     for message in drafter.received:
         for entry in message.features:

@@ -95,7 +95,7 @@ async def channel(served: Verifier) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def good_text(channel: grpc.aio.Channel) -> list[int]:
-    """The tokens of a well-formed request."""
+    """Return the tokens of a well-formed request."""
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)
     return [token async for chunk in stub.GenerateTokens(GENERATE) for token in chunk.token_ids]
 
@@ -147,7 +147,7 @@ NAMES = count()
 
 
 def aimed(data: bytes, opened: drafts_pb2.Opened) -> bytes:
-    """A drafter's message with each small number replaced by the id of an open sequence.
+    """Return a drafter's message with each small number replaced by the id of an open sequence.
 
     Otherwise nearly every message would be about no sequence. Bytes that cannot be parsed stay.
     """
@@ -172,7 +172,7 @@ def aimed(data: bytes, opened: drafts_pb2.Opened) -> bytes:
 
 
 async def opened_to(drafter: RawDrafter) -> drafts_pb2.Opened:
-    """The next sequence that the verifier opens to the drafter."""
+    """Return the next sequence that the verifier opens to the drafter."""
     while not (step := (await drafter.hear()).step).opened:
         pass
     return step.opened[0]

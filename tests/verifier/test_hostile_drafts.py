@@ -125,7 +125,7 @@ def test_a_base_before_a_late_opening_breaks_the_protocol() -> None:
 
 
 def flooded(kind: str, sequence_id: int, length: int) -> DraftBatch:
-    """A message with the most entries that are allowed, all of them equal."""
+    """Return a message with the most entries that are allowed, all of them equal."""
     if kind == "skips":
         return DraftBatch(skips=[Skip(sequence_id, length)] * MAX_BATCH_ENTRIES)
     if kind == "skips of an ended sequence":

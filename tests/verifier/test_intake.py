@@ -10,7 +10,7 @@ from verifier_svc.engine.intake import Inbox
 
 
 def opened_ids(drafter: ScriptedDrafter) -> list[int]:
-    """The ids of the sequences opened for a drafter, in order."""
+    """Return the ids of the sequences opened for a drafter, in order."""
     return [opened.sequence_id for step in drafter.received for opened in step.opened]
 
 

@@ -48,7 +48,10 @@ def run(
     draft: Callable[[Sequence, ScriptedDrafter], object] | None,
     prepare: Callable[[Sequence], object] = lambda sequence: None,
 ) -> Ended:
-    """The request's tokens and finish reason. Before each step, `draft` may send proposals."""
+    """Return the request's tokens and finish reason.
+
+    Before each step, `draft` may send proposals.
+    """
     engine: Engine = make_engine(always_draft=True, eos_bias=0.0)[0]
     drafter = None if draft is None else ScriptedDrafter(engine)
     client = Client()

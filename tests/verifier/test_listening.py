@@ -17,7 +17,7 @@ STEP_S = 0.010
 def rarely_right(
     token_s: float = 0.0001, row: float = 0.2, most: int = 16
 ) -> tuple[Engine, Assignment]:
-    """A drafter that takes an eighth of a step to answer, and is right one time in ten.
+    """Return a drafter that takes an eighth of a step to answer, and is right one time in ten.
 
     After a right guess most guesses are right. Its drafts have at most `most` tokens; each token
     makes a step longer by the share `row`.
@@ -129,7 +129,7 @@ def test_a_draft_that_nobody_waits_for_must_gain_clearly_more_than_its_rows_cost
 
 
 def plan_of(engine: Engine, step: int) -> Plan:
-    """The plan of a step of this number."""
+    """Return the plan of a step of this number."""
     running = engine.scheduler.running.values()
     return engine.planner.plan(running, engine.drafting.plan, step, engine.clock())
 

@@ -70,14 +70,14 @@ async def served(
 
 
 async def is_ready(client: Client) -> bool:
-    """Whether the verifier takes requests."""
+    """Return whether the verifier takes requests."""
     return bool((await client.model()).tokenizer_fingerprint)
 
 
 async def text(
     address: str, options: SpeculationOptions, sampling: SamplingParams = GREEDY
 ) -> list[int]:
-    """The text after a prompt of code."""
+    """Return the text after a prompt of code."""
     prompt = load_tokenizer(TARGET).encode("def main() -> None:\n    for i in range(").ids
     async with Client(address) as client:
         request = TokenRequest(prompt, 24, sampling, ignore_eos=True, speculation=options)

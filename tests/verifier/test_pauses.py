@@ -102,7 +102,7 @@ def drafted(client: Client) -> int:
 
 
 def settled(stack: Stack) -> Stack:
-    """The stack after its first requests, which measure drafters and baseline steps."""
+    """Return the stack after its first requests, which measure drafters and baseline steps."""
     for _ in range(3):
         stack.get()
     return stack

@@ -44,10 +44,10 @@ def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> Non
 
 
 def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
-    """An engine that has planned for `batch` sequences.
+    """Return an engine that has planned for `batch` sequences.
 
-    A draft token takes `token_s` seconds of a forward. So far, `accepted` tokens of each
-    draft of 8 were right.
+    A draft token takes `token_s` seconds of a forward. So far, `accepted` tokens of each draft of 8
+    were right.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     ScriptedDrafter(engine)
@@ -67,7 +67,7 @@ def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
 
 
 def draft_tokens(engine: Engine) -> list[int]:
-    """Each sequence's number of draft tokens in the last plan."""
+    """Return each sequence's number of draft tokens in the last plan."""
     planned = engine.drafting.plan.draft_tokens
     return [planned.get(sequence_id, 0) for sequence_id in engine.sequences]
 
@@ -79,9 +79,10 @@ def test_a_free_draft_token_is_taken_and_an_expensive_one_is_not() -> None:
 
 
 def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> Engine:
-    """Eight sequences; `drafters` maps a name to an acceptance probability for each sequence.
+    """Return eight sequences.
 
-    A forward of 16 tokens takes little longer than a forward of 8; each further token takes 2 ms.
+    `drafters` maps a name to an acceptance probability for each sequence. A forward of 16 tokens
+    takes little longer than a forward of 8; each further token takes 2 ms.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     for name in rates:
@@ -109,7 +110,7 @@ def settle(engine: Engine) -> list[int]:
 
 
 def is_asked(engine: Engine, sequence_id: int, drafter_id: str = "scripted") -> bool:
-    """Whether the last plan asks this drafter for this sequence."""
+    """Return whether the last plan asks this drafter for this sequence."""
     return engine.sequences[sequence_id].assignments[drafter_id] in engine.drafting.plan.asks
 
 
@@ -192,10 +193,10 @@ def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
 
 
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
-    """A drafter on the target's cores, with sequences for which it is `good` and `poor`.
+    """Return a drafter on the target's cores, with sequences for which it is `good` and `poor`.
 
-    A good draft has 5 accepted tokens; every tenth poor draft has one. A forward takes
-    50 ms, and a draft of 8 tokens 60 ms of the target's cores.
+    A good draft has 5 accepted tokens; every tenth poor draft has one. A forward takes 50 ms, and a
+    draft of 8 tokens 60 ms of the target's cores.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)

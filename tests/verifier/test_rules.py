@@ -28,7 +28,7 @@ DRAFTER = np.array([2 / 3, 1 / 3])
 
 
 def toy(numbers: int = 60) -> tuple[SparseDrafts, np.ndarray]:
-    """The example of the paper on block verification, arXiv 2403.10444.
+    """Return the example of the paper on block verification, arXiv 2403.10444.
 
     A vocabulary of two tokens, drafts of two tokens, context ignored. Returns every draft with
     every pair of `numbers` evenly spread random numbers, and the probability of each case.

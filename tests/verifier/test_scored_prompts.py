@@ -28,7 +28,7 @@ ASKED = st.tuples(st.booleans(), st.integers(0, 20))
 
 
 def expected(model: TableModel, prompt: list[int]) -> list[float]:
-    """The log probabilities of the prompt's tokens from the second on."""
+    """Return the log probabilities of the prompt's tokens from the second on."""
     rows = [
         model.table[prompt[max(i - 1, 0)], prompt[i]].log_softmax(-1)
         for i in range(len(prompt) - 1)

@@ -35,7 +35,7 @@ def request(**given: Any) -> verifier_pb2.GenerateTokensRequest:
 
 
 async def called(call: Any) -> tuple[str, grpc.StatusCode]:
-    """The id in a call's metadata, and how it ended."""
+    """Return the id in a call's metadata, and how it ended."""
     found = dict(await call.initial_metadata())["x-request-id"]
     try:
         _ = [response async for response in call]

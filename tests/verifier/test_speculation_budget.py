@@ -49,7 +49,7 @@ class Steps:
         self.budget.observe(batch, drafters, batch, 1.0 + steps, baseline=False)
 
     def baseline_until_measured(self, batch: int, seconds: float = 1.0) -> int:
-        """How many baseline steps pass before the budget needs no more of them."""
+        """Return how many baseline steps pass before the budget needs no more of them."""
         return count_until(
             lambda: not self.budget.needs_baseline(batch), lambda: self.baseline(seconds, batch)
         )
@@ -57,18 +57,18 @@ class Steps:
     def losses_until_refused(
         self, drafters: frozenset[Drafter] = DRAFTER_SET, batch: int = BATCH
     ) -> int:
-        """How many plain steps a drafter set loses, one at a time, before it is refused."""
+        """Return how many plain steps a drafter set loses, one at a time, before it is refused."""
         return count_until(
             lambda: not self.budget.allows(batch, drafters), lambda: self.lose(1.0, drafters, batch)
         )
 
     def baseline_until_allowed(self, drafters: frozenset[Drafter] = DRAFTER_SET) -> int:
-        """How many baseline steps pass before a drafter set is allowed."""
+        """Return how many baseline steps pass before a drafter set is allowed."""
         return count_until(lambda: self.budget.allows(BATCH, drafters), self.baseline)
 
 
 def count_until(reached: Callable[[], bool], act: Callable[[], None]) -> int:
-    """How many times to act until a condition holds."""
+    """Return how many times to act until a condition holds."""
     for count in range(10_000):
         if reached():
             return count

@@ -109,7 +109,7 @@ class Batch:
         return self._random.integers(0, VOCAB, count).tolist()
 
     def logits(self) -> torch.Tensor:
-        """Logits of a step; the first tokens are likely, as the drafts' tokens are."""
+        """Return the logits of a step; the first tokens are likely, as the drafts' tokens are."""
         rows = len(self._sequences) * (1 + DRAFTED)
         scale = 0.01 if self._case.flat else 1.0
         logits = scale * self._random.standard_normal((rows, VOCAB))
@@ -117,7 +117,7 @@ class Batch:
         return torch.from_numpy(logits).float()
 
     def step(self) -> list[ScheduledSequence]:
-        """The batch of a step, without masks."""
+        """Return the batch of a step, without masks."""
         batch = []
         for sequence in self._sequences:
             tokens = self._random.integers(0, 8, DRAFTED).tolist()
@@ -133,7 +133,7 @@ class Batch:
         return batch
 
     def masked(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-        """The batch after its masks have come."""
+        """Return the batch after its masks have come."""
         if not self._case.masked:
             return list(batch)
         width = -(-VOCAB // 32)
@@ -149,7 +149,7 @@ class Batch:
 
 
 def run(case: Case, device: FakeDevice | None, size: int, steps: int = 3) -> list[object]:
-    """The results of some steps; the device counts the last step."""
+    """Return the results of some steps; the device counts the last step."""
     batch = Batch(case, size)
     rule = case.rule or AcceptanceRule.BLOCK
     verifier = DraftVerifier(rule)

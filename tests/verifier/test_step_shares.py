@@ -28,7 +28,7 @@ def submit(engine: Engine, tenant: str, count: int, prompt: int = 2) -> list[Seq
 
 
 def busy_engine(*, prompt: int = 2, floods: Sequence[str] = ("flood",)) -> Engine:
-    """An engine with 16 sequences of flooding tenants that have run for a second."""
+    """Return an engine with 16 sequences of flooding tenants that have run for a second."""
     config = EngineConfig(max_sequences=32, max_batch_tokens=64)
     engine, _ = make_engine(eos_bias=-99, config=config, page_count=2000, clock=lambda: 0.0)
     for name in floods:
@@ -45,7 +45,7 @@ def next_step(engine: Engine) -> list[ScheduledSequence]:
 
 
 def served(engine: Engine) -> Counter[str]:
-    """Each tenant's tokens in the next step, if it takes STEP_S and ROW_S for each row."""
+    """Return each tenant's tokens in the next step, if it takes STEP_S and ROW_S for each row."""
     tokens: Counter[str] = Counter()
     for scheduled in next_step(engine):
         tokens[scheduled.sequence.request.tenant] += len(scheduled.token_ids)

@@ -34,7 +34,7 @@ def submit(engine: Engine) -> Sequence:
 
 
 def right(engine: Engine, sequence: Sequence) -> list[int]:
-    """The next 8 tokens of the target's greedy text."""
+    """Return the next 8 tokens of the target's greedy text."""
     model: Any = engine.model
     tokens: list[int] = model.greedy(sequence.tokens, 8)
     return tokens

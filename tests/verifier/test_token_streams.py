@@ -84,30 +84,30 @@ async def calling(verifier: Verifier) -> AsyncIterator[Any]:
 
 
 def said(**request: Any) -> Request:
-    """A message with one request."""
+    """Return a message with one request."""
     return Request(requests=[Sequence(**request)])
 
 
 def begin(number: int, prompt: int, traceparent: str = "") -> Request:
-    """A message that begins call `number`, with a prompt of one token."""
+    """Return a message that begins call `number`, with a prompt of one token."""
     generate = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[prompt])
     return said(call_id=number, generate=generate, traceparent=traceparent)
 
 
 def cancel(number: int) -> Request:
-    """A message that cancels call `number`."""
+    """Return a message that cancels call `number`."""
     return said(call_id=number, cancel=token_streams_pb2.CancelTokens())
 
 
 def reading(number: int, reads: bool) -> Request:
-    """A message that pauses call `number`, or lets it go on."""
+    """Return a message that pauses call `number`, or lets it go on."""
     if reads:
         return said(call_id=number, resume=token_streams_pb2.ResumeTokens())
     return said(call_id=number, pause=token_streams_pb2.PauseTokens())
 
 
 async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
-    """All messages to the end of the stream, each as the numbers and tokens of its parts."""
+    """Return all messages to the end of the stream, each as the numbers and tokens of its parts."""
     return [
         [(part.call_id, list(part.tokens.token_ids)) for part in message.parts]
         async for message in call

@@ -60,7 +60,10 @@ class Rig:
     def grow(
         self, depth: int = 8, costs: Costs = ALL, room: int = 1000, **plan: object
     ) -> list[DraftTree]:
-        """The drafts that pay at these costs; only a chain for sequences that cannot use trees."""
+        """Return the drafts that pay at these costs.
+
+        Only a chain for sequences that cannot use trees.
+        """
         depths = {sequence.id: depth for sequence in self.sequences}
         plan = {"draft_tokens": depths, "token_costs": costs, **plan}
         found = grow_trees(lambda: self.sequences, Plan(**plan), lambda: room)
@@ -77,14 +80,14 @@ Path = tuple[int, ...]
 
 
 def paths(tree: DraftTree) -> list[Path]:
-    """The tokens from the root to each draft token of a tree."""
+    """Return the tokens from the root to each draft token of a tree."""
     parents = tree.parents or list(range(len(tree.token_ids)))
     rows = [path_to(row, parents) for row in range(1, len(parents) + 1)]
     return [tuple(tree.token_ids[at - 1] for at in each) for each in rows]
 
 
 def cumulative_values(sequence: Sequence, first: Assignment, depth: int) -> dict[Path, float]:
-    """The cumulative acceptance of a sequence's guesses down to `depth`, keyed by path."""
+    """Return the cumulative acceptance of a sequence's guesses down to `depth`, keyed by path."""
     found: dict[Path, float] = {}
     pending = [((), 1.0, roots(sequence, first))]
     while pending:
@@ -99,7 +102,7 @@ def cumulative_values(sequence: Sequence, first: Assignment, depth: int) -> dict
 
 
 def connected(known: Mapping[Path, float]) -> Iterator[tuple[Path, ...]]:
-    """All sets of guesses that have each guess's parent too."""
+    """Yield all sets of guesses that have each guess's parent too."""
     for count in range(len(known) + 1):
         for chosen in combinations(known, count):
             if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
@@ -107,7 +110,7 @@ def connected(known: Mapping[Path, float]) -> Iterator[tuple[Path, ...]]:
 
 
 def cost(count: int, costs: Costs) -> float:
-    """The cost of a forward with `count` draft tokens, in tokens."""
+    """Return the cost of a forward with `count` draft tokens, in tokens."""
     total = 0.0
     for i in range(count):
         total += next((cost for end, cost in costs if i < end), costs[-1][1])
@@ -166,7 +169,7 @@ def test_a_tree_is_depth_first_and_its_main_guesses_come_first(
 
 
 def held(assignment: Assignment) -> list[Path]:
-    """All paths of a trie."""
+    """Return all paths of a trie."""
     found: list[Path] = []
     pending = [((), assignment.trie.root)]
     while pending:

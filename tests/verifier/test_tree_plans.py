@@ -24,7 +24,7 @@ TREES = EngineConfig(DraftTokensPolicy(), draft_trees=True)
 def planned(
     config: EngineConfig = TREES, quick_s: float = 0.001, quick_rate: float = 0.5
 ) -> Engine:
-    """An engine with one sequence and two drafters: "good" takes 5 ms, "quick" `quick_s`."""
+    """Return an engine with one sequence and two drafters: "good" takes 5 ms, "quick" `quick_s`."""
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=config, clock=VirtualClock())
     for name in ("good", "quick"):
         ScriptedDrafter(engine, name, name).prove()
@@ -47,7 +47,7 @@ def assignment(engine: Engine, name: str) -> Assignment:
 
 
 def asked(engine: Engine) -> set[str]:
-    """The drafters that the plan asks after some steps."""
+    """Return the drafters that the plan asks after some steps."""
     return {each.drafter.id for each in make_plan(engine, 5).asks}
 
 

@@ -55,7 +55,10 @@ class Answer:
 def answers(
     requests: list[TokenRequest], *, grammar: bool, seed: int | None, likely: list[Answer]
 ) -> tuple[list[Answer], Engine]:
-    """The answers of an engine that verifies random trees, with `seed`; without drafts if None."""
+    """Return the answers of an engine that verifies random trees, with `seed`.
+
+    Without drafts if None.
+    """
     engine, model = make_engine(page_size=3, page_count=20, seed=3, eos_bias=-2.0)
     clients = [Client() for _ in requests]
     places: dict[int, int] = {}
@@ -84,7 +87,7 @@ def answers(
 
 
 def watched(model: TableModel) -> list[int]:
-    """A list that grows by each slot that is moved."""
+    """Return a list that grows by each slot that is moved."""
     moved: list[int] = []
     move_tokens = model.move_tokens
 
@@ -187,7 +190,7 @@ def test_a_grammar_cuts_a_tree_and_masks_each_row_as_its_path(seed: int) -> None
 
 
 def paths(tree: DraftTree) -> list[list[int]]:
-    """The draft tokens before each row of a tree."""
+    """Return the draft tokens before each row of a tree."""
     parents = tree.parents or list(range(len(tree.token_ids)))
     return [
         [tree.token_ids[at - 1] for at in path_to(row, parents)] for row in range(len(parents) + 1)
@@ -226,12 +229,12 @@ class Fixed(GrammarMasks):
 
 
 def other(*tokens: int) -> int:
-    """A token other than these."""
+    """Return a token other than these."""
     return next(token for token in range(VOCAB) if token not in tokens)
 
 
 def run_fixed(tree: DraftTree, truth: list[int], **request: object) -> list[TokenChunk]:
-    """The chunks of a request with prompt [1, 2] whose first step verifies the tree."""
+    """Return the chunks of a request with prompt [1, 2] whose first step verifies the tree."""
     engine, _ = make_engine(eos_bias=-99)
     client = Client()
     asked = TokenRequest([1, 2], len(truth), GREEDY, **request)

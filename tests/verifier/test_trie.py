@@ -127,7 +127,7 @@ Guess = tuple[int, ...]
 
 
 def naive(seen: dict[Guess, int], committed: list[int]) -> tuple[set[Guess], list[int]]:
-    """A simple model of the trie: all texts that were ever guessed, in order of arrival.
+    """Return a simple model of the trie: all texts that were ever guessed, in order of arrival.
 
     Returns the texts that continue after the commit, and the main path.
     """

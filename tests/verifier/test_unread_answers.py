@@ -35,7 +35,7 @@ def submit(
 
 
 def text(sampling: SamplingParams) -> list[int]:
-    """The text of an answer that is read."""
+    """Return the text of an answer that is read."""
     engine, _ = make_engine(eos_bias=-99)
     _, client = submit(engine, sampling)
     finish(engine)

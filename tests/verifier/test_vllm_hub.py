@@ -109,7 +109,7 @@ def opened(hub: DraftHub, name: str, prompt_length: int = 5, max_tokens: int = 4
 
 
 def step(hub: DraftHub, name: str, computed: int, tokens: int, text: list[int]) -> list[int]:
-    """A step of a request. It computes `tokens` besides the draft, and draws from `text`."""
+    """Return a step of a request. It computes `tokens` besides the draft, and draws from `text`."""
     hub.plan_step([(name, computed)] if computed else [])
     draft = hub.choose(name, 4) if tokens == 1 else []
     hub.begin({name: tokens + len(draft)}, {name: draft} if draft else {})
@@ -147,7 +147,7 @@ def compute(
 
 
 def windows(hub: TestHub) -> set[int]:
-    """The depths of the windows that the drafter got while a request ran."""
+    """Return the depths of the windows that the drafter got while a request ran."""
     hub.add_drafter()
     opened(hub, "a")
     step(hub, "a", 0, 5, hub.right)

@@ -69,7 +69,7 @@ class Row:
 
 
 def rows_of(step: int) -> list[Row]:
-    """A request of each kind. One request has no draft, and another has a padded row."""
+    """Return a request of each kind. One request has no draft, and another has a padded row."""
     drafts: list[list[int]] = [[5, 6], [], [9], [-1, -1], [2, 2, 2]]
     pairs = zip(SAMPLINGS.items(), drafts[step % 5 :] + drafts[: step % 5], strict=True)
     rows = [Row(name, each, 10 * step + i, d) for i, ((name, each), d) in enumerate(pairs)]
@@ -77,7 +77,7 @@ def rows_of(step: int) -> list[Row]:
 
 
 def committed(row: Row, logits: torch.Tensor) -> list[int]:
-    """The tokens that our engine would draw in each row of a request."""
+    """Return the tokens that our engine would draw in each row of a request."""
     found = []
     for count in range(len(row.drafted) + 1):
         context = Context(

@@ -32,7 +32,7 @@ def hub() -> TestHub:
 
 
 def scheduler_of(hub: TestHub, *, is_own: bool = True, **settings: int) -> Any:
-    """Our scheduler in front of the hub."""
+    """Return our scheduler in front of the hub."""
     from verifier_svc.vllm.scheduler import DraftingMixin
 
     class Ours(DraftingMixin):

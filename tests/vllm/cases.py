@@ -27,7 +27,7 @@ class Case:
     ignore_eos: bool = True
 
     def request(self, seed: int) -> TokenRequest:
-        """The request, with its sampling's seed."""
+        """Return the request, with its sampling's seed."""
         settings = dict(self.sampling)
         for name in ("logit_bias", "banned_token_ids"):
             if name in settings:
@@ -43,7 +43,7 @@ class Case:
         )
 
     def sequence(self, number: int, seed: int) -> Sequence:
-        """The request as the sequence of an engine."""
+        """Return the request as the sequence of an engine."""
         request = self.request(seed)
         return Sequence(
             id=number,
@@ -64,5 +64,5 @@ def _drop(_: object) -> None:
 
 
 def seed_of(number: int) -> int:
-    """The seed of the case of this number. Seeds have 64 bits."""
+    """Return the seed of the case of this number. Seeds have 64 bits."""
     return 2**63 + 1000 + number

@@ -48,7 +48,7 @@ class OutriderScheduler(Scheduler):  # type: ignore[misc]
 
 
 def draft(request: Any, room: int) -> list[int]:
-    """The draft of a request's next step, of at most `room` tokens.
+    """Return the draft of a request's next step, of at most `room` tokens.
 
     "right" drafts are long; "ragged" drafts have any length, and about a fifth of the tokens are
     random.

@@ -21,7 +21,7 @@ VOCAB = 1500  # more than the tokens that top-p looks at first
 
 
 def random_draft(rng: np.random.Generator) -> Draft:
-    """A draft with its settings and its text."""
+    """Return a draft with its settings and its text."""
     sampling = SamplingParams(
         temperature=float(rng.choice([0.0, 0.7, 1.3])),
         top_k=int(rng.choice([0, 30])),

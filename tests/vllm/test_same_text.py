@@ -111,7 +111,7 @@ def texts(cases: Sequence[Case]) -> list[list[int]]:
 def write(
     runner: str, cases: Sequence[Case], texts: list[list[int]], kinds: list[str], **settings: Any
 ) -> dict[str, Any]:
-    """The texts that vLLM writes with each kind of draft, and counts of the drafts."""
+    """Return the texts that vLLM writes with each kind of draft, and counts of the drafts."""
     asked = {
         "cases": [asdict(case) for case in cases],
         "texts": texts,

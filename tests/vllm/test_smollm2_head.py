@@ -23,7 +23,7 @@ WITH_VLLM = "tests.vllm.drafted_by_vllm"
 
 
 def rounds_of_vllm(file: str, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
-    """The greedy texts that vLLM writes with the head, and how many drafts it verified."""
+    """Return the greedy texts that vLLM writes with the head, and how many drafts it verified."""
     done = subprocess.run(
         [sys.executable, "-m", WITH_VLLM, pretrained(file), HEAD, str(DRAFTS)],
         cwd=ROOT,

@@ -27,7 +27,7 @@ WAYS = {
 
 
 def stack_of(file: str, *flags: str) -> Stack:
-    """An engine with SmolLM2, an n-gram drafter and a draft model of another vocabulary."""
+    """Return an engine with SmolLM2, an n-gram drafter and a draft model of another vocabulary."""
     stack = Stack(*flags, target=file)
     stack.add_drafter("ngram", "ngram")
     draft = str(ROOT / "models/draft-2048")

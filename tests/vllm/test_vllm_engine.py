@@ -98,13 +98,13 @@ Answer = Callable[[int, int], drafts_pb2.Proposal | None]
 
 
 def wrong(sequence_id: int, length: int) -> drafts_pb2.Proposal:
-    """Random ids."""
+    """Return random ids."""
     ids = [random.randrange(4096) for _ in range(8)]
     return drafts_pb2.Proposal(sequence_id=sequence_id, base_length=length, token_ids=ids)
 
 
 def garbage(sequence_id: int, length: int) -> drafts_pb2.Proposal:
-    """Ids beyond the vocabulary."""
+    """Return the ids beyond the vocabulary."""
     ids = [4096, 2**31 - 1]
     return drafts_pb2.Proposal(sequence_id=sequence_id, base_length=length, token_ids=ids)
 
@@ -303,7 +303,7 @@ async def test_tenants_share_no_cached_prefix(stack: Stack, reference: Reference
 
 
 async def is_idle(client: Client) -> bool:
-    """Whether the engine has no sequence."""
+    """True if the engine has no sequence."""
     load = (await client.model()).load
     return load is not None and load.running + load.waiting == 0
 

@@ -68,7 +68,7 @@ async def text(page: Page) -> str:
 
 
 async def running(site: Site) -> float:
-    """Sequences in the verifier's batch."""
+    """Return sequences in the verifier's batch."""
     async with httpx.AsyncClient(timeout=60) as http:
         metrics = (await http.get(site.verifier_metrics)).text
     found = re.search(r"^outrider:num_requests_running\S* (\S+)$", metrics, re.MULTILINE)

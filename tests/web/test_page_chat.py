@@ -55,7 +55,7 @@ def answers(rig: Rig, *texts: str, chunk: int = 1) -> None:
 
 
 def prompt_of(rig: Rig, index: int) -> str:
-    """The prompt of one of the verifier's requests."""
+    """Return the prompt of one of the verifier's requests."""
     ids = rig.script.requests[index].prompt
     return rig.prompts.tokenizer.decode(ids, skip_special_tokens=False)
 

@@ -32,7 +32,7 @@ EXPECTED = {
 
 
 def as_buf(line: str) -> str:
-    """The `buf curl` line that makes the call of a grpcurl line."""
+    """Return the `buf curl` line that makes the call of a grpcurl line."""
     parts = re.fullmatch(r"grpcurl -plaintext (-d '.*' )?(\S+) (\S+)", line)
     assert parts is not None
     data, address, method = parts.groups(default="")

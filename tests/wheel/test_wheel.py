@@ -56,7 +56,7 @@ def run(command: list[str], installed: Path) -> str:
 
 
 def where(module: str, installed: Path) -> Path:
-    """The file of an installed module."""
+    """Return the file of an installed module."""
     program = f"import {module} as it; print(it.__file__)"
     found = Path(run([sys.executable, "-c", program], installed).strip())
     assert found.is_relative_to(installed)

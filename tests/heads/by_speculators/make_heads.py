@@ -45,7 +45,7 @@ Values = dict[str, torch.Tensor]
 
 
 def layers_of(case: Case) -> Any:
-    """The config of the head's layers."""
+    """Return the config of the head's layers."""
     classes: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     return classes[case.type](
         vocab_size=VOCAB,
@@ -64,7 +64,10 @@ def layers_of(case: Case) -> Any:
 
 
 def made(model_class: Any, config_class: Any, case: Case, **defaults: Any) -> Any:
-    """A model with random weights, which are so large that every part matters; norms are near 1."""
+    """Return a model with random weights, which are so large that every part matters.
+
+    Norms are near 1.
+    """
     settings = {"draft_vocab_size": DRAFT_VOCAB, **defaults, **case.config}
     model = model_class(config_class(transformer_layer_config=layers_of(case), **settings))
     with torch.no_grad():
@@ -83,7 +86,7 @@ def made(model_class: Any, config_class: Any, case: Case, **defaults: Any) -> An
 
 
 def text_for(model: Any) -> Values:
-    """A random text and its features."""
+    """Return a random text and its features."""
     tokens = torch.randint(VOCAB, (LENGTH,))
     return {"tokens": tokens, "features": torch.randn(LENGTH, model.fc.in_features)}
 
@@ -117,7 +120,7 @@ def run_eagle3(case: Case) -> tuple[Any, Values]:
 
 
 def run_peagle(case: Case) -> tuple[Any, Values]:
-    """One pass for each context. The last row of a pass has all depths."""
+    """Return one pass for each context. The last row of a pass has all depths."""
     model = made(
         peagle.PEagleDraftModel,
         PEagleSpeculatorConfig,
@@ -145,7 +148,7 @@ def run_peagle(case: Case) -> tuple[Any, Values]:
 
 
 def run_blocks(case: Case) -> tuple[Any, Values]:
-    """One pass with a block after each context."""
+    """Return one pass with a block after each context."""
     of_dspark = case.kind == "dspark"
     module: Any = dspark if of_dspark else dflash
     model = made(

@@ -75,7 +75,7 @@ def record(
 
 
 def saved(model: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The config and tensors of a speculators model, as it would save them."""
+    """Return the config and tensors of a speculators model, as it would save them."""
     ignored = set(model._keys_to_ignore_on_save)
     tensors = {key: value for key, value in model.state_dict().items() if key not in ignored}
     return json.loads(model.config.to_json_string(use_diff=False)), tensors
