@@ -1,4 +1,4 @@
-"""`outrider check-head`: says what a draft head is, and how often its first guesses are right.
+"""`outrider check-head`: describes a draft head, and tells how often its first guesses are right.
 
 This command loads the target, which the process of a head does not. So if the head's file may mean
 several layers of the target, it can tell on which layers the head was trained. A verifier with a
@@ -23,8 +23,8 @@ from outrider_cli.start_log import start_status
 
 _TOKENS = 256
 _PAGE_SIZE = 16
-# A head that was trained for the target is right far more often than this. On some targets it is so
-# even when it reads the wrong layers.
+# A head that was trained for the target is right far more often than this, on some targets even
+# when it reads the wrong layers.
 _FIT = 0.1
 
 
@@ -82,7 +82,7 @@ def check(
 def read_text(
     runner: ModelRunner, target: str, spec: HeadSpec
 ) -> tuple[list[int], dict[int, torch.Tensor], list[int]]:
-    """Make the target read a text; return tokens, states and answers for `choose_reading`.
+    """Run the target over a text; return tokens, states and answers for `choose_reading`.
 
     Overwrites the first pages of the runner's cache. The runner goes on watching the states.
     """

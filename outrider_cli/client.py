@@ -39,7 +39,7 @@ async def until_ready(
 
 
 async def _state(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
-    """Return the state of the start, "" if it is not known yet, and whether the stack serves."""
+    """Return the state of the start, "" if unknown, and whether the stack serves."""
     try:
         body = (await client.get("/readyz")).json()
     except (httpx.TransportError, ValueError):

@@ -106,8 +106,7 @@ def run() -> int:
 
 
 def parts(console: Console) -> Iterator[Part]:
-    """Yield the demo's parts; if SmolLM2's package is missing, prints why there is no second part.
-    """
+    """Yield the demo's parts; if SmolLM2's package is missing, print why the second is left out."""
     yield Part(
         "1. Exactness: the bundled pair, 12 M parameters, float32, every draft is verified",
         str(_TARGET),

@@ -15,7 +15,7 @@ from outrider_cli.client import Answer
 
 _SHOWN_CHARACTERS = 400
 _CAPTION = "greedy; each asked twice in turns, and the quicker answer counts; on this machine, now"
-# Why most steps of an answer had no draft; docs/api.md has the table.
+# Maps a reason why most steps had no draft to a sentence; docs/api.md has the table.
 _PAUSES = {
     "no_drafter": "no drafter works on such a text",
     "too_slow": "too few guesses would be accepted for the longer steps that check them",
@@ -37,21 +37,21 @@ class Row:
 
     @property
     def token_count(self) -> int:
-        """Tokens of all answers."""
+        """The number of tokens of all answers."""
         return sum(answer.token_count for answer in self.answers)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of the quickest answer, which other work slowed down least."""
+        """The tokens per second of the quickest answer, which other work slowed down least."""
         return max(answer.token_count / answer.seconds for answer in self.answers)
 
     def total(self, key: str) -> int:
-        """Sum of one statistic of `metrics.speculative_decoding` over all answers."""
+        """Return the sum of one statistic of `metrics.speculative_decoding` over all answers."""
         return sum(a.speculative[key] for a in self.answers if a.speculative is not None)
 
     @property
     def forward_count(self) -> int:
-        """Target forwards: each commits its accepted tokens and one more token of the target."""
+        """The number of forwards; each commits accepted tokens and one more token of the target."""
         return self.token_count - self.total("num_accepted_draft_tokens")
 
     def identical_to(self, plain: Row) -> int:
@@ -116,7 +116,7 @@ def _figures(row: Row, plain: Row) -> list[str]:
 
 
 def _explain(row: Row, console: Console) -> None:
-    """Say why a row has no draft, if it could have had some."""
+    """Print why a row has no drafts, if it could have had drafts."""
     paused = [answer.paused for answer in row.answers if answer.paused is not None]
     if paused and not row.total("num_spec_steps"):
         reason = str(paused[-1]["reason"])

@@ -64,7 +64,7 @@ class DrafterSpec:
         return spec
 
     def __str__(self) -> str:
-        """The text that `parse` reads, without the place."""
+        """Return the text that `parse` reads, without the place."""
         required = required_setting(self.schema)
         value = f"={self.options[required]}" if required else ""
         pairs = [f",{key}={value}" for key, value in self.options.items() if key != required]
@@ -77,17 +77,17 @@ class DrafterSpec:
 
     @property
     def runs_model(self) -> bool:
-        """Whether the drafter runs a model, and so needs cores or a GPU."""
+        """True if the drafter runs a model, and so needs cores or a GPU."""
         return "device" in self.schema.model_fields
 
     @property
     def reads_states(self) -> bool:
-        """Whether the drafter reads the target's hidden states."""
+        """True if the drafter reads the target's hidden states."""
         return settings_of(self.family).reads_states
 
     @property
     def shares_redis(self) -> bool:
-        """Whether the drafter can share its n-grams through a Redis."""
+        """True if the drafter can share its n-grams through a Redis."""
         return "redis" in self.schema.model_fields
 
     @property
@@ -102,7 +102,10 @@ class DrafterSpec:
         return replace(self, options=options, place="in-process")
 
     def check_in_process(self, field: str) -> None:
-        """Raise OutriderError(INVALID_VALUE) unless it can run in the verifier's process."""
+        """Check that the drafter can run in the verifier's process.
+
+        Raises OutriderError(INVALID_VALUE).
+        """
         if not self.runs_model:
             message = f"{self.family} computes nothing on a device: give it a process of its own"
             raise invalid(field, message)
@@ -117,8 +120,8 @@ class DrafterSpec:
     def settings_in_process(self, given: Mapping[str, Any]) -> InProcessSettings:
         """Return the family's settings in the verifier's process.
 
-        `given` are the verifier's settings. The family takes over each setting that it also has,
-        unless the text sets it. Raises ValueError with one line per problem.
+        `given` are the verifier's settings. Settings that the family has too are copied from these,
+        unless the text sets them. Raises ValueError with one line per problem.
         """
         schema = self.in_process_schema
         known = {name: value for name, value in given.items() if name in schema.model_fields}

@@ -12,7 +12,7 @@ from outrider.process.files import read_file
 from outrider.process.security.credentials import name_options
 from outrider.process.security.roles import Role
 
-# Less than the time-out of the containers' health checks.
+# This is less than the time-out of the containers' health checks.
 _TIMEOUT_S = 3.0
 
 

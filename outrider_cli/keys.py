@@ -92,7 +92,7 @@ def _free_id(tenant: str, taken: set[str]) -> str:
 
 
 def _reporting(work: Callable[[], None]) -> int:
-    """Run `work`. Returns the exit status, 1 if it fails, and says why."""
+    """Run `work`; return the exit status. If it fails, print why and return 1."""
     try:
         work()
     except (OutriderError, OSError) as error:

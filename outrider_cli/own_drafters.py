@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from outrider.lm.runner import ModelRunner
 
-# More threads would meet at barriers on the cores that the target's threads compute on.
+# More threads would meet at barriers on the cores of the target's threads.
 _PLACE = PlacementPlan("local", (), None, threads=1)
-# The verifier's settings that its drafters use too.
+# These settings of the verifier also apply to its drafters.
 _SHARED = ("target", "device", "dtype", "trust_remote_code")
 
 
@@ -49,9 +49,9 @@ async def load_drafters(
 ) -> list[OwnDrafter]:
     """Load drafters one after the other, before the target takes the rest of a GPU's memory.
 
-    Other readings of a head's file are tried when the target is loaded. The drafters' metrics are
-    added to the verifier's. Raises OutriderError(INVALID_VALUE) for a drafter that does not fit the
-    target, or for two drafters with one name.
+    Other interpretations of a head's file are tried when the target is loaded. The drafters'
+    metrics are added to the verifier's. Raises OutriderError(INVALID_VALUE) for a drafter that does
+    not fit the target, or for two drafters with one name.
     """
     found: dict[str, OwnDrafter] = {}
     counts = []
@@ -73,7 +73,7 @@ def _name(family: str, number: int) -> str:
 
 
 class _JoinedMetrics(Collector):
-    """The metrics of several drafters: each name once, with the samples of all drafters."""
+    """Joins the metrics of several drafters: each name once, with the samples of all drafters."""
 
     def __init__(self, drafters: Sequence[DrafterMetrics]) -> None:
         self._drafters = drafters
@@ -133,8 +133,7 @@ async def _load(
 
 
 def _own_memory_share(share: float, device: torch.device) -> float:
-    """Return a drafter's share of a GPU's memory, in addition to what this process already holds.
-    """
+    """Return a drafter's share of a GPU's memory, plus the memory that this process holds."""
     import torch
 
     if device.type != "cuda":
@@ -145,7 +144,10 @@ def _own_memory_share(share: float, device: torch.device) -> float:
 def _choose_states(
     loaded: Loaded, settings: VerifierSettings, runner: ModelRunner
 ) -> Sequence[int]:
-    """Return the states that a drafter reads; choose a head's reading by the loaded target."""
+    """Return the states that a drafter reads.
+
+    For a head, first choose the interpretation of its file by the loaded target.
+    """
     family = loaded.make(ModelInfo(settings.served_names[0], Stage.LOADING, ""))
     if family.feature_request is None:
         return ()

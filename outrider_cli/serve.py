@@ -48,7 +48,7 @@ def run(settings: ServeSettings) -> int:
 
 
 def _check_models(settings: ServeSettings) -> None:
-    """Raises OutriderError for the first model or head that no process would find."""
+    """Raise OutriderError for the first model or head that no process would find."""
     from outrider.tokenizer import model_file  # loads the hub's library
 
     for model in _models(settings):
@@ -103,7 +103,9 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
 
 
 def _shown(name: str, line: str) -> Text:
-    """Return a line of a process after its name, not read as markup: that would change some lines.
+    """Return a line of a process after its name.
+
+    It is not read as markup, which would change some lines.
     """
     return Text.assemble((f"{name:>10}", "bold"), f" │ {line}")
 
@@ -114,7 +116,7 @@ def _stop(stop: asyncio.Future[int], status: int) -> None:
 
 
 def _stop_soon(stop: asyncio.Future[int]) -> None:
-    """Stop with status 1. Called from another thread, as after `outrider serve | head`."""
+    """Stop with status 1. Another thread calls this, for example after `outrider serve | head`."""
     # The loop may have ended in the meantime.
     with contextlib.suppress(RuntimeError):
         stop.get_loop().call_soon_threadsafe(_stop, stop, 1)
@@ -134,7 +136,7 @@ def _reason(error: BaseException | None) -> str:
 
 
 def _complain(text: str) -> None:
-    """Write to standard error why the command ends, if that can be written."""
+    """Write to standard error why the command ends, if standard error can be written."""
     with contextlib.suppress(OSError):
         os.write(2, f"outrider serve: {text}\n".encode(errors="replace"))
 
@@ -142,7 +144,7 @@ def _complain(text: str) -> None:
 async def _announce(
     supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console, log: StartLog
 ) -> None:
-    """Show how far the start is, then print the URLs; raise StartFailed."""
+    """Show the progress of the start, then print the URLs; raise StartFailed."""
     loading = f"loading {' and '.join(_models(settings))} ..."
     with start_status(console, loading) as show:
         ready = until_ready(stack.http_url, show, len(settings.drafter), stack.ca)

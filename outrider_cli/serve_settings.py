@@ -95,7 +95,7 @@ class ServeSettings(TargetSettings, ServiceSettings):
 
     @property
     def has_keys(self) -> bool:
-        """Whether callers of the gateway need a key."""
+        """True if callers of the gateway need a key."""
         return self.keys_file is not None
 
     @model_validator(mode="after")

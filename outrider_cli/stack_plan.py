@@ -23,13 +23,14 @@ from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.supervisor import Child
 from verifier_svc.config import TargetSettings
 
-# How long an answer that has begun waits for the verifier to load the target again (seconds).
+# An answer that has started waits for this long until the verifier has reloaded the target
+# (seconds).
 _RELOAD_S = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The children in the order to start them, and where they listen."""
+    """The child processes in the order to start them, and the addresses where they listen."""
 
     children: list[Child]
     http_url: str
@@ -168,7 +169,7 @@ def _verifier(
 def _free_cores(specs: list[DrafterSpec]) -> int:
     """Return the number of cores that draft models leave to the target.
 
-    Processes whose threads meet at barriers on the same cores hold each other up.
+    Processes whose threads meet at barriers on the same cores delay each other.
     """
     # A container can have fewer cores than the machine.
     available = os.sched_getaffinity(0)
@@ -191,7 +192,7 @@ def _drafters(
 
 
 def _common_options(settings: ServeSettings, spec: DrafterSpec) -> dict[str, str]:
-    """Settings that a drafter takes over from the command, unless its own options replace them."""
+    """Return the command's settings for a drafter, unless the drafter's options replace them."""
     files = settings.files(settings.drafter_role)
     options = {name: str(path) for name, path in files.items()}
     if "target" in spec.schema.model_fields:
@@ -223,7 +224,7 @@ def _check(spec: DrafterSpec, options: dict[str, str]) -> None:
 
 
 def flags(options: Mapping[str, object]) -> list[str]:
-    """Settings as command-line words: a list repeats its flag, a bool is --name or --no-name."""
+    """Return settings as flags: a list repeats its flag, a bool is --name or --no-name."""
     words: list[str] = []
     for key, value in options.items():
         name = key.replace("_", "-")

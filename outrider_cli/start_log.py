@@ -1,9 +1,9 @@
-"""Output of `outrider serve` and `outrider demo` while their processes start.
+"""Shows the output of `outrider serve` and `outrider demo` while their processes start.
 
-A start is one status: a line with a spinner on a terminal, elsewhere one plain line per change.
-The processes' warnings, errors and tracebacks appear at once, and so do the gateway's guesses about
-the model. Other INFO records and announcements do not: they only repeat the status, or say that
-one process waits for another.
+The start is shown as one status: on a terminal a line with a spinner, elsewhere a plain line for
+each change. The processes' warnings, errors and tracebacks appear at once, and so do the gateway's
+guesses about the model. Other INFO records and announcements are not shown: they only repeat the
+status, or say that one process waits for another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
-# A record as `telemetry.setup_logging` formats it, as text or JSON, or an announcement.
+# A record in the format of `telemetry.setup_logging`, as text or JSON, or an announcement.
 _PROGRESS = re.compile(
     r"\S+ \S+ INFO (?!.*format of tool calls)|"
     r'\{"time": "\S+", "level": "info", (?!.*format of tool calls)|'
@@ -26,7 +26,7 @@ _MOST_HELD = 100
 
 
 class StartLog:
-    """Passes processes' lines on to `write`, but holds back reports of progress until `ready`."""
+    """Passes processes' lines to `write`, but holds back reports of progress until `ready`."""
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         """`write` takes the name of a process and one line of its output."""

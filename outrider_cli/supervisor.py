@@ -37,7 +37,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the last run; None before the first."""
+        """The process id of the last run; None before the first run."""
         return self.process.pid if self.process is not None else None
 
 
@@ -64,7 +64,7 @@ class Supervisor:
         self.watch(self._keep_running(child))
 
     def watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task until `stop`; `failed` takes over its exception."""
+        """Run a task until `stop`; `failed` gets its exception."""
         task = asyncio.create_task(work)
         self._tasks.append(task)
         task.add_done_callback(self._on_done)
@@ -76,7 +76,7 @@ class Supervisor:
             self.failed.set_exception(error)
 
     async def settle(self, ready: Awaitable[None]) -> None:
-        """Wait until `ready`; after that, a child is restarted whatever ended it.
+        """Wait until `ready`; after that, a child that ends is always restarted.
 
         Raises StartFailed if a child fails before.
         """
@@ -91,7 +91,7 @@ class Supervisor:
             waiting.cancel()
 
     async def stop(self) -> None:
-        """Send SIGTERM to all, to gateway and drafters first, then SIGKILL to those that remain.
+        """Send SIGTERM to all children, gateway and drafters first, then SIGKILL if they remain.
 
         SIGKILL follows after 12 s, or at once if this call is cancelled.
         """
@@ -140,9 +140,9 @@ class Supervisor:
             child.restarts += 1
 
     async def _run(self, child: Child) -> tuple[str, bool]:
-        """Run once, to the end.
+        """Run a child once, to its end.
 
-        Returns how it ended, and whether that was an error of the child's own, not a signal.
+        Returns how the child ended, and whether that was its own error, not a signal.
         """
         try:
             child.process = await _spawn(child)
@@ -178,9 +178,10 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
 
 @functools.cache
 def not_orphaned() -> list[str]:
-    """Prefix of a command that Linux sends SIGTERM when the thread that started it has ended.
+    """Return a prefix for a command, so that the child gets SIGTERM when its starter has ended.
 
-    So children end even if the supervisor is killed. The prefix is empty if `setpriv` cannot do it.
+    So children end even if the supervisor is killed: Linux sends SIGTERM when the thread that
+    started them has ended. The prefix is empty if `setpriv` cannot do that.
     """
     command = ["setpriv", "--pdeathsig", "TERM"]
     try:
@@ -209,7 +210,7 @@ async def _line(output: asyncio.StreamReader) -> bytes:
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
-    """Signal the child, which ends its processes. SIGKILL also goes to its remaining processes."""
+    """Signal the child, which ends its processes. Send SIGKILL to its remaining processes too."""
     if child.process is None:
         return
     with contextlib.suppress(ProcessLookupError):

@@ -54,12 +54,12 @@ class OwnDraftersSettings(VerifierSettings):
 
     @property
     def own_drafters(self) -> list[DrafterSpec]:
-        """The drafters in its process."""
+        """The drafters in the verifier's process."""
         return [DrafterSpec.parse(text) for text in self.in_process]
 
 
 def check_own(settings: OwnDraftersSettings) -> None:
-    """Like `verifier_svc.check.check`, for the drafters in the process too."""
+    """Do the checks of `verifier_svc.check.check`, also for the drafters in the process."""
     check(settings)
     for spec in settings.own_drafters:
         if model := spec.options.get("model"):

@@ -135,15 +135,15 @@ class _TokenSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenSour
     TOKEN_SOURCE_UNSPECIFIED: _TokenSource.ValueType  # 0
     """Never sent."""
     TOKEN_SOURCE_PLAIN: _TokenSource.ValueType  # 1
-    """The target, in a step without a draft."""
+    """The target wrote it in a step without a draft."""
     TOKEN_SOURCE_ACCEPTED: _TokenSource.ValueType  # 2
-    """A drafter, and the target accepted it."""
+    """A drafter wrote it, and the target accepted it."""
     TOKEN_SOURCE_RECOVERED: _TokenSource.ValueType  # 3
-    """The target, in place of a draft token that it rejected."""
+    """The target wrote it in place of a draft token that it rejected."""
     TOKEN_SOURCE_BONUS: _TokenSource.ValueType  # 4
-    """The target, after a draft that it accepted whole."""
+    """The target wrote it after a draft of which it accepted all tokens."""
     TOKEN_SOURCE_ACCEPTED_SIDE: _TokenSource.ValueType  # 5
-    """A drafter, beside the main path of a draft with branches, and the target accepted it."""
+    """A drafter wrote it beside the main path of a draft with branches, and the target accepted it."""
 
 class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
     """Who wrote a token. A receiver takes an unknown value as PLAIN."""
@@ -151,15 +151,15 @@ class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
 TOKEN_SOURCE_UNSPECIFIED: TokenSource.ValueType  # 0
 """Never sent."""
 TOKEN_SOURCE_PLAIN: TokenSource.ValueType  # 1
-"""The target, in a step without a draft."""
+"""The target wrote it in a step without a draft."""
 TOKEN_SOURCE_ACCEPTED: TokenSource.ValueType  # 2
-"""A drafter, and the target accepted it."""
+"""A drafter wrote it, and the target accepted it."""
 TOKEN_SOURCE_RECOVERED: TokenSource.ValueType  # 3
-"""The target, in place of a draft token that it rejected."""
+"""The target wrote it in place of a draft token that it rejected."""
 TOKEN_SOURCE_BONUS: TokenSource.ValueType  # 4
-"""The target, after a draft that it accepted whole."""
+"""The target wrote it after a draft of which it accepted all tokens."""
 TOKEN_SOURCE_ACCEPTED_SIDE: TokenSource.ValueType  # 5
-"""A drafter, beside the main path of a draft with branches, and the target accepted it."""
+"""A drafter wrote it beside the main path of a draft with branches, and the target accepted it."""
 Global___TokenSource: _TypeAlias = TokenSource  # noqa: Y015
 
 class _PauseReason:

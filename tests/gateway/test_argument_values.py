@@ -123,7 +123,7 @@ def compiled(libraries: Libraries, form: ToolFormat, schema: Any) -> Compiled:
 
 
 class Writer:
-    """Writes random texts of a grammar that end, with pieces that a reader may misread."""
+    """Writes random complete texts of a grammar, with pieces that a reader may misread."""
 
     def __init__(self, libraries: Libraries, form: ToolFormat, rng: random.Random) -> None:
         self._bytes = libraries.token_bytes

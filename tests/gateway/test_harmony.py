@@ -33,7 +33,7 @@ ANALYSIS = "<|channel|>analysis<|message|>"
 NEXT = "<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
-# Texts after the prompt, which ends with <|start|>assistant: thought, content, calls.
+# Maps texts after a prompt that ends with <|start|>assistant to their thought, content and calls.
 ANSWERS = {
     f"{ANALYSIS}Hm.{NEXT}{FINAL}Paris.": ("Hm.", "Paris.", []),
     f"{FINAL}Paris.": ("", "Paris.", []),

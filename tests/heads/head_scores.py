@@ -18,7 +18,9 @@ def scores_of(
     *,
     piece: int | None = None,
 ) -> tuple[torch.Tensor, HeadProposal]:
-    """Return scores [length, step, token] after the first n tokens, all n in one batch.
+    """Return scores [length, step, token] after each of `lengths` tokens, and the proposal.
+
+    All lengths are in one batch.
 
     With `piece`, the features of a text come that many rows at a time.
     """

@@ -391,7 +391,7 @@ def _numbers(address: int, count: int) -> list[int]:
 
 
 def _table_end(batch: Batch, page_size: int, more: int) -> int:
-    """Return the length of the array of page numbers, with those for `more` tokens a slice."""
+    """Return the length of the array of page numbers if each slice has `more` further tokens."""
     count = batch.slice_count
     columns = (_numbers(at, count) for at in (batch.page_offsets, batch.starts, batch.lengths))
     rows = zip(*columns, strict=True)

@@ -70,7 +70,8 @@ def test_a_tree_gives_the_logits_of_its_paths_beside_chains(name: str, capture: 
         batch = [chain, SequenceSlice([texts[1][-1], *tree], 36, [1], 4, parents), beside]
         wanted = expected(reference, [texts[0] + tree, *paths, texts[2]], [4, 1, 1, 1, 1, 1])
         torch.testing.assert_close(runner.forward(batch), wanted, atol=1e-4, rtol=0)
-    # This forward finds the last tree's words in its inputs, and must not read these words.
+    # The inputs of this forward still hold the bitmasks of the last tree, and it must not read
+    # them.
     chains = [chain, SequenceSlice([texts[1][-1], *tree], 36, [1], 4), beside]
     wanted = expected(reference, [texts[0] + tree, texts[1] + tree, texts[2]], [4, 4, 1])
     torch.testing.assert_close(runner.forward(chains), wanted, atol=1e-4, rtol=0)
@@ -254,7 +255,7 @@ def long_batches() -> list[list[SequenceSlice]]:
 
 
 def compare_long(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
-    """Compare graphs over a poisoned cache with forwards by `kernel` over the same keys."""
+    """Compare the results of graphs over a poisoned cache with `kernel` over the same keys."""
     for batch in long_batches():
         poison(runner, batch)
         made = runner.forward(batch).clone()

@@ -165,7 +165,8 @@ def test_a_round_of_a_draft_model_copies_up_once_and_waits_once(capture: Capture
     round_of_4 = counted(lambda: draft(19, 4))
     assert capture.replays == 4
     round_of_5 = counted(lambda: draft(19, 5))
-    # The inputs' copy, the first argmax and the stack; then next inputs and an argmax per token.
+    # There are 3 launches for the copy of the inputs, the first argmax and the stack. Each further
+    # token has launches for its inputs and its argmax.
     assert round_of_4 == {"copies up": 1, "waits": 1, "launches": 3 + 3 * 8}
     assert round_of_5 == {"copies up": 1, "waits": 1, "launches": 3 + 4 * 8}
     # The further pages of the round go up together.

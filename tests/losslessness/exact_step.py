@@ -279,7 +279,10 @@ def find_steps(
 
 
 def joint_probs(trials: Sequence[Trial], target: NextProbs, vocab: int, length: int) -> Probs:
-    """Return the joint distribution of the step's tokens and then the target's, [V] * length."""
+    """Return the joint distribution of `length` tokens, [V] * length.
+
+    The first tokens come from the step, and the target draws the rest.
+    """
     committed: dict[Text, float] = defaultdict(float)
     for trial in trials:
         sampled = trial.scenario.drafter is not None
@@ -299,7 +302,10 @@ def joint_probs(trials: Sequence[Trial], target: NextProbs, vocab: int, length: 
 
 
 def _continued(text: Text, target: NextProbs, vocab: int, length: int) -> Probs:
-    """Return the distribution of `length` tokens: a text's tokens, then draws from the target."""
+    """Return the distribution of `length` tokens that begin with `text`.
+
+    The target draws the tokens after `text`.
+    """
     probs = np.zeros([vocab] * length)
     for rest in itertools.product(range(vocab), repeat=length - len(text)):
         whole = (*text, *rest)

@@ -40,7 +40,7 @@ def _right(draw: Random, share: float, length: int) -> str:
 
 
 def _copied(draw: Random, length: int) -> str:
-    """Return guesses in repeated stretches, three tenths of the text, and none between them."""
+    """Return guesses only in repeated stretches, which are three tenths of the text."""
     found = ""
     copies = False
     while len(found) < length:

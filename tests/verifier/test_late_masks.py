@@ -354,7 +354,10 @@ def test_a_draft_whose_mask_is_too_expensive_changes_no_text(
 
 @pytest.mark.parametrize("attackers", ["a", "ac"])
 def test_masks_in_progress_delay_neither_another_tenants_nor_slow_ones(attackers: str) -> None:
-    """One tenant gets one thread for slow masks. Two get both, and the next turn is tenant b's."""
+    """A single tenant gets one of the two threads for slow masks.
+
+    Two tenants get both threads, and tenant b has the next turn.
+    """
     lanes = Threads()
     release, free = threading.Event(), threading.Event()
     stuck = {

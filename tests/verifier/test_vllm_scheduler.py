@@ -225,7 +225,7 @@ class Llm:
     def step(self) -> list[Any]:
         before = {each: r.num_output_tokens for each, r in self.scheduler.requests.items()}
         requests = dict(self.scheduler.requests)
-        # A request's text continues after the part that its prompt has.
+        # A request's tokens continue its text from the place that its prompt reached.
         done = {each: len(r.prompt_token_ids) - 5 for each, r in requests.items()}
         output = self.scheduler.schedule()
         sampled = {}

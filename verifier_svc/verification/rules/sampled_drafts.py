@@ -80,7 +80,7 @@ def block(drafts: SparseDrafts) -> AcceptedPrefixes:
     for i in range(1, count + 1):
         ratio_B = drafts.target_BK[:, i - 1] / drafts.draft_BK[:, i - 1].clamp(min=_TINY)
         weight_B = (weight_B * ratio_B).clamp(max=1.0)
-        # A shorter draft is padded with zeros. There `_prob_of_end` returns the draft's last
+        # A shorter draft is padded with zeros. For padding, `_prob_of_end` returns the draft's last
         # weight.
         prob_B = weight_B
         if i < count:
