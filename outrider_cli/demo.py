@@ -44,7 +44,7 @@ _GRAMMAR = "grammar"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A target with its drafters, and their questions.
+    """One part of the demo: a target, its drafters, and the questions that they answer.
 
     `questions` are pairs of a kind and the fields of a body. With `is_exactness`, every draft is
     verified, each question is asked once, and the exit status says whether all texts equal the

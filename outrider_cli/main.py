@@ -134,7 +134,10 @@ def _add_to_lab(name: str, text: str) -> None:
 
 
 def _tls_option(name: str, text: str) -> Callable[[_Command], _Command]:
-    """The option for a file of mutual TLS, which may come from any process's environment."""
+    """Return an option for a file of mutual TLS.
+
+    The option also reads the environment variables of all processes.
+    """
     processes = ("GATEWAY", "VERIFIER", "DRAFTER")
     variables = [f"OUTRIDER_{process}_TLS_{name.upper()}" for process in processes]
     path = click.Path(path_type=Path, dir_okay=False)
@@ -281,7 +284,7 @@ def certs(
 @click.argument("source", metavar="IN", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("target", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
 def convert_head(source: Path, target: Path) -> int:
-    """Write the draft head in folder IN to the new folder OUT, with safetensors for its pickles.
+    """Copy the draft head in folder IN to a new folder OUT, with its pickles as safetensors.
 
     Published heads often come as pytorch_model.bin, medusa_lm_head.pt or mask_embedding.pt. These
     are read by torch's weights-only reader, in a process with bounded memory and time.

@@ -52,7 +52,7 @@ settings.load_profile("patient")
 
 @pytest.fixture
 def spans() -> Iterator[InMemorySpanExporter]:
-    """The spans that have ended. Tracing is on during the test."""
+    """Yield the spans that have ended. Tracing is on during the test."""
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 

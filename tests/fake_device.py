@@ -134,7 +134,7 @@ class FakeDevice(TorchDispatchMode):
         return call
 
     def _factory(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A function that makes a tensor of numbers and, for a device, a blocking copy of it."""
+        """Return a function that makes a tensor and, for a device, a blocking copy of it."""
 
         def call(*args: Any, device: torch.device | None = None, **kwargs: Any) -> torch.Tensor:
             made = make(*args, **kwargs)

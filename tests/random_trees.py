@@ -58,7 +58,7 @@ def random_tree(
 
 
 def shuffled(tree: DraftTree, rng: np.random.Generator) -> tuple[DraftTree, list[int]]:
-    """The tree with each row's children in another order, and the old row of each new row."""
+    """Return the tree with its children in another order, and the old row of each new row."""
     parents = tree.parents or list(range(len(tree.token_ids)))
     order: list[int] = []
     token_ids: list[int] = []

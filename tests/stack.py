@@ -253,7 +253,7 @@ class Client:
 
     @asynccontextmanager
     async def drafter(self, name: str, **hello: Any) -> AsyncIterator[RawDrafter]:
-        """A drafter of the verifier's tokenizer that has sent its Hello."""
+        """Yield a drafter of the verifier's tokenizer that has sent its Hello."""
         fingerprint = (await self.model()).tokenizer_fingerprint
         fields = {"tokenizer_fingerprint": fingerprint, "max_draft_tokens": 16, **hello}
         drafter = RawDrafter(self.channel, name, **fields)

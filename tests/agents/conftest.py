@@ -12,7 +12,7 @@ from tests.stack import GatewayProcess, Stack, running
 
 @pytest.fixture(scope="session")
 def real() -> Iterator[str]:
-    """The URL of a gateway in front of a verifier and two drafters."""
+    """Yield the URL of a gateway in front of a verifier and two drafters."""
     stack = Stack("--model-name", MODEL)
     stack.add_drafter("ngram-1", "ngram")
     stack.add_drafter("model-1", "model")
@@ -27,6 +27,6 @@ def real() -> Iterator[str]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def scripted() -> AsyncIterator[Rig]:
-    """A gateway whose model calls tools."""
+    """Yield a gateway whose model calls tools."""
     async with running_scripted() as rig:
         yield rig

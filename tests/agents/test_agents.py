@@ -110,7 +110,7 @@ async def test_a_client_gets_what_it_asks_for(
 
 
 def linked(script: Path, environment: str) -> Path:
-    """A copy of the script near the packages, because Node.js looks for packages near a script."""
+    """Return a copy of the script near the packages: Node.js looks for packages near a script."""
     folder = INSTALLED / environment / "clients"
     folder.mkdir(exist_ok=True)
     for source in HERE.glob("clients/*.mjs"):

@@ -15,7 +15,7 @@ from tests.arm import arm
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's file."""
+    """Return the wheel's file."""
     folder = tmp_path_factory.mktemp("wheel")
     environment = os.environ | {"PYTHON": sys.executable}
     subprocess.run([str(arm.HERE / "build-wheel.sh"), str(folder)], env=environment, check=True)
@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder from which ARM's Python imports the wheel's packages."""
+    """Return the folder from which ARM's Python imports the wheel's packages."""
     folder = tmp_path_factory.mktemp("packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)

@@ -56,7 +56,7 @@ def started(family: str, address: str, core: int, packages: Path) -> Process:
 
 @contextmanager
 def running(family: str, core: int, packages: Path) -> Iterator[tuple[Stack, GatewayProcess]]:
-    """A verifier, which waits for drafts, the drafter and a gateway."""
+    """Yield a verifier, which waits for drafts, the drafter and a gateway."""
     stack = Stack("--always-draft")
     stack.drafters[f"arm-{family}"] = started(family, stack.address, core, packages)
     with behind_gateway(stack, timeout_s=START_S) as gateway:
@@ -67,7 +67,7 @@ def running(family: str, core: int, packages: Path) -> Iterator[tuple[Stack, Gat
 async def traced(
     family: str, core: int, packages: Path, patch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Stack, GatewayProcess, Collector]]:
-    """The same processes, which have sent their spans when the block has ended."""
+    """Yield the same processes, which have sent their spans when the block has ended."""
     async with collecting() as (collector, endpoint):
         # The processes inherit this variable.
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)

@@ -36,7 +36,7 @@ PLAIN = SpeculationOptions(enabled=False)
 
 @pytest.fixture(scope="module", params=COMMANDS)
 def language(request: pytest.FixtureRequest) -> str:
-    """A language, after its example was built."""
+    """Return a language, after its example was built."""
     name: str = request.param
     missing = [tool for tool in NEEDED[name] if shutil.which(tool) is None]
     if missing:
@@ -47,7 +47,7 @@ def language(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """A verifier that waits for each draft of four tokens, and the built-in n-gram drafter."""
+    """Yield a verifier that waits for each draft of four tokens, and the n-gram drafter."""
     stack = Stack("--always-draft", "--draft-tokens", "fixed:4")
     stack.add_drafter("ngram-1", "ngram", "--max-draft-len", "16")
     with running(stack):

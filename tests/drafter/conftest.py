@@ -39,7 +39,7 @@ other = verifier
 
 @pytest.fixture(scope="module")
 def thread() -> Iterator[ThreadPoolExecutor]:
-    """The draft model's thread."""
+    """Yield the draft model's thread."""
     with ThreadPoolExecutor(1) as thread:
         yield thread
 
@@ -70,7 +70,7 @@ def make(runner: ModelRunner, thread: ThreadPoolExecutor) -> Callable[..., Rig]:
 
 @pytest.fixture(scope="module")
 def reference() -> Callable[[list[int]], torch.Tensor]:
-    """The logits [V] of `transformers` after a text, computed from scratch."""
+    """Return the logits [V] of `transformers` after a text, computed from scratch."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
     @torch.inference_mode()
@@ -83,7 +83,7 @@ def reference() -> Callable[[list[int]], torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def greedy(reference: Callable[[list[int]], torch.Tensor]) -> Callable[[list[int], int], list[int]]:
-    """The model's greedy continuation of a text, with any number of tokens."""
+    """Return the model's greedy continuation of a text, with any number of tokens."""
 
     def generate(text: list[int], count: int) -> list[int]:
         text = list(text)

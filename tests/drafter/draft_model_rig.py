@@ -23,7 +23,7 @@ def opened(
     sampling: SamplingParams = GREEDY,
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
 ) -> Opened:
-    """A sequence of which the verifier takes `depth` tokens a step, with `window` tokens ahead."""
+    """Return a sequence with `depth` draft tokens a step and a window of `window` tokens."""
     room = Window(4 * window, window)
     return opened_sequence(
         sequence_id, tokens, room, depth, sampling=sampling, distribution=distribution

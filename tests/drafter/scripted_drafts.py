@@ -31,7 +31,7 @@ class Stream(testing.DraftStream):
         return wire_drafts.hello_from_proto(self.hello)
 
     async def receive(self) -> DraftBatch | str | None:
-        """The drafter's next message: a batch, the reason of a Draining, or None at the end."""
+        """Return the drafter's next message: a batch, a Draining's reason, or None at the end."""
         request = await asyncio.wait_for(self.requests.get(), 30)
         if request is None:
             return None

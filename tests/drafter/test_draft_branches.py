@@ -42,7 +42,7 @@ def close(rig: Rig) -> None:
 
 
 def chain_length(proposal: Proposal) -> int:
-    """The length of a proposal's chain: up to it, each token's parent is the token before."""
+    """Return the length of a proposal's chain, in which each token's parent precedes it."""
     return next(
         (i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids)
     )

@@ -149,7 +149,7 @@ class Pair:
         assert self.real.take_proposal() is None
 
     def sent(self) -> set[tuple[int, ...]]:
-        """The proposed paths after the committed tokens: what the verifier's trie would hold."""
+        """Return the proposed paths after the committed tokens, as in the verifier's trie."""
         found: set[tuple[int, ...]] = set()
         for proposal in self.proposals:
             behind = self.real.tokens[proposal.base_length :]

@@ -141,7 +141,7 @@ async def test_a_permuted_vocabulary_changes_no_guess(
 
 
 def divided(text: str) -> list[list[int]]:
-    """Prefixes of a text, a few tokens apart, whose tokens are the first tokens of the text."""
+    """Return prefixes of a text, a few tokens apart, whose tokens are the text's first tokens."""
     tokenizer = load_tokenizer(str(MODEL))
     ids = tokenizer.encode(3 * text).ids
     source = random.Random(3)

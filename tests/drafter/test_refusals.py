@@ -54,7 +54,7 @@ class Refusing(TokenStreamServiceServicer):
 
 @asynccontextmanager
 async def refusing(servicer: Refusing) -> AsyncIterator[Any]:
-    """A stub of a verifier that refuses every gateway."""
+    """Yield a stub of a verifier that refuses every gateway."""
     server = rpc.Server()
     add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
     [port] = await server.start("127.0.0.1:0")
@@ -143,7 +143,7 @@ CLIENTS: list[Callable[[], Awaitable[OutriderError]]] = [drafter, writer, gatewa
 
 @contextmanager
 def load() -> Iterator[None]:
-    """Four processes that compute all the time."""
+    """Yield four processes that compute all the time."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     try:
         yield

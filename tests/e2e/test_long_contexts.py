@@ -55,7 +55,7 @@ def stack(reference: Reference) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def prompt(reference: Reference) -> list[int]:
-    """The sources of some modules of Python, cut in the middle of a line."""
+    """Return the sources of some modules of Python, cut in the middle of a line."""
     sources = map(inspect.getsource, (textwrap, json, argparse))
     ids: list[int] = reference.tokenizer.encode("\n".join(sources)).ids
     return ids[:PROMPT]

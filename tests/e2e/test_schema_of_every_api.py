@@ -35,7 +35,7 @@ def gateway(stack: Stack) -> Iterator[GatewayProcess]:
 
 
 def schemas(uri: str) -> list[dict[str, Any]]:
-    """Schemas with a reference that a validator may follow, but a grammar's backend does not."""
+    """Return schemas with a reference that validators may follow, but a grammar's backend not."""
     to = {"$ref": uri}
     properties = {"properties": {"a": to}, "required": ["a"]}
     draft_3 = "http://json-schema.org/draft-03/schema#"

@@ -59,7 +59,7 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def stack(reference: Reference) -> Iterator[Stack]:
-    """The model with each of its drafters."""
+    """Yield the model with each of its drafters."""
     stack = Stack("--max-sequences", "8", target=reference.file)
     target = ["--target", reference.file]
     options = {

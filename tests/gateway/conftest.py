@@ -44,7 +44,7 @@ async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def rig(shared_rig: Rig) -> Rig:
-    """The shared gateway, ready, with a verifier that is reset and echoes prompts."""
+    """Return the shared gateway, ready, with a verifier that is reset and echoes prompts."""
     script = shared_rig.script
     fresh = Script(ready(shared_rig.prompts.fingerprint), echo)
     await until(lambda: script.running == 0)
@@ -65,7 +65,7 @@ async def _shared_thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
 
 @pytest.fixture
 def thinker(_shared_thinker: Rig) -> Rig:
-    """A gateway whose model thinks and calls tools, with a verifier that has seen nothing."""
+    """Return a gateway whose model thinks and calls tools, with a verifier without requests."""
     _shared_thinker.script.requests.clear()
     _shared_thinker.script.answer = echo
     return _shared_thinker
@@ -73,6 +73,6 @@ def thinker(_shared_thinker: Rig) -> Rig:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(prompts: Prompts) -> AsyncIterator[Site]:
-    """A gateway that polls its two verifiers often. Both serve the model under one name."""
+    """Yield a gateway that polls its two verifiers often. Both serve the model under one name."""
     async with running_site(prompts) as made:
         yield made

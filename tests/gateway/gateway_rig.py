@@ -71,7 +71,7 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def settings(*verifiers: str, **given: Any) -> GatewaySettings:
-    """The settings of a gateway on free ports, in front of the verifiers at these addresses."""
+    """Return the settings of a gateway on free ports for the verifiers at these addresses."""
     chosen: dict[str, Any] = {"tokenizer": TARGET, "http_port": 0, "grpc_listen": "127.0.0.1:0"}
     return GatewaySettings(verifier=list(verifiers), **chosen | given)
 

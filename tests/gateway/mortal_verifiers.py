@@ -109,7 +109,7 @@ class Site:
         verifier.script.answer = steps
 
     def chunk(self, request: TokenRequest, at: int) -> TokenChunk:
-        """The chunk of TEXT's token `at`, with a log probability if the request wants one."""
+        """Return the chunk of TEXT's token `at`, with its log probability if requested."""
         chunk = plain([self.ids[at]])
         if request.top_logprobs is not None:
             chunk.logprobs = [TokenLogprob(-0.25 * at, (self.ids[at],), (-0.25 * at,), 1)]

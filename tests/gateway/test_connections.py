@@ -29,7 +29,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway() -> AsyncIterator[Gateway]:
-    """A gateway without a verifier, and with short timeouts."""
+    """Yield a gateway without a verifier, and with short timeouts."""
     chosen = settings("127.0.0.1:9", drain_seconds=0, keep_alive_seconds=1.2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundedProtocol, "header_seconds", 0.3)

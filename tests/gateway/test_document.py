@@ -85,7 +85,7 @@ async def test_each_error_that_occurs_is_documented(
 
 
 def limits(schema: Any) -> list[tuple[str, Any, Any]]:
-    """The limits of a body's parameters: (parameter, last value within, first value beyond)."""
+    """Return a body's limits as (parameter, last value within, first value beyond)."""
     return [
         (name, within, beyond)
         for name, parameter in schema["properties"].items()

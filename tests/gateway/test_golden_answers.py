@@ -95,7 +95,7 @@ async def events_of(rig: Rig, api: str, request: Json) -> list[Json]:
 
 
 def asked(rig: Rig) -> TokenRequest:
-    """The verifier's last request, without random fields and fields that only a stream has."""
+    """Return the verifier's last request without random fields and fields of streams."""
     changed: Json = {"request_id": "", "traceparent": "", "noise_seed": 0, "min_chunk_tokens": 1}
     return replace(rig.script.requests[-1], **changed)
 

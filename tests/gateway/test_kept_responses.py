@@ -38,7 +38,7 @@ TOOLS = [WEATHER, CLOCK]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    """A gateway of a model whose answers begin with a thought."""
+    """Yield a gateway of a model whose answers begin with a thought."""
     folder = tmp_path_factory.mktemp("thinker")
     async with rig_with_template(folder, THINKING, tool_format="hermes") as made:
         yield made

@@ -25,7 +25,7 @@ BODY = {"prompt": "if x", "temperature": 0, "max_tokens": 8}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    """A gateway where alice may run three sequences at once and bob any number."""
+    """Yield a gateway where alice may run three sequences at once and bob any number."""
     keys = [entry(ALICE, "alice", concurrent_sequences=3), entry(BOB, "bob")]
     async with keyed_rig(prompts, tmp_path_factory.mktemp("keys"), keys) as rig:
         yield rig
@@ -33,7 +33,7 @@ async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def rig(keyed: Rig) -> AsyncIterator[Rig]:
-    """The gateway with an echo. After the test, no sequence of a key may be under way."""
+    """Yield the gateway with an echo. After the test, no sequence of a key may be under way."""
     keyed.script.answer = echo
     yield keyed
     assert not keyed.gateway.generation.key_slots.taken

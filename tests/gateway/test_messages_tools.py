@@ -30,7 +30,7 @@ TEMPLATE = (
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def caller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    """A gateway whose model calls tools as Hermes does."""
+    """Yield a gateway whose model calls tools as Hermes does."""
     folder = tmp_path_factory.mktemp("caller")
     async with rig_with_template(folder, TEMPLATE, tool_format="hermes") as made:
         yield made

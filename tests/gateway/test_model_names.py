@@ -33,7 +33,7 @@ COUNTS: dict[str, dict[str, Any]] = {
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def named(rig: Rig) -> AsyncIterator[Rig]:
-    """A verifier whose model has three names."""
+    """Yield a verifier whose model has three names."""
     rig.script.info = replace(rig.script.info, aliases=FURTHER)
     await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
     rig.says("yes")

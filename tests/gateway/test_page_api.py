@@ -122,7 +122,7 @@ async def events(
 
 @contextlib.asynccontextmanager
 async def feed(rig: Rig, token: str) -> AsyncIterator[httpx.Response]:
-    """An open stream of events, of a caller with this bearer token."""
+    """Yield an open stream of events, of a caller with this bearer token."""
     headers = {"authorization": f"Bearer {token}"}
     async with rig.http.stream("GET", "/events", headers=headers) as response:
         yield response

@@ -33,7 +33,7 @@ PAUSE_S = 0.3
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def impatient(prompts: Prompts) -> AsyncIterator[Rig]:
-    """A gateway that sends pings early; its verifier pauses before each token."""
+    """Yield a gateway that sends pings early; its verifier pauses before each token."""
     async with own_rig(prompts, ping_seconds=0.1) as rig:
         yield rig
 

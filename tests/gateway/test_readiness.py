@@ -25,7 +25,7 @@ async def state(rig: Rig) -> tuple[int, dict[str, Any]]:
 
 
 async def gauges(rig: Rig) -> tuple[float, float, float]:
-    """The figures that alerts use: whether the gateway is ready or degraded, and lost drafters."""
+    """Return the alerts' figures: whether the gateway is ready or degraded, and lost drafters."""
     text = (await rig.http.get("/metrics")).text
     names = ("outrider:ready", "outrider:degraded", "outrider:drafters_lost")
     lines = [line.split() for line in text.splitlines() if line.startswith(names)]

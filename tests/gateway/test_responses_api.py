@@ -43,7 +43,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    """A gateway of a model whose answers begin with a thought."""
+    """Yield a gateway of a model whose answers begin with a thought."""
     folder = tmp_path_factory.mktemp("thinker")
     async with rig_with_template(folder, THINKING, tool_format="hermes") as made:
         yield made
@@ -115,7 +115,7 @@ PARTS = [{"type": "input_text", "text": "5"}, {"type": "input_text", "text": "de
 
 
 async def conversation(rig: Rig) -> tuple[Json, list[Json], str]:
-    """An answer with calls, what the tools say to it, and the prompt of the chat that follows."""
+    """Return an answer with calls, the tools' results, and the prompt of the chat that follows."""
     rig.says(f"Hm.</think>{CALLS}")
     first = await ask(rig, tools=[WEATHER, CLOCK])
     ids = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]

@@ -34,7 +34,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 
 def with_logprobs(ids: list[int], *, chunk: int = 2) -> Any:
-    """A verifier's answer: these tokens with log probabilities if requested, then the end."""
+    """Return a verifier's answer: these tokens, with log probabilities if requested."""
 
     def answer(request: TokenRequest) -> list[Step]:
         steps = [plain(ids[at : at + chunk]) for at in range(0, len(ids), chunk)]

@@ -54,7 +54,7 @@ async def test_a_burst_of_one_tenant_leaves_slots_to_the_rest() -> None:
 async def coming_in(
     slots: TenantSemaphore, order: list[str], enough: Callable[[int], bool]
 ) -> list[asyncio.Task[None]]:
-    """Requests of a burst, one in each round of the event loop, as uvloop accepts connections."""
+    """Make a burst: one request in each round of the event loop, as uvloop accepts connections."""
     burst: list[asyncio.Task[None]] = []
     while not enough(len(burst)):
         burst.append(asyncio.create_task(in_turn(slots, "burst", order)))

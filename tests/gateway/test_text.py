@@ -97,7 +97,7 @@ def test_a_long_run_of_invalid_bytes_does_not_grow_the_tail(
 
 
 def byte_fallback() -> Tokenizer:
-    """A tokenizer like Llama 2's: <unk>, <s>, "▁Hello", "▁world", and the bytes of 😀 and é."""
+    """Return a tokenizer like Llama 2's: <unk>, <s>, "▁Hello", "▁world", bytes of 😀 and é."""
     words = ["<unk>", "<s>", "▁Hello", "▁world", *(f"<0x{byte:02X}>" for byte in "😀é".encode())]
     tokenizer = Tokenizer(
         models.BPE(

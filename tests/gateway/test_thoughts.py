@@ -31,7 +31,7 @@ CHAT = [{"role": "user", "content": "Why?"}]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    """A gateway whose model's template marks thoughts."""
+    """Yield a gateway whose model's template marks thoughts."""
     async with rig_with_template(tmp_path_factory.mktemp("thinker"), TEMPLATE) as rig:
         yield rig
 

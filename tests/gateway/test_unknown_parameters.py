@@ -59,7 +59,7 @@ HARMLESS: list[dict[str, Any]] = [
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def lenient(prompts: Prompts) -> AsyncIterator[Rig]:
-    """A gateway that ignores unknown parameters."""
+    """Yield a gateway that ignores unknown parameters."""
     async with own_rig(prompts, unknown_parameters="ignore") as rig:
         yield rig
 

@@ -72,7 +72,7 @@ class Fleet:
         return asyncio.create_task(self.http.post("/v1/completions", json=body))
 
     async def ask_the_first_and_delist_it(self) -> asyncio.Task[httpx.Response]:
-        """A request that runs at the first verifier, while the name stands for the second."""
+        """Return a request that runs at the first verifier; the name stands for the second."""
         first, second = self.verifiers
         self.serves(first, 0.05)
         begun = self.ask()

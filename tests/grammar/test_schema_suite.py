@@ -72,7 +72,7 @@ def walker() -> Walker:
 
 
 def outcome(value: Any, texts: int = TEXTS) -> tuple[str, str]:
-    """The outcome "enforced", "refused" or "wrong" of a schema, and a message or a wrong text."""
+    """Return a schema's outcome, "enforced", "refused" or "wrong", and a message or text."""
     grammar = grammar_for(value)
     try:
         compiled = compiler().compile(grammar)

@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cases, which speculators makes in a separate environment."""
+    """Return all cases, which speculators makes in a separate environment."""
     folder = tmp_path_factory.mktemp("by_speculators")
     command = [PYTHON, "-m", MAKE, folder]
     ended = subprocess.run(

@@ -54,7 +54,7 @@ class Golden:
         return load(head, self.weights, page_count=16, page_size=4, **settings)
 
     def scores_of(self, model: HeadModel) -> tuple[torch.Tensor, HeadProposal]:
-        """The model's scores after the recorded lengths, only of the tokens in its vocabulary."""
+        """Return the model's scores after the recorded lengths, for tokens in its vocabulary."""
         steps = self.scores.shape[1]
         spread, proposal = scores_of(model, self.tokens, self.features, self.lengths, steps)
         if model.target_ids is not None:

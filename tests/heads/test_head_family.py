@@ -82,7 +82,7 @@ class Site:
         return Features(number, first, self.rows(text)[first:end].numpy().tobytes())
 
     def guesses(self, text: list[int], first: int = 0) -> list[int]:
-        """The guesses of the bare head after a text, if it has the features from `first` on."""
+        """Return the guesses of the head alone after a text, with the features from `first` on."""
         model = self.fresh()
         sequence = model.open(text[:1])
         model.extend([Extension(sequence, text[1:], self.rows(text)[first:], first)])

@@ -85,7 +85,7 @@ def runner() -> ModelRunner:
 def worker(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HeadWorker]:
-    """The head, on a thread of its own."""
+    """Yield the head, on a thread of its own."""
     kind: str = request.param
     folder: Path = tmp_path_factory.mktemp(kind)
     head = read(write(folder, next(iter(DIALECTS[kind].values()))()), CONFIG)
@@ -95,13 +95,13 @@ def worker(
 
 @pytest.fixture(scope="module")
 def bundled_runner() -> ModelRunner:
-    """The bundled target, since a choice of layers needs a text that it knows."""
+    """Return the bundled target, since a choice of layers needs a text that it knows."""
     return ModelRunner.load(TARGET, dtype="float32", device="cpu", page_count=64, threads=1)
 
 
 @pytest.fixture(scope="module")
 def bundled_worker() -> Iterator[HeadWorker]:
-    """The bundled head, on a thread of its own."""
+    """Yield the bundled head, on a thread of its own."""
     with ThreadPoolExecutor(1) as thread:
         loading = thread.submit(
             lambda: HeadWorker.load(
@@ -174,7 +174,7 @@ class Site(Observer):
     async def head(
         self, verifier: Verifier, make: Callable[[ModelInfo], Strategy] | None = None
     ) -> AsyncIterator[asyncio.Task[None]]:
-        """A head that drafts for the verifier."""
+        """Yield a head that drafts for the verifier."""
 
         def hello(strategy: Strategy, info: ModelInfo) -> Hello:
             return Hello(

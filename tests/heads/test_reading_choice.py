@@ -35,7 +35,7 @@ class Texts:
         return load(self.head, self.weights, page_count=20)
 
     def own_answers(self, spec: HeadSpec) -> list[int]:
-        """A text in which the head, in this reading, is right with each draft's first two guesses.
+        """Return a text in which the head, interpreted so, makes two right guesses in each draft.
 
         There is a draft for every second token. So the third token is the next draft's first guess.
         """

@@ -37,7 +37,7 @@ class Rig:
         await self.control.shape(Link.model_validate(settings))
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection through which something has come already, so that its handshake is over."""
+        """Return a connection whose handshake has ended, since some bytes have come through it."""
         reader, writer = await asyncio.open_connection(_HOST, self.port)
         writer.write(b"!")
         await reader.readexactly(1)
@@ -84,7 +84,7 @@ async def link() -> AsyncIterator[Rig]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def rig(link: Rig) -> Rig:
-    """The link of all tests, which adds nothing until a test shapes it."""
+    """Return the link of all tests, which adds nothing until a test shapes it."""
     await link.shape()
     return link
 

@@ -301,7 +301,7 @@ def kernel_rows() -> Iterator[dict[str, object]]:
 
 
 def program_rows() -> Iterator[dict[str, object]]:
-    """Programs on an H100 for a layer of Llama-3.1-8B: how many are launched and have work."""
+    """Yield, for a layer of Llama-3.1-8B on an H100, how many programs start and have work."""
     steps = {"plain": [1], "drafts of 4": [5], "trees of 64": [65]}
     for step, lengths in steps.items():
         for batch in (1, 8, 64):

@@ -55,7 +55,7 @@ WITH_BFLOAT16 = "_cpu_arm_bf16"
 
 @pytest.fixture(params=PROCESSORS)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An ARM build, which new objects use."""
+    """Return an ARM build, which new objects use."""
     used: str = request.param
     use_arm_build(used, monkeypatch)
     return used
@@ -89,7 +89,7 @@ def test_linux_names_the_processors_with_products_of_bfloat16(build: str) -> Non
 
 
 def layers(dtype: torch.dtype, rows: int) -> list[tuple[torch.nn.Linear, torch.Tensor]]:
-    """Whole and partial blocks of columns, with and without a bias, and inputs of so many rows.
+    """Return layers with whole and partial blocks of columns, and inputs with `rows` rows.
 
     The terms of the first layer's sums cancel each other. So its outputs are the rounding of its
     sums, and any other order of the terms shows.
@@ -192,7 +192,7 @@ def test_attention_to_a_tree_gives_each_row_the_bits_of_its_chain(
 
 @cache
 def runner_of(name: str, dtype: torch.dtype, config: str = "biases") -> ModelRunner:
-    """A runner of a tiny model that uses an ARM build, or `portable`, this machine's build."""
+    """Return a runner of a tiny model with an ARM build, or with this machine's `portable`."""
     with pytest.MonkeyPatch.context() as patch:
         if name == "portable":
             use_build("_cpu", patch)

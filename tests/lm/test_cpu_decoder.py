@@ -279,7 +279,7 @@ def test_a_model_without_support_runs_its_own_forward(config: PreTrainedConfig) 
 
 
 def deep_runner() -> ModelRunner:
-    """A runner of a model with 40 layers, which round more than the bundled models' six layers."""
+    """Return a runner of a model with 40 layers, which round more than the bundled six."""
     return cpu_runner(LlamaConfig(**SIZES | {"num_hidden_layers": 40}), torch.bfloat16)
 
 

@@ -372,7 +372,7 @@ def test_a_layer_uses_the_kernel_only_where_it_is_supported(
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the tables of `compile_kernels.py`."""
+    """Return the folder with the tables of `compile_kernels.py`."""
     folder = tmp_path_factory.mktemp("kernels")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "1"}

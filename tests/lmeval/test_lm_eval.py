@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[GatewayProcess]:
-    """SmolLM2 in float32 with an n-gram drafter and a draft model of another vocabulary."""
+    """Yield SmolLM2 in float32 with an n-gram drafter and a draft model of another vocabulary."""
     file = smollm2()
     stack = Stack("--max-sequences", "8", target=file)
     stack.add_drafter("ngram", "ngram")

@@ -39,7 +39,7 @@ END = 9
 
 @cache
 def logits(text: Text) -> torch.Tensor:
-    """Different random logits after each text, [VOCAB]: positive and negative, a few likely."""
+    """Return different random logits after each text, [VOCAB]; a few tokens are likely."""
     rng = np.random.default_rng(zlib.crc32(bytes(text)))
     return torch.from_numpy(rng.normal(size=VOCAB) * 2.5).float()
 

@@ -271,7 +271,7 @@ QUICK = (("calm", "greedy"), ("everything", "sampled"))
 
 @pytest.fixture(scope="module")
 def plain(runner: ModelRunner) -> Callable[[str], list[list[int]]]:
-    """The texts without drafts, keyed by setting."""
+    """Return the texts without drafts, keyed by setting."""
 
     @cache
     def texts(setting: str) -> list[list[int]]:

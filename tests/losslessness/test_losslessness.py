@@ -159,7 +159,7 @@ def claims_to_be_unlikely(text: Text) -> Probs:
 
 
 def liar(claim: str) -> Guesser:
-    """A drafter that always proposes the rare token, and claims to have drawn it honestly."""
+    """Return a drafter that always proposes the rare token, and claims to have drawn it."""
     claims: NextProbs = equal_to_target(SETTINGS["plain"])
     if claim == "unlikely":
         claims = claims_to_be_unlikely

@@ -56,7 +56,7 @@ class Speaking(Guesser):
 
 
 def drafters(spoken: int) -> tuple[Guesser, Speaking]:
-    """A trusted drafter that samples, and an untrusted drafter that later serves only `spoken`."""
+    """Return a trusted drafter that samples, and an untrusted one that later serves `spoken`."""
     sampling = Guesser(
         "sampling", near(target_probs), {ONE_HOT, SPARSE}, silent=0.3, shortest=1, longest=LONGEST
     )

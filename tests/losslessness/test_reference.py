@@ -54,7 +54,7 @@ def distributions(draw: st.DrawFn, rows: int) -> Probs:
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Probs, Probs, list[int], reference.Coins]:
-    """Target and draft probabilities, a draft by the draft probabilities, and random numbers."""
+    """Return target and draft probabilities, a draft drawn from the latter, and random numbers."""
     count = draw(st.integers(1, 5))
     target = draw(distributions(count + 1))
     drafter = draw(distributions(count))
@@ -92,7 +92,7 @@ def test_a_batch_accepts_what_the_reference_accepts(
 
 @st.composite
 def batches(make: st.DrawFn) -> tuple[list[Draft], torch.Tensor]:
-    """Drafts of any lengths and settings, with and without distributions, and their logits."""
+    """Return random drafts, with and without distributions, and their logits."""
     lengths = make(st.lists(st.integers(0, 5), min_size=1, max_size=6))
     rng = np.random.default_rng(make(st.integers(0, 2**32)))
     drafts: list[Draft] = []

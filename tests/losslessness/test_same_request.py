@@ -76,7 +76,7 @@ def runner(request: pytest.FixtureRequest) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def chats() -> Texts:
-    """Prompts of up to some 200 tokens, as SmolLM2's chat template writes them."""
+    """Return prompts of up to some 200 tokens, as SmolLM2's chat template writes them."""
     assert MODEL is not None
     tokenizer = load_tokenizer(pretrained(MODEL))
     contents = prompt_texts() * (CHATS // 40 + 1)

@@ -120,7 +120,7 @@ class Traffic:
         )
 
     def run(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
-        """The tokens that `draws` requests generate, [draws, length], a row for each request."""
+        """Return the tokens of `draws` requests, [draws, length], a row for each request."""
         # The engine would draw seeds from the system; a test must come out the same each time.
         own = np.random.default_rng(7)
         with mock.patch(

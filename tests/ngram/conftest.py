@@ -22,7 +22,7 @@ def redis_server(tmp_path: Path) -> Iterator[Standalone]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster for one test, which may stop its nodes."""
+    """Yield a cluster for one test, which may stop its nodes."""
     made = Cluster(tmp_path)
     yield made
     made.close()
@@ -48,6 +48,6 @@ def _deployment(
 
 @pytest.fixture
 def deployment(_deployment: Deployment) -> Deployment:
-    """An empty server, and an empty cluster with TLS. Tests share them: keep them up."""
+    """Return an empty server, and an empty cluster with TLS. Tests share them: keep them up."""
     _deployment.each("FLUSHALL")
     return _deployment

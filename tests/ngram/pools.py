@@ -20,7 +20,7 @@ Ngrams = list[list[int]]
 
 @asynccontextmanager
 async def pool(server: RedisServer, **options: Any) -> AsyncIterator[RedisPool]:
-    """One replica's pool, with a lookup budget of 2 s.
+    """Yield one replica's pool, with a lookup budget of 2 s.
 
     `options` are parameters of PoolKeys, RedisPool and RedisOptions.
     """

@@ -19,7 +19,7 @@ from tests.waiting import until
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
-    """A sequence of which the verifier takes 4 draft tokens a step, with `depth` tokens ahead."""
+    """Return a sequence with 4 draft tokens a step and a window of `depth` tokens."""
     return opened_sequence(sequence_id, tokens, Window(4 * depth, depth), 4)
 
 

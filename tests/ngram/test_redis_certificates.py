@@ -20,7 +20,7 @@ from tests.waiting import until
 
 @pytest.fixture(scope="module")
 def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
-    """A Redis whose clients must show a certificate of its authority."""
+    """Yield a Redis whose clients must show a certificate of its authority."""
     certificates = Certificates(tmp_path_factory.mktemp("certificates"), clients=True)
     server = Standalone(tmp_path_factory.mktemp("redis"), certificates)
     yield server

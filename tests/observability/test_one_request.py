@@ -171,7 +171,7 @@ def check_metrics(gateway: str, verifier: str, line: dict[str, Any]) -> None:
 
 @contextmanager
 def running() -> Iterator[tuple[Stack, GatewayProcess, str]]:
-    """A stack with its gateway, which log JSON, and the URL of the verifier's metrics."""
+    """Yield a stack with its gateway, which log JSON, and the URL of the verifier's metrics."""
     port = free_port()
     stack = Stack("--always-draft", "--log-format", "json", "--metrics-port", str(port))
     stack.add_drafter("ngram-traced", "ngram")

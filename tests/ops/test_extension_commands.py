@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
-    """The entry points that the command finds."""
+    """Return the entry points that the command finds."""
     points: list[EntryPoint] = []
     monkeypatch.setattr(cli, "entry_points", lambda **wanted: EntryPoints(points).select(**wanted))
     return points

@@ -64,7 +64,7 @@ def test_the_profile_grace_pins_a_whole_cpu_and_its_own_memory(tmp_path: Path) -
 
 
 def users_of_stages() -> dict[str, str]:
-    """The last USER of each stage of the Dockerfile, or else of the stage that it begins with.
+    """Return the last USER of each stage of the Dockerfile, or of the stage's base stage.
 
     A base image's user counts as root.
     """

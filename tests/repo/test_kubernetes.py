@@ -112,7 +112,7 @@ CUSTOM = {
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of compose/kubernetes with the secrets that compose/secrets.sh makes."""
+    """Return a copy of compose/kubernetes with the secrets that compose/secrets.sh makes."""
     copied = tmp_path_factory.mktemp("kubernetes") / "kubernetes"
     shutil.copytree(KUBERNETES, copied, ignore=shutil.ignore_patterns("secrets"))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

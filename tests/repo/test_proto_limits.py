@@ -216,7 +216,7 @@ def test_values_are_accepted_exactly_within_the_documented_limits(limit: Limit) 
 
 
 def whole(read: Callable[[Any], object], limit: Limit) -> bool:
-    """Whether the field takes only whole numbers: protobuf then raises TypeError for others."""
+    """True if the field takes only whole numbers: protobuf raises TypeError for others."""
     try:
         read(limit.high - 0.5)
     except TypeError:

@@ -25,7 +25,7 @@ DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
-    """The settings of the stacks that the command would have started."""
+    """Return the settings of the stacks that the command would have started."""
     settings: list[ServeSettings] = []
 
     def run(given: ServeSettings) -> int:

@@ -173,7 +173,7 @@ BACKTRACKING = "(?:a?){29}a{29}|x"
 
 @pytest.fixture(scope="module")
 def real() -> GrammarCompiler:
-    """A compiler with real worker processes and the usual limits."""
+    """Return a compiler with real worker processes and the usual limits."""
     own = GrammarCompiler(TARGET, VOCAB, ENDS)
     own.start_workers()
     return own

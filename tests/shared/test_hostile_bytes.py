@@ -179,7 +179,7 @@ VALUES = st.recursive(
 
 
 def value_count(value: object) -> int:
-    """The values of parsed JSON as `check_size` counts: an empty list or object counts as two."""
+    """Count the values of parsed JSON as `check_size` does: an empty list or object is two."""
     if isinstance(value, list):
         return 1 + max(1, sum(map(value_count, value)))
     return 1

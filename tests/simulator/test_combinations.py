@@ -57,7 +57,7 @@ def _sure(draw: Random, length: int) -> str:
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The texts for each size of a batch."""
+    """Return the texts for each size of a batch."""
     folder = tmp_path_factory.mktemp("combinations")
     return {batch: _record(folder / f"{batch}.jsonl", count) for batch, count in TEXTS.items()}
 

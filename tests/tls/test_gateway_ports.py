@@ -28,7 +28,7 @@ BODY = {"prompt": "def main(", "max_tokens": 4}
 async def gateway(
     site: Site, *, ask: bool, verifier: str = "127.0.0.1:1"
 ) -> AsyncIterator[Gateway]:
-    """A gateway with TLS, which asks clients for certificates or does not."""
+    """Yield a gateway with TLS, which asks clients for certificates or does not."""
     served, mine = site.issue("gateway", "public"), site.issue("gateway")
     chosen = settings(
         verifier,

@@ -118,7 +118,7 @@ SAMPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 
 
 def sampled_texts(seed: int, held: Held | None) -> tuple[list[int], int]:
-    """The tokens of a request with sampled drafts, and how many draft tokens were accepted."""
+    """Return the tokens of a request with sampled drafts, and its number of accepted tokens."""
     engine = engine_with(held, trust=True)
     drafter = ScriptedDrafter(engine, distributions=SAMPLES)
     client = Client()

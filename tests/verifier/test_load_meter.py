@@ -97,7 +97,7 @@ def test_the_time_of_sequences_follows_the_recent_ones() -> None:
 
 
 def meter_with_cost(first_s: float, full_s: float) -> tuple[Engine, ForwardCost]:
-    """An engine of 8 places, with these times of a forward for one sequence and for eight."""
+    """Return an engine of 8 places, with these times of forwards of one and eight sequences."""
     config = EngineConfig(max_sequences=8, max_waiting=8)
     engine, _ = make_engine(eos_bias=-99, config=config)
     engine.cost.calibrate(1, 1, first_s)

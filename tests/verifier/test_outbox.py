@@ -145,7 +145,7 @@ def test_a_gpus_next_step_is_planned_while_it_computes_unless_drafters_or_the_ba
             engine.cancel(sequence)
 
     def is_used(change: Callable[[], object] = lambda: None) -> bool:
-        """Whether the engine uses a plan begun during a step, if `change` comes after the step."""
+        """Return whether the engine uses a plan made during a step if `change` comes after it."""
         engine.step()
         outline = wait._outline
         assert outline is not None

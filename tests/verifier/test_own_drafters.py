@@ -49,7 +49,7 @@ ALWAYS = SpeculationOptions(drafter_family="model", always_draft=True)
 async def served(
     own: list[OwnDrafter] | None = None,
 ) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
-    """A verifier of the bundled target on this event loop: its address and its task."""
+    """Yield a verifier of the bundled target on this event loop: its address and its task."""
     address = f"127.0.0.1:{free_port()}"
     settings = VerifierSettings(
         target=TARGET, device="cpu", dtype="float32", threads=1, page_count=64, listen=address

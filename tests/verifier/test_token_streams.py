@@ -72,7 +72,7 @@ class Verifier(TokenStreamServiceServicer):
 
 @asynccontextmanager
 async def calling(verifier: Verifier) -> AsyncIterator[Any]:
-    """A call of StreamTokens over real gRPC."""
+    """Yield a call of StreamTokens over real gRPC."""
     server = rpc.Server()
     add_TokenStreamServiceServicer_to_server(verifier, server.grpc)
     [port] = await server.start("127.0.0.1:0")

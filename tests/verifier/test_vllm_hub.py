@@ -129,7 +129,7 @@ def hub() -> TestHub:
 
 @pytest.fixture
 def begun(hub: TestHub) -> TestHub:
-    """A hub with a drafter, and a request with one token."""
+    """Return a hub with a drafter, and a request with one token."""
     hub.add_drafter()
     opened(hub, "a")
     step(hub, "a", 0, 5, hub.right)

@@ -51,7 +51,7 @@ def slow_forward(model: TableModel, clock: VirtualClock, seconds: float) -> None
 def after_one_step(
     clock: VirtualClock, max_tokens: int, forward_s: float, **hello: object
 ) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
-    """A greedy request after one step of `forward_s`, which committed two tokens, one drafted."""
+    """Return a greedy request after a step of `forward_s` that committed a drafted token."""
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine, **hello)
     sequence = engine.submit(TokenRequest([1], max_tokens, GREEDY), Client())

@@ -32,7 +32,7 @@ FLAGS = (
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """vLLM's engine behind our verifier, with an n-gram drafter, a draft model and a grammar."""
+    """Yield vLLM's engine behind our verifier, with drafters by n-gram, model and grammar."""
     stack = Stack(*FLAGS, "--engine-arg", "max_num_batched_tokens=256")
     stack.add_drafter("ngram-1", "ngram")
     stack.add_drafter("model-1", "model")
@@ -43,7 +43,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def native() -> Iterator[Stack]:
-    """The native engine in float32, where torch's path and the C kernels give equal texts."""
+    """Yield the native engine in float32, where torch's path and the C kernels give equal texts."""
     stack = Stack("--page-count", "256")
     with running(stack):
         yield stack

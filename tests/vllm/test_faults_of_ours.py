@@ -29,7 +29,7 @@ def deliver(deliveries: list[Delivery]) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> VllmEngine:
-    """vLLM in this process."""
+    """Return vLLM in this process."""
 
     async def build() -> VllmEngine:
         flags = ["max_model_len=1024", "enforce_eager=true"]

@@ -54,7 +54,7 @@ SOURCE = Path(torch.nn.functional.__file__).read_text()
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Requests with all settings."""
+    """Return requests with all settings."""
     ids = Tokenizer.from_file(f"{MODEL}/tokenizer.json").encode(SOURCE[:100_000]).ids
     # The cache has 32 of the 33 tokens, so vLLM pads that request's row.
     prompts = [ids[:33]]
@@ -85,7 +85,7 @@ def deliver(deliveries: list[Delivery]) -> None:
 
 @pytest.fixture(scope="module")
 def texts(cases: Sequence[Case]) -> list[list[int]]:
-    """The texts that our engine writes."""
+    """Return the texts that our engine writes."""
     runner = ModelRunner.load(MODEL, dtype="float32", device="cpu", page_count=256, threads=1)
     found: list[list[int]] = []
     engine = Engine(

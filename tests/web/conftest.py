@@ -36,7 +36,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture(scope="session")
 def npm_packages() -> Path:
-    """The folder of the example page's npm packages."""
+    """Return the folder of the example page's npm packages."""
     npm("install", "--no-audit", "--no-fund")
     return EXAMPLE / "node_modules"
 

@@ -28,7 +28,7 @@ def npm(*arguments: str) -> None:
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """A browser, which is closed after the block."""
+    """Yield a browser, which is closed after the block."""
     found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     path = next(filter(None, found), None)
     assert path is not None, "no Chromium on this machine; `make test` installs one"

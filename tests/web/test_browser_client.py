@@ -32,7 +32,7 @@ every_protocol = pytest.mark.parametrize("protocol", ["Connect", "gRPC-Web"])
 
 @pytest.fixture(scope="session")
 def example_url(npm_packages: Path) -> Iterator[str]:
-    """The page's address, which has another port than the gateway."""
+    """Yield the page's address, which has another port than the gateway."""
     npm("run", "build")
     handler = functools.partial(_QuietHandler, directory=str(npm_packages.parent / "dist"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -48,7 +48,7 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def example(browser: Browser, example_url: str, site: Site) -> AsyncIterator[Page]:
-    """The example's page, with the gateway's address filled in."""
+    """Yield the example's page, with the gateway's address filled in."""
     page = await browser.new_page()
     await page.goto(example_url)
     await page.get_by_label("Gateway").fill(site.url)

@@ -29,7 +29,7 @@ ANSWER = f"{THOUGHT}\n\n{CONTENT}\n{WEATHER}\n{TIME}"
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def thinker(tmp_path: Path) -> AsyncIterator[Rig]:
-    """A gateway whose model thinks and calls tools."""
+    """Yield a gateway whose model thinks and calls tools."""
     async with rig_with_template(tmp_path, TEMPLATE) as rig:
         yield rig
 

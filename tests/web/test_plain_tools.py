@@ -42,7 +42,7 @@ def as_buf(line: str) -> str:
 
 
 def output(lines: str, site: Site, npm_packages: Path) -> str:
-    """The output of a shell for documented lines, with the ports of this test's processes."""
+    """Return a shell's output for documented lines, with the ports of this test's processes."""
     for documented, here in (
         ("127.0.0.1:8000", site.url.removeprefix("http://")),
         ("127.0.0.1:8001", site.gateway.grpc_address),

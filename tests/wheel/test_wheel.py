@@ -20,7 +20,7 @@ COMPILED = ["verifier_svc.engine.loop", "verifier_svc.state.trie", "outrider.pro
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of the tracked files, in which a build may leave its output.
+    """Return a copy of the tracked files, in which a build may leave its output.
 
     The kernels in C are not built, since that takes long.
     """
