@@ -1,4 +1,4 @@
-"""Decides which drafts are accepted, for tests that have the logits."""
+"""Accepts or rejects drafts, for tests that have the logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An authority in a folder, and the certificates that it signs."""
+"""Makes an authority in a folder, and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Site:
         return Tls(self.folder / f"{name}.pem", self.folder / f"{name}.key", self.ca)
 
     def context(self, tls: Tls | None) -> ssl.SSLContext:
-        """Return TLS of a client that trusts the authority and shows a certificate, or none."""
+        """Return TLS for a client that trusts the authority and may show a certificate."""
         return trusting(self.ca, tls)
 
     async def serial(self, port: int, tls: Tls) -> str:
@@ -47,7 +47,7 @@ class Site:
 
 
 def trusting(ca: Path, tls: Tls | None) -> ssl.SSLContext:
-    """Return TLS of a client that trusts an authority and shows a certificate, or none."""
+    """Return the TLS context of a client that trusts an authority and may show a certificate."""
     context = ssl.create_default_context(cafile=str(ca))
     if tls is not None:
         context.load_cert_chain(tls.cert, tls.key)

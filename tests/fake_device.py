@@ -57,7 +57,7 @@ class Far(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The fake device, although torch itself has another device for the tensor."""
+        """The fake device. Torch itself has another device for the tensor."""
         return DEVICE
 
     def tolist(self) -> Any:
@@ -65,7 +65,10 @@ class Far(torch.Tensor):
         return self.cpu().tolist()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The indexed numbers. A list of indices is first copied to the device, which blocks."""
+        """Return the indexed numbers.
+
+        A list of indices is first copied to the device, which blocks.
+        """
         return super().__getitem__(_on_device(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -166,7 +169,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        """Let the operators that implement the called operator pass uncounted."""
+        """Do not count the operators that implement the called operator."""
         super().__enter__()
         try:
             yield
@@ -205,7 +208,7 @@ def _has_mask(indices: Any) -> bool:
 def _penalise(
     logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, numbers: torch.Tensor
 ) -> None:
-    """`penalty_kernel.penalise` with torch's operators, as the simplest reference."""
+    """Do `penalty_kernel.penalise` with torch's operators, as the simplest reference."""
     repetition, frequency, presence = numbers.unsqueeze(-1)
     kept = logits[rows]
     kept = torch.where(

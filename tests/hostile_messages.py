@@ -19,7 +19,7 @@ _Message = TypeVar("_Message", bound=Message)
 
 _LONG_FACTOR = 100
 _F = FieldDescriptor
-# Mostly small numbers, because large ones are refused early.
+# The numbers are mostly small, because large numbers are refused early.
 _SMALL = st.integers(0, 12)
 
 
@@ -134,7 +134,7 @@ def _stray_field(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
 
 
 def wire(kind: type[Message], valid: list[bytes] | None = None) -> st.SearchStrategy[bytes]:
-    """Bytes for a message of the type: valid, with a stray field, changed, or garbage."""
+    """Return bytes for a message of the type: valid, with a stray field, changed, or garbage."""
     random = messages(kind).map(lambda message: message.SerializeToString())
     stray = _stray_field(kind.DESCRIPTOR)
     followed = st.tuples(st.sampled_from(valid) if valid else random, stray).map(b"".join)

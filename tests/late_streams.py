@@ -72,7 +72,7 @@ class LateStreams(TorchDispatchMode):
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """Make a stream the current one."""
+        """Make a stream the current stream."""
         before, self._current = self._current, name
         self._all.setdefault(name, LateStream())
         with self:
@@ -110,7 +110,7 @@ class LateStreams(TorchDispatchMode):
         readers.add(next(name for name, each in self._all.items() if each is stream))
 
     def free(self, maker: str, reader: str) -> None:
-        """Have the stream `maker` overwrite its memory, as if the allocator had given it out again.
+        """Let the stream `maker` overwrite its memory, as if the allocator had reused it.
 
         The allocator does not get memory that a reading stream still keeps.
         """

@@ -70,7 +70,7 @@ _THEN: dict[str, Calls] = {
 
 
 def answer(prompt: str, has_tools: bool) -> str:
-    """What the model writes after this prompt, in Hermes' format."""
+    """Return the model's answer to this prompt, in Hermes' format."""
     if not has_tools:
         return ANSWER
     turns = _THEN if RESULT in prompt else _FIRST

@@ -1,4 +1,4 @@
-"""Released clients do what users do with them, in their default mode. install.sh installs them.
+"""Released clients work as users use them, in their default mode. install.sh installs them.
 
 Each script of clients/ asks the bundled pair for answers of a demanded type, and a scripted model
 for calls that this model chooses by itself.
@@ -184,7 +184,7 @@ async def test_a_command_line_reads_a_file_by_a_tool(
 
 
 async def probe(url: str) -> tuple[str, list[tuple[str, str, str]]]:
-    """Run `canitoolcall probe`: its output, and the scenarios that it does not pass."""
+    """Run `canitoolcall probe`; return its output, and the scenarios that fail."""
     _, output = await run(
         *(program("current", "canitoolcall"), "probe", "--base-url", f"{url}/v1"),
         *("--model", "outrider", "--timeout", "120", "--json", "-"),

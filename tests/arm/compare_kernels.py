@@ -1,7 +1,7 @@
 """Run by ARM's Python: compare the installed kernels with torch; print a JSON object.
 
-The model is random. `errors` has the mean distances of logits from the same weights in float64: of
-the kernels, and of the model's own forward by torch.
+The model is random. `errors` has the mean distances of two forwards' logits from those in float64:
+the kernels' forward, and the model's own forward in torch.
 """
 
 import copy
@@ -26,7 +26,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
 )
 PAGES = [40, 3, 17, 5]
-# One row, a draft, and chunks of a prompt.
+# The numbers of rows: one row, a draft, and chunks of a prompt.
 CUTS = [0, 30, 31, 36, 50]
 
 

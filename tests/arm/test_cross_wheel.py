@@ -20,7 +20,7 @@ def test_the_wheel_is_for_arm_alone(wheel: Path) -> None:
         assert any(name.endswith("uPlot.iife.js") for name in archive.namelist())
     for build in ("_cpu", "_cpu_arm_bf16"):
         assert f"outrider/lm/cpu/{build}.cpython-311-aarch64-linux-gnu.so" in names
-    # Of an ELF file, its machine: 183 is AArch64.
+    # An ELF file's machine: 183 is AArch64.
     assert {int.from_bytes(header[18:20], "little") for header in headers} == {183}
 
 

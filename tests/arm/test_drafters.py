@@ -35,7 +35,7 @@ from tests.web.site_rig import chromium
 
 pytestmark = arm.MARKS
 PLAIN = SpeculationOptions(enabled=False)
-# A seed each, so that requests differ where their prompts do not.
+# Each request has its own seed, so that requests with equal prompts differ.
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
     "seeded": SamplingParams(1.0, seed=7),
@@ -91,7 +91,7 @@ async def equal_texts(client: Client, sampling: SamplingParams) -> Answers:
 
 
 async def check_page(url: str, name: str, shown: str) -> None:
-    """The page's box of a drafter has this text."""
+    """Check that the page's box of a drafter has this text."""
     async with chromium() as browser:
         page = await browser.new_page()
         await page.goto(url)
@@ -100,7 +100,7 @@ async def check_page(url: str, name: str, shown: str) -> None:
 
 
 def check_trace(collector: Collector, name: str, expected: dict[str, Any]) -> None:
-    """The drafter sent spans, and the verifier's steps say where it runs."""
+    """Check that the drafter sent spans, and that the verifier's steps say where it runs."""
     assert name in collector.instances
     spans = [(service, span.name, attributes(span)) for service, span in collector.spans]
     assert any(each[:2] == ("outrider-drafter", "propose") for each in spans)

@@ -35,7 +35,7 @@ def program() -> str:
 def write_head(
     folder: Path, block: tuple[torch.Tensor, torch.Tensor], outputs: list[torch.Tensor]
 ) -> Path:
-    """Write Medusa heads: all have this block, and each has its matrix of `outputs` for scores."""
+    """Write Medusa heads. All have this block; each has its own matrix of `outputs` for scores."""
     tensors: dict[str, torch.Tensor] = {}
     for i, output in enumerate(outputs):
         tensors[f"{i}.0.linear.weight"] = block[0].clone()
@@ -55,7 +55,7 @@ def write_fitted_head(folder: Path) -> Path:
     width = model.config.hidden_size
     torch.manual_seed(1)
     block = torch.randn(width, width) / width, torch.randn(width) / 10
-    # For each head, its inputs over all texts, and the states that it should make of these inputs.
+    # Each head's inputs over all texts, and the states that it should compute from them.
     inputs: list[list[torch.Tensor]] = [[] for _ in range(HEADS)]
     wanted: list[list[torch.Tensor]] = [[] for _ in range(HEADS)]
     for text in prompts()[:24]:

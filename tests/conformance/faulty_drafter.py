@@ -23,7 +23,7 @@ corpus: list[int] = []
 
 
 def tree(text: list[int], count: int) -> tuple[list[int], list[int]]:
-    """Return continuations of the last token, one for each next token, and the tokens' parents."""
+    """Return a continuation for each token that may come next, and the tokens' parents."""
     tokens: list[int] = []
     parents: list[int] = []
     firsts: set[int] = set()
@@ -49,7 +49,7 @@ def guess(text: list[int], count: int) -> list[int]:
 
 
 class Stream:
-    """One stream, from Hello to its end."""
+    """Serve one stream, from Hello to its end."""
 
     def __init__(self, stub: verifier_pb2_grpc.VerifierServiceStub, fingerprint: str) -> None:
         self.outbox: queue.Queue[verifier_pb2.StreamDraftsRequest | None] = queue.Queue()

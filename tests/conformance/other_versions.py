@@ -1,4 +1,4 @@
-"""A relay before a verifier. It makes one side seem to speak another version of the contract."""
+"""A relay before a verifier, which makes one side seem to speak another version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Version = Literal["older", "newer"]
 
 _FILES = (_duration, common_pb2, drafts_pb2, verifier_pb2)
 _SERVICE = "outrider.v1.VerifierService"
-# What an older version lacks.
+# The parts that an older version lacks.
 _REMOVED = {
     "Hello": {
         "capabilities",
@@ -41,7 +41,7 @@ _REMOVED = {
 
 
 def _make_older(file: FileDescriptorProto) -> None:
-    """Remove what an older version lacks from a file of the protos."""
+    """Remove the parts that an older version lacks from a file of the protos."""
     for message in file.message_type:
         removed = _REMOVED.get(message.name, ())
         kept = [field for field in message.field if field.name not in removed]
@@ -82,7 +82,7 @@ def _grow(message: Any) -> None:
 
 
 class _Relay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only stubs give it types
-    """Passes calls on to a verifier, and removes or adds what only a newer version knows.
+    """Passes calls to a verifier, and removes or adds the parts that only a newer version knows.
 
     One side, the verifier or its callers, is newer than the other side.
     """

@@ -92,7 +92,7 @@ def played(commands: Iterable[list[str]], tokenizer: str = "") -> list[Kit]:
 
 
 def reasons(kit: Kit) -> dict[str, str]:
-    """Maps a rule's name to how it was broken."""
+    """Map a rule's name to the way in which it was broken."""
     return {name: kit.results[name].reason for name in kit.failed}
 
 

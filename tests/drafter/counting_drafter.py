@@ -104,10 +104,10 @@ class Drafter:
         )
 
     def redial_at_once(self) -> None:
-        """Let the stream be dialled again without a pause."""
+        """Let the stream redial without a pause."""
 
         async def at_once(seconds: float) -> None:
-            """Do not wait."""
+            """Return at once."""
 
         self.stream._sleep = at_once  # type: ignore[method-assign]
 

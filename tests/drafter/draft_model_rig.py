@@ -31,7 +31,7 @@ def opened(
 
 
 async def guesses_of(rig: Rig) -> dict[int, list[int]]:
-    """Return each sequence's guesses once drafting has ended; every proposal agrees with them."""
+    """Return each sequence's guesses after drafting has ended; every proposal agrees with them."""
     for proposal in (await rig.drafts()).proposals:
         count = len(proposal.token_ids)
         for i, parent in enumerate(proposal.parents):

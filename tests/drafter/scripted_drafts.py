@@ -27,7 +27,7 @@ class Stream(testing.DraftStream):
 
     @property
     def said(self) -> Hello:
-        """The drafter's Hello."""
+        """Return the drafter's Hello."""
         return wire_drafts.hello_from_proto(self.hello)
 
     async def receive(self) -> DraftBatch | str | None:
@@ -63,7 +63,7 @@ class Stream(testing.DraftStream):
 
 
 class ScriptedVerifier(testing.ScriptedVerifier):
-    """Claims to serve the model `info`."""
+    """A verifier that claims to serve the model `info`."""
 
     def __init__(self, info: ModelInfo = READY, **how: Any) -> None:
         super().__init__(wire_model.model_to_proto(info), **how)

@@ -70,7 +70,7 @@ class Model:
         self.chain = self.chain[count:] if kept else self._main_path()
 
     def _main_path(self) -> tuple[int, ...]:
-        """Return the path of the guesses that came first."""
+        """Return the path along the guesses that arrived first."""
         path: tuple[int, ...] = ()
         while behind := [one for one in self.paths if one[:-1] == path]:
             path = behind[0]
@@ -116,7 +116,7 @@ class Pair:
         self.committed += own
 
     def deliver(self, earlier: int, later: int) -> None:
-        """Deliver a verdict that begins `earlier` tokens before the drafter's text ends.
+        """Deliver a verdict that begins `earlier` tokens before the end of the drafter's text.
 
         It ends `later` - 2 tokens after the text's end; if that is not above 0, it only repeats.
         """

@@ -71,7 +71,7 @@ async def test_leaves_are_the_next_likeliest_tokens_and_their_probabilities(
                 offered.append(cumulative * share)
             cumulative_values += [cumulative * value for value in best.values[1:].tolist()]
             cumulative *= float(best.values[0])
-        # The alternatives that are likeliest to be committed got the room.
+        # The room went to the alternatives that are likeliest to be committed.
         expected = sorted(cumulative_values, reverse=True)[: 16 - DEPTH]
         assert sorted(offered, reverse=True) == pytest.approx(expected, rel=1e-3)
 

@@ -41,7 +41,7 @@ def count_on(text: Sequence[int], count: int) -> list[int]:
 
 
 async def proposed(stream: Stream) -> tuple[int, list[int]]:
-    """Return base length and guesses of the next message's only proposal."""
+    """Return the base length and the guesses of the next message's only proposal."""
     batch = await stream.receive()
     assert isinstance(batch, DraftBatch)
     [proposal] = batch.proposals

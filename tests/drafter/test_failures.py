@@ -122,7 +122,7 @@ SAMPLED = SamplingParams(temperature=1.0)
 
 
 def seed_of(distribution: DraftDistribution) -> int | None:
-    """Requests with a seed are coupled."""
+    """Return a seed for coupled requests, None for others."""
     return 7 if distribution is DraftDistribution.COUPLED else None
 
 

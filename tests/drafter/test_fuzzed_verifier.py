@@ -63,7 +63,7 @@ class Site:
         self.stream.send(data)
 
     async def check_drafting(self) -> None:
-        """The drafter drafts for a well-formed sequence, on this stream or a later one."""
+        """Check that the drafter drafts for a well-formed sequence, on this or a later stream."""
         while True:
             drafted = asyncio.ensure_future(self._drafted(self.stream))
             redialled = asyncio.ensure_future(self.verifier.streams.get())

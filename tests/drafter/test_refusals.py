@@ -64,7 +64,10 @@ async def refusing(servicer: Refusing) -> AsyncIterator[Any]:
 
 
 async def drafter() -> OutriderError:
-    """A drafter that runs far ahead gets a final refusal; after any other error it would redial."""
+    """Run a drafter that runs far ahead, and refuse it finally.
+
+    After any other error the drafter would redial.
+    """
     async with serving(ScriptedVerifier()) as verifier:
         made = Drafter(verifier.port)
         running = asyncio.create_task(made.stream.run())

@@ -21,7 +21,7 @@ from tests.waiting import until
 
 
 def flags(*verifiers: ScriptedVerifier) -> list[str]:
-    """Return settings of an n-gram drafter for all these verifiers."""
+    """Return the settings of an n-gram drafter for all these verifiers."""
     addresses = [word for each in verifiers for word in ("--verifier", each.address)]
     return ["--family", "ngram", "--id", "d1", *addresses]
 

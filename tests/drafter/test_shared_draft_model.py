@@ -96,7 +96,7 @@ async def alone(model: DraftModel, tokens: list[int]) -> list[int]:
 
 
 async def begun() -> None:
-    """Let new tasks, and tasks that these create, come to their first wait."""
+    """Let new tasks, and the tasks that they create, run until their first wait."""
     for _ in range(10):
         await asyncio.sleep(0)
 

@@ -24,7 +24,7 @@ STEPS = 40
 
 
 class Reading(Counting):
-    """Drafts once `let` is set, and keeps the positions of the features that it got."""
+    """Drafts when `let` is set, and keeps the positions of the features that it got."""
 
     feature_request = FeatureRequest((1,))
 
@@ -66,7 +66,7 @@ class Flood:
         if not self.opened:
             self.opened = True
             return StepBatch(opened=[opened()])
-        # The drafter begins with the first step, before the others come.
+        # The drafter starts with the first step, before the other steps come.
         await asyncio.sleep(0)
         if self.left:
             return self.left.pop()

@@ -39,7 +39,7 @@ async def test_a_verifier_continues_only_answers_of_its_own_fingerprint(stack: S
     async with Client(stack.address) as client:
         info = await client.model()
         assert (info.server_version, info.dtype) == (__version__, "float32")
-        # GetModel shows what the fingerprint is made of.
+        # GetModel shows the parts of the fingerprint.
         assert with_fingerprint(info).fingerprint == info.fingerprint
         asked = replace(request(0, PLAIN, GREEDY), model_fingerprint=info.fingerprint)
         whole = await client.tokens(asked)

@@ -25,7 +25,7 @@ class Reference:
     """The prompts, and the texts that transformers' `generate` writes for them.
 
     Greedy `generate` writes a text if each token is the likeliest after the tokens before it. One
-    forward over the text checks that.
+    forward over the text checks this.
     """
 
     def __init__(self) -> None:

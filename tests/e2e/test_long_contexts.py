@@ -85,7 +85,7 @@ def whole_pages(tokens: int) -> int:
 
 
 def resident_bytes(stack: Stack) -> int:
-    """Return memory of the verifier's process."""
+    """Return the resident memory of the verifier's process."""
     status = Path(f"/proc/{stack.verifier.popen.pid}/status").read_text()
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found is not None

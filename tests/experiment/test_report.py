@@ -21,7 +21,7 @@ Row = dict[str, str]
 
 
 class WithoutMatplotlib:
-    """Makes matplotlib seem not installed."""
+    """Make matplotlib seem not installed."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "matplotlib":
@@ -44,7 +44,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def lines_of(report: Path, title: str) -> list[dict[str, str]]:
-    """Return the lines of a table, each by the titles of its columns."""
+    """Return the lines of a table, each keyed by the titles of the columns."""
     results = read(Folder(report.parent))
     [table] = [table for table in tables(results) if table.title == title]
     return [dict(zip(table.columns, line, strict=True)) for line in table.lines]

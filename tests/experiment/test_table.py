@@ -1,4 +1,4 @@
-"""`outrider lab table`: all decoding modes get the same prompts in turns; what the table says."""
+"""`outrider lab table`: all decoding modes get the same prompts in turns; the table is right."""
 
 from __future__ import annotations
 

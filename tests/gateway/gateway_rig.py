@@ -64,7 +64,7 @@ class Rig:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """Return the events of a stream. The stream must end as it should."""
+    """Return the events of a stream, and check that the stream ends correctly."""
     *lines, done, end = response.text.split("\n\n")
     assert (response.status_code, done, end) == (200, "data: [DONE]", "")
     return [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -135,7 +135,7 @@ async def rig_with_template(folder: Path, template: str, **given: Any) -> AsyncI
 
 
 def model_with_template(folder: Path, template: object, **config: object) -> str:
-    """Put the bundled model's tokenizer with another chat template into a folder."""
+    """Write the bundled model's tokenizer with another chat template to a folder."""
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(Path(TARGET) / name, folder)
     known = json.loads((Path(TARGET) / "tokenizer_config.json").read_text())

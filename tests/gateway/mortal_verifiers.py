@@ -96,7 +96,7 @@ class Site:
     def writes(
         self, verifier: Verifier, until_token: int | None = None, then: Step = FOREVER
     ) -> None:
-        """Let a verifier continue TEXT; at the token `until_token`, it does `then` instead."""
+        """Let a verifier continue TEXT up to the token `until_token`; then it does `then`."""
 
         def steps(request: TokenRequest) -> list[Step]:
             done = len(request.committed)
@@ -120,7 +120,7 @@ class Site:
         return asyncio.create_task(self.http.post("/v1/completions", json=wanted))
 
     async def begin(self, count: int, **body: Any) -> asyncio.Task[httpx.Response]:
-        """Ask, and wait until the gateway has `count` tokens from `first`, which then stops."""
+        """Send a request, and wait for `count` tokens from `first`, which then stops."""
         self.writes(self.first, count)
         asked = self.ask(**body)
         await self.sent(self.first, count)

@@ -1,4 +1,4 @@
-"""Ask the Responses API, and check that its answers have the form of OpenAI's."""
+"""Uses the Responses API, and checks that its answers have OpenAI's form."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def counted(rig: Rig, status: int) -> float:
 
 
 async def raw(rig: Rig, request: bytes) -> str:
-    """Return the answer to bytes that may not be HTTP."""
+    """Send bytes that may not be HTTP; return the answer."""
     url = httpx.URL(rig.gateway.http_url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(request)

@@ -1,4 +1,4 @@
-"""In every API, a grammar binds what follows a thought, and the gateway reads the answer so."""
+"""In every API, a grammar binds the text after a thought, and the gateway reads the answer so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer that `max_tokens` cuts off within a call can be sent back as it came, in every API."""
+"""An answer that `max_tokens` cuts off within a call can be sent back unchanged, in every API."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ async def answer_to(rig: Rig, arguments: str) -> Any:
     ids=lambda text: text[:20],
 )
 async def test_what_no_prompt_can_hold_is_left_out(rig: Rig, text: str) -> None:
-    """Models write such arguments now and then, and the conversation must go on."""
+    """Models sometimes write such arguments, and the conversation must go on."""
     answer = await answer_to(rig, text)
     assert answer.status_code == 200, answer.text
     assert '{"name": "weather", "arguments": {}}' in prompt_of(rig)

@@ -1,4 +1,4 @@
-"""What nobody waits for any more ends, at the gateway and at the verifier."""
+"""Work for which nobody waits any more ends, at the gateway and at the verifier."""
 
 from __future__ import annotations
 

@@ -166,7 +166,10 @@ async def test_an_answer_that_is_never_read_ends_with_an_error(
 async def test_a_call_over_grpc_that_is_never_read_keeps_no_place(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call has no deadline. Another request gets the only place, also after the time-out."""
+    """The call has no deadline.
+
+    Another request gets the only place, before and after the time-out.
+    """
     monkeypatch.setattr(generate, "_UNREAD_S", 0.5)
     await long_answers_in_one_place(rig)
     rig.script.answer = lambda _: [each for _ in range(20_000) for each in (plain([5] * 50), 0.0)]
@@ -193,7 +196,7 @@ async def test_a_connection_that_is_never_read_ends(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BoundedProtocol, "unread_seconds", 0.5)
-    # The verifier is done before the answer would be paused.
+    # The verifier has finished before the answer would be paused.
     rig.script.answer = lambda _: [plain([5] * 200)] * 250 + [last([], FinishReason.LENGTH)]
     with await asks_and_reads_nothing(rig):
         [replica] = rig.gateway.router.replicas

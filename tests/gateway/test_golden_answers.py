@@ -42,7 +42,7 @@ def named(path: Path) -> str:
 
 
 class Names:
-    """Replaces ids with their kind and number, and times with 0."""
+    """Replaces ids by their kind and number, and times by 0."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}

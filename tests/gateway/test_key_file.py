@@ -132,7 +132,7 @@ def test_open_contradicts_keys_and_client_certificates() -> None:
 
 
 class Incomparable(str):
-    """A key whose comparison with anything is an error."""
+    """A key that raises an error when it is compared with anything."""
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""API keys: who gets in, what each role sees, and how the file of keys is read again."""
+"""API keys: which callers are admitted, what each role sees, and how the file of keys is reread."""
 
 from __future__ import annotations
 

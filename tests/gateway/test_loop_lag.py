@@ -98,7 +98,7 @@ class Target:
             writer.close()
 
     def waited_s(self) -> float:
-        """Seconds for which threads of the process were ready to run and had no processor."""
+        """Return for how many seconds threads of the process waited for a processor."""
         waited_ns = 0
         for thread in Path(f"/proc/{self.gateway.popen.pid}/task").iterdir():
             # The thread may have ended.

@@ -1,4 +1,4 @@
-"""A sequence whose verifier dies or leaves goes on at another; no token is doubled or lost."""
+"""A sequence whose verifier dies or leaves continues at another; no token is doubled or lost."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_begun_answer_never_goes_on_at_a_verifier_of_another_fingerprint
         assert error["code"] == "model_changed"
         assert "other weights, dtype, version" in error["message"]
         assert second.requests == []
-        # A request that has not begun may go to the verifier with other weights.
+        # A request that has not started may go to the verifier with other weights.
         assert text_of(await site.ask(stream=True)) == TEXT
         assert [request.model_fingerprint for request in second.requests] == [other]
 

@@ -87,7 +87,7 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 
 
 async def final_message(rig: Rig, **given: Any) -> dict[str, Any]:
-    """What Anthropic's client makes of a stream."""
+    """The message that Anthropic's client makes from a stream."""
     async with (
         client_of(rig) as client,
         client.messages.stream(model="", messages=ASK, max_tokens=500, **given) as stream,

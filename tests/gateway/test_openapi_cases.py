@@ -46,7 +46,7 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 
 
 def cases(method: str, path: str) -> st.SearchStrategy[schemathesis.Case[Any]]:
-    """Return valid and invalid requests of an operation."""
+    """Return a strategy of valid and invalid requests of an operation."""
     operation = SCHEMA[path][method]
     return st.one_of([operation.as_strategy(generation_mode=mode) for mode in MODES])
 

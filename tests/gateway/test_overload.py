@@ -178,12 +178,12 @@ async def test_a_request_too_many_is_refused_before_its_body_arrives(rig: Rig) -
 
 
 def sum_of(counts: dict[str, Counter[str]]) -> int:
-    """Return all sequences that the gateway counts."""
+    """Return the number of sequences that the gateway counts."""
     return sum(each.total() for each in counts.values())
 
 
 async def test_a_burst_that_would_be_late_is_refused_unread_beside_another_tenant(rig: Rig) -> None:
-    """Two requests begin at once, then one every 2 s: 17 in 30 s, half of a caller's minute."""
+    """Two requests start at once, then one every 2 s: 17 in 30 s, half of a caller's minute."""
     host, _, port = rig.gateway.http_url.removeprefix("http://").partition(":")
 
     async def begin(number: int) -> asyncio.StreamReader:
@@ -205,8 +205,8 @@ async def test_a_burst_that_would_be_late_is_refused_unread_beside_another_tenan
     heads = [asyncio.create_task(reader.readuntil(b"\r\n\r\n")) for reader in readers]
     counts = rig.gateway.generation.admission.counts
     await until(lambda: sum(head.done() for head in heads) + sum_of(counts) == 60)
-    # 17 begin within half a minute. The gateway reads the bodies of up to eight others at a time,
-    # because a body may have a longer timeout.
+    # 17 requests start within half a minute. The gateway reads the bodies of up to eight others at
+    # a time, because a body may have a longer timeout.
     assert 17 <= sum_of(counts) <= 17 + 8
     refused = [head.result() for head in heads if head.done()]
     assert all(head.startswith(b"HTTP/1.1 429") for head in refused)

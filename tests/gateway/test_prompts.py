@@ -152,7 +152,7 @@ async def test_a_long_prompt_is_tokenised_whole(tmp_path: Path, prompts: Prompts
     assert prompts.decode(ids) == text
 
 
-# What this template does depends on the last message.
+# The output of this template depends on the last message.
 HOSTILE = (
     "{% set last = messages[-1].content %}"
     "{% if last == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
@@ -179,7 +179,7 @@ async def test_a_template_that_hangs_ends_at_its_limit_and_delays_no_other(
         for name in attackers
         for _ in range(2)
     ]
-    await asyncio.sleep(0.1)  # all that may run at once begin
+    await asyncio.sleep(0.1)  # all requests that may run at once start
     assert await prompts.render(said("hello"), "messages", 2048, "b") == "hello"
     if text == "loop":
         assert not any(task.done() for task in hanging)

@@ -46,7 +46,7 @@ async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]
 
 
 async def ended(gateway: GatewayProcess) -> int:
-    """Return the gateway's exit status, once it has ended."""
+    """Wait until the gateway has ended; return its exit status."""
     return await asyncio.to_thread(gateway.popen.wait, 60)
 
 

@@ -217,9 +217,9 @@ def test_the_text_of_a_grammar_keeps_its_first_space_without_a_prompt_too(kind: 
 
 
 def cut_at_stop(text: str, stops: list[str]) -> str:
-    """Return the definition: cut at the stop string that ends first.
+    """Return the text up to the stop string that ends first: the definition.
 
-    If several do, at the longest.
+    If several end there, cut at the longest.
     """
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]

@@ -1,4 +1,4 @@
-"""GET /tokenizer_info tells what lm-eval needs of a tokenizer: special tokens and chat template."""
+"""GET /tokenizer_info has what lm-eval needs from a tokenizer: special tokens, chat template."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def compiled_for(libraries: Libraries, form: ToolFormat, *, forced: bool = True)
 def walk(libraries: Libraries, matcher: Matcher, seed: int, most: int = 160) -> tuple[str, bool]:
     """Return a random text of the grammar, and whether it is complete.
 
-    Where many tokens are allowed, tokens that end something are likelier, so that texts end.
+    Where many tokens are allowed, tokens that close brackets and the like are likelier, so that
+    texts end.
     """
     choose = random.Random(seed)
     mask = np.zeros((1, 4096 // 32), np.int32)
@@ -97,7 +98,7 @@ def parts_of(form: ToolFormat, text: str, *, forced: bool = True, step: int = 3)
 
 
 def calls_of(parts: list[Part]) -> list[tuple[str, str]]:
-    """Name and arguments of each call."""
+    """Return the name and arguments of each call."""
     names = [part.name for part in parts if isinstance(part, CallBegin)]
     pieces = [""] * len(names)
     for part in parts:

@@ -1,4 +1,4 @@
-"""Chats with tools: what the verifier is asked for, and what the client reads."""
+"""Chats with tools: the requests to the verifier, and the answers that the client reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verifiers' engine cannot do is refused by the gateway, before anything is sent."""
+"""The gateway refuses requests that the verifiers' engine cannot serve, and sends nothing."""
 
 from dataclasses import replace
 from typing import Any

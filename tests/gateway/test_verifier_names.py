@@ -55,7 +55,7 @@ class Fleet:
         return [verifier.address for verifier in self.listed]
 
     def serves(self, verifier: Verifier, pause_s: float = 0.0) -> None:
-        """Let a verifier be ready, and continue TEXT after the committed tokens."""
+        """Make a verifier ready, and let it continue TEXT after the committed tokens."""
         ids = self.prompts.tokenizer.encode(TEXT).ids
 
         def steps(request: TokenRequest) -> list[Step]:
@@ -83,7 +83,7 @@ class Fleet:
 
     @property
     def known(self) -> list[str]:
-        """The addresses that the gateway has, ready or not."""
+        """Return the addresses that the gateway has, ready or not."""
         return [replica.address for replica in self.gateway.router.replicas]
 
     async def ready(self, *verifiers: Verifier) -> None:
@@ -205,8 +205,10 @@ async def test_a_name_without_a_port_is_refused() -> None:
 
 
 async def test_scaling_and_rolling_updates_lose_and_alter_nothing(prompts: Prompts) -> None:
-    """Verifiers join, and drain while their address vanishes, all the time. The resolver fails now
-    and then. At least one verifier is ready at any time."""
+    """Verifiers keep joining, and draining while their address vanishes.
+
+    The resolver sometimes fails. At least one verifier is always ready.
+    """
     draw = random.Random(5)
     async with running_fleet(prompts, 4) as fleet:
         for verifier in fleet.verifiers:

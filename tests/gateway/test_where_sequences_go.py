@@ -1,4 +1,4 @@
-"""A sequence goes on only at a verifier that can write its rest, and not without end."""
+"""A sequence continues only at a verifier that can write its rest, and is not retried for ever."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None
 
 
 def fills_up(site: Site, refusals: int) -> None:
-    """Let both verifiers begin texts, and refuse to continue them `refusals` times."""
+    """Let both verifiers start answers, and refuse to continue them `refusals` times."""
     continued: list[TokenRequest] = []
 
     def steps(request: TokenRequest) -> list[Step]:

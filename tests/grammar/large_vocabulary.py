@@ -54,7 +54,7 @@ def write(folder: Path, seed: int = 0) -> None:
 
 
 class _Vocabulary:
-    """Tokens in the order of their ids, and the merge that makes each."""
+    """The tokens in the order of their ids, and the merge that makes each token."""
 
     def __init__(self) -> None:
         self.tokens = [bytes([byte]) for byte in range(256)]

@@ -28,7 +28,7 @@ from outrider.grammar.trial import Trial, compile_only
 from tests.grammar.everyday import EVERYDAY, grammar_for
 from tests.grammar.large_vocabulary import write
 
-# Texts of a measurement; a test uses fewer texts.
+# The number of texts in a measurement; a test uses fewer texts.
 TEXTS = 20
 REPETITIONS = 3
 # Half of the compiler's 5 s, since a worker shares the processors with the engine.

@@ -29,7 +29,7 @@ TARGET = str(ROOT / "models/target")
 # Wider than the tokenizer, as models' logits often are.
 VOCAB = 4100
 ENDS = (0, 3)
-# Random texts of each schema: in the tests, and in the whole table.
+# The number of random texts of each schema: in the tests, and in the whole table.
 TEST_TEXTS = 60
 TEXTS = 200
 # The test of a schema's texts also ends after this processor time.

@@ -30,7 +30,7 @@ def compiler() -> GrammarCompiler:
 
 @pytest.fixture
 def matcher(compiler: GrammarCompiler) -> Begin:
-    """Makes a matcher of the schema after a text."""
+    """Return a function that makes a matcher of the schema after a text."""
 
     def begin(text: str = "") -> TextMatcher:
         found = compiler.compile(grammar_for(SCHEMA)).matcher()

@@ -36,7 +36,7 @@ class Golden:
         head = {key[5:]: value for key, value in tensors.items() if key.startswith("head/")}
         save_file(head, folder / "model.safetensors")
         self.folder = folder
-        # SpecForge and vLLM read these files differently; vLLM's reading is number 1.
+        # SpecForge and vLLM interpret these files differently; vLLM's interpretation is number 1.
         self.reading = 2 if name in ("eagle3-1-specforge", "eagle3-no-norm-specforge") else 1
         self.tokens = tensors["tokens"].tolist()
         self.features = tensors["features"]

@@ -71,7 +71,7 @@ SETTINGS = {
     "greedy": SamplingParams(0.0, banned_token_ids=BANNED),
     "seeded": SamplingParams(0.8, seed=2**63 + 5, banned_token_ids=BANNED),
 }
-# The other kinds share all code except for their forwards.
+# The other kinds share all code but their forwards.
 QUICK = ("eagle3", "dspark")
 KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in DIALECTS]
 
@@ -273,7 +273,7 @@ async def test_a_head_in_process_changes_no_text(site: Site, setting: str) -> No
 
 
 class Faulty(HeadFamily):
-    """Fails at its third draft and at all later ones."""
+    """Fails at its third draft and at all later drafts."""
 
     asked = 0
 

@@ -26,7 +26,7 @@ SEVERAL = [(kind, dialect) for kind, dialects in DIALECTS.items() for dialect in
 
 
 def same(one: Head, other: Head) -> bool:
-    """Return whether two heads compute the same under the first reading of their files."""
+    """Return whether two heads compute the same, by the first interpretation of their files."""
     specs = [replace(head.spec, other_aux_layers=()) for head in (one, other)]
     if specs[0] != specs[1] or one.tensors.keys() != other.tensors.keys():
         return False
@@ -612,7 +612,7 @@ def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "none", TARGET)
 
 
-# How many configs of each head are tried.
+# The number of configs of each head that are tried.
 CONFIGS = 8
 JUNK: list[Any] = [None, -1, 0, 1.5, 10**12, "x", [], [1, "x"], {"x": 1}, True]
 

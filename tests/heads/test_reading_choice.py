@@ -1,4 +1,4 @@
-"""The reading of a head's file is chosen by how often the head's guesses are right."""
+"""The interpretation of a head's file is chosen by how often the head's guesses are right."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LENGTH = 80
 
 
 class Texts:
-    """A head whose file has two readings of its layers, and a target's states of a text."""
+    """A head whose file has two interpretations of its layers, and a target's states of a text."""
 
     def __init__(self, head: Head) -> None:
         torch.manual_seed(3)
@@ -49,7 +49,7 @@ class Texts:
         return answers
 
     def answers(self, aux_layers: tuple[int, ...]) -> list[int]:
-        """Return the target's tokens if the head, on these layers, were always right."""
+        """Return the target's tokens for which the head, on these layers, is always right."""
         model = self.model()
         features = torch.cat([self.states[i] for i in aux_layers], dim=-1)
         sequence, answers = model.open(self.text[:1]), [0]

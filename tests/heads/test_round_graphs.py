@@ -30,7 +30,7 @@ WIDTH = 8
 
 @pytest.fixture(autouse=True)
 def by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products by torch's operators, as on a GPU: a recording has no calls of C."""
+    """Multiply with torch's operators, as on a GPU: a recording has no calls of C."""
 
     monkeypatch.setattr("outrider.heads.model.optimize_for_cpu", lambda *modules: None)
 
@@ -86,7 +86,7 @@ def test_the_gpus_kernel_sees_a_trees_rows_of_earlier_levels(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In Triton's interpreter, with a window that begins within the tree."""
+    """The test runs in Triton's interpreter, with a window that begins within the tree."""
     monkeypatch.setattr(triton_attention, "paged_attention", triton_kernel)
     rig = Rig("eagle3, a window", tmp_path)
     model, plain = captured(rig), rig.model(pages=60)
@@ -155,8 +155,8 @@ def test_a_round_by_graphs_is_one_copy_and_one_wait(
     model.propose(reads, 4, width)
     fetches.clear()
     capture.replays = 0
-    # One copy brings the inputs to the device, and two launches gather the texts' states. All else
-    # is in the graphs.
+    # One copy brings the inputs to the device, and two launches gather the committed tokens'
+    # states. All other work is in the graphs.
     assert counted(lambda: model.propose(reads, 4, width)) == {"copies up": 1, "launches": 2}
     assert (capture.replays, len(fetches)) == (4, 1)
 

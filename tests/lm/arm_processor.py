@@ -1,8 +1,8 @@
 """An ARM processor in software, so that tests call the ARM builds of the C kernels.
 
 setup.py builds them with a cross compiler, and QEMU's user mode runs them in a process. That
-process has memory of its own: each call sends it what the arguments point to, and copies back what
-the function writes.
+process has memory of its own: each call sends it the memory to which the arguments point, and
+copies back the memory that the function writes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from outrider.lm.cpu.weights import LinearStruct, TiledLinear
 
 COMPILER = "aarch64-linux-gnu-gcc"
 QEMU = "qemu-aarch64"
-# What QEMU computes: the oldest kind of ARM processor, and one with products of bfloat16.
+# The processors of QEMU: the oldest kind of ARM processor, and one with products of bfloat16.
 PROCESSORS = {"_cpu": "cortex-a72", "_cpu_arm_bf16": "max"}
 SYSROOT = Path("/usr/aarch64-linux-gnu")
 _ROOT = Path(__file__).parents[2]
@@ -150,7 +150,7 @@ class ArmLibrary:
 
 @dataclass(frozen=True)
 class Place:
-    """A place in what a call sends: in its `written`, `read` or `room` part."""
+    """A place in the memory that a call sends: in its `written`, `read` or `room` part."""
 
     part: str
     at: int
@@ -161,7 +161,7 @@ Arguments = list[int | Place | None]
 
 
 class Memory:
-    """The memory of one call: what the function may write, what it only reads, and scratch room."""
+    """The memory of one call: parts that the function writes, parts that it reads, scratch room."""
 
     def __init__(self) -> None:
         self.written = bytearray()
@@ -333,7 +333,7 @@ class _Function:
         more: int,
         limit: int,
     ) -> Arguments:
-        """Send what forwards of `more` further tokens below `limit` need."""
+        """Send the data for forwards of `more` further tokens below `limit`."""
         width, page_size = self._width, _layers(decoder)[0].cache.page_size
         ids = (ctypes.c_int64 * batch.token_count).from_address(step.token_ids)
         held = memory.put(bytes(decoder))

@@ -1,4 +1,4 @@
-"""Tiny models of every causal type of `transformers`, and whether the runner serves each right.
+"""Checks with tiny models of every causal type of `transformers` whether the runner is right.
 
 Run as a script, it writes the last section of docs/models.md.
 """

@@ -1,4 +1,4 @@
-"""Records CUDA graphs in place of making them."""
+"""Records operators instead of capturing CUDA graphs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A recording of operators that replaces a CUDA graph on a CPU.
+"""Records operators, in place of a CUDA graph, on a CPU.
 
 Like a graph, it repeats the operators on the same memory with the numbers of the recording. So a
 test fails if a forward reads anything of the new batch outside the memory of its inputs.

@@ -73,8 +73,8 @@ def _seen(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which keys the rows [Q] of a slice see without a window, and where these keys are.
 
-    Both are [Q, `count`]. A tree's rows may be from an earlier batch. A row's word has a bit
-    for each row of the tree that the row sees, and these rows follow one another in position.
+    Both are [Q, `count`]. A tree's rows may be from an earlier batch. A row's bitmask has a bit for
+    each row of the tree that the row sees, and these rows follow one another in position.
     """
     at = torch.arange(count).repeat(len(slots), 1)
     seen = torch.arange(count) <= slots[:, None].cpu()
@@ -84,7 +84,7 @@ def _seen(
             word = int(ancestors[row]) % 2**64
             chain = [bit for bit in range(64) if word >> bit & 1]
             if len(chain) != int(positions[row]) - tree_start + 1:
-                continue  # padding: it has no word, so it would see too few keys
+                continue  # padding: it has no bitmask, so it would see too few keys
             keys = [tree_start + bit for bit in chain]
             seen[row, keys] = True
             at[row, keys] = torch.arange(tree_start, tree_start + len(chain))

@@ -1,4 +1,4 @@
-"""The ARM builds of the C kernels, in QEMU: right, and each row's bits whatever is beside it."""
+"""The ARM builds of the C kernels, in QEMU, are right, and a row's bits depend on no other row."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def layers(dtype: torch.dtype, rows: int) -> list[tuple[torch.nn.Linear, torch.T
 
 
 def test_a_product_is_as_exact_as_its_sums(name: str, dtype: torch.dtype) -> None:
-    """Each of a sum's steps rounds to odd at worst, by less than one unit in the last place."""
+    """Each step of a sum rounds to odd at worst, by less than one unit in the last place."""
     for layer, x in layers(dtype, 33):
         tiled = TiledLinear(layer.weight, layer.bias)
         exact = layer.double()(x.double())

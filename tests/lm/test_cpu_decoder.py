@@ -230,7 +230,7 @@ def test_pages_need_not_be_whole_tiles(name: str, dtype: torch.dtype, a_build: s
     assert torch.equal(of_one_tile, of_two_tiles)
     uses_tiles = a_build == "_cpu_amx" and dtype is torch.bfloat16
     for other in others:
-        # AMX sums pages of whole tiles in tiles, and other pages by vectors, to other bits.
+        # AMX sums pages of whole tiles in tiles, and other pages by vectors, with other bits.
         assert not (uses_tiles and torch.equal(of_one_tile, other))
         relative = {torch.bfloat16: 0.1, torch.float32: 1e-5}[dtype]
         tolerance = relative * float(of_one_tile.std())

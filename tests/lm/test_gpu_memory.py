@@ -40,7 +40,7 @@ def test_the_cache_is_not_larger_than_what_other_processes_left() -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of all tensors that operators make, as CUDA's allocator does."""
+    """Counts the bytes of all tensors that operators create, as CUDA's allocator does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def test_the_best_library_for_this_processor_was_built() -> None:
         ("aarch64", 0, ["_cpu"]),
         ("aarch64", ~HWCAP2_BF16, ["_cpu"]),
         ("aarch64", HWCAP2_BF16, ["_cpu_arm_bf16", "_cpu"]),
-        # The same bit means something else there.
+        # The same bit has another meaning there.
         ("riscv64", HWCAP2_BF16, ["_cpu"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The GPU kernel for penalties gives the very logits of torch's operators.
+"""The GPU kernel for penalties gives exactly the logits of torch's operators.
 
 Runs on a GPU, or by Triton's interpreter on a CPU.
 """
@@ -51,5 +51,5 @@ def test_the_kernel_gives_the_bits_of_torchs_operators(
     monkeypatch.setattr(penalty_kernel, "penalise", penalise)
     found = adjust(logits.to(DEVICE), contexts).cpu()
     assert used
-    # Compared as bits, because 0.0 equals -0.0.
+    # The numbers are compared as bits, because 0.0 equals -0.0.
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))

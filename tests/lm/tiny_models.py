@@ -22,7 +22,7 @@ from transformers import (
 
 VOCAB_SIZE = 97
 CONTEXT_LENGTH = 256
-# Smaller than the tests' texts, and not a multiple of a page.
+# This is smaller than the tests' texts, and not a multiple of a page.
 WINDOW = 19
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

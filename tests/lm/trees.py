@@ -75,7 +75,7 @@ class Sequences:
         return [page * size + i for page in self.pages[index] for i in range(size)]
 
     def forward(self) -> list[torch.Tensor]:
-        """Compute the tokens before the batch, then the batch: logits of each part's tokens."""
+        """Compute the tokens before the batch, then the batch; return each part's logits."""
         held = list(zip(self.parts, self.tokens, self.pages, strict=True))
         before = [
             SequenceSlice(tokens[: part.before], 0, pages, 0)

@@ -141,7 +141,10 @@ def reversed_target(sampling: SamplingParams) -> NextProbs:
 
 
 def on_an_unlikely_token(sampling: SamplingParams) -> NextProbs:
-    """Return nearly all mass on the target's least likely token, which may have probability 0."""
+    """Return a distribution with nearly all mass on the target's least likely token.
+
+    The target may give that token probability 0.
+    """
     equal = equal_to_target(sampling)
 
     def draft_probs(text: Text) -> Probs:

@@ -1,4 +1,4 @@
-"""Measures what one step commits, with given random numbers in place of noise.
+"""Measures the tokens that one step commits, with given random numbers in place of noise.
 
 Bisection through `accept` itself finds the random numbers at which its result changes. So the
 length of a measured interval is the probability that a token is accepted, or drawn. After the
@@ -87,7 +87,7 @@ class Trial:
 
 @dataclass
 class Coins:
-    """Random numbers of a batch, [N, W]: N drafts, W positions that a step can reach."""
+    """The random numbers of a batch, [N, W]: N drafts, W positions that a step can reach."""
 
     accept: Probs
     draw: Probs
@@ -114,7 +114,7 @@ class Batch:
         return Coins(*(np.full((len(self.trials), self.width), value) for _ in range(2)))
 
     def verify(self, coins: Coins) -> list[tuple[int, int]]:
-        """For each trial, the number of accepted tokens and the token after them."""
+        """Return for each trial the number of accepted tokens and the token after them."""
         tables = {Purpose.ACCEPT: coins.accept, Purpose.RECOVER: coins.draw}
 
         def uniforms(seeds: Probs, positions: Probs, purpose: Purpose, steps: Probs) -> Probs:
@@ -141,7 +141,7 @@ class Batch:
         column: Sequence[int],
         holds: Callable[[int, int, int], bool],
     ) -> Probs:
-        """For each trial, the greatest value of one coin for which `holds` is true, [N].
+        """Return for each trial the greatest value of one coin for which `holds` is true, [N].
 
         The coin is in the trial's `column` of `table`, which is a part of `coins`. `holds` gets the
         trial's number and its result.
@@ -171,7 +171,7 @@ def _draft(number: int, trial: Trial) -> Draft:
     if scenario.drafter is not None:
         for i in range(len(tokens)):
             draft_probs = scenario.drafter(tokens[:i])
-            # In reverse, since the order of the ids must not matter.
+            # The ids are in reverse, since their order must not matter.
             ids = np.flatnonzero(draft_probs)[::-1].copy()
             distributions.append(SparseDistribution(ids, draft_probs[ids]))
     rule = scenario.rule if distributions else AcceptanceRule.COUPLED
@@ -256,7 +256,7 @@ def set_coupled_counts(trials: Sequence[Trial], count: int) -> None:
 def find_steps(
     pairs: Sequence[tuple[Trial, int]], count: int, vocab: int, patch: pytest.MonkeyPatch
 ) -> None:
-    """Find up to which random number a trial draws a token after `count` accepted tokens."""
+    """Find the largest random number with which a trial draws a token after `count` tokens."""
     batch = Batch([trial for trial, _ in pairs], patch)
     coins = batch.coins(0.5)
     for n, (trial, _) in enumerate(pairs):

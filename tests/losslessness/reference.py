@@ -2,8 +2,8 @@
 
 Notation of all rules: K draft tokens are verified by K + 1 rows of the target. Row i of
 `target_probs` [K + 1, V] is the target's distribution after the first i draft tokens. Row i of
-`draft_probs` [K, V] is the distribution that draft token i was drawn from. A rule accepts the first
-n draft tokens and adds one token: a *recovered* token if it rejected a draft token (n < K),
+`draft_probs` [K, V] is the distribution from which draft token i was drawn. A rule accepts the
+first n draft tokens and adds one token: a *recovered* token if it rejected a draft token (n < K),
 otherwise the *bonus* token (n = K). `tree` has the rules for trees of draft tokens.
 """
 
@@ -22,7 +22,7 @@ Probs = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The first `count` draft tokens are accepted, and `next_token` follows them."""
+    """A result: the first `count` draft tokens are accepted, and `next_token` follows them."""
 
     count: int
     next_token: int
@@ -30,7 +30,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Coins:
-    """The random numbers of a step: functions of the two fields.
+    """The random numbers of a step, which are functions of the two fields.
 
     A coin decides about a place only once: the next step has another position.
     """
@@ -79,7 +79,7 @@ def coupled(target_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted
 def token_wise(
     target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: Coins
 ) -> Accepted:
-    """Rejection sampling (Leviathan et al., arXiv 2211.17192, alg. 1; Chen et al., 2302.01318).
+    """Do rejection sampling (Leviathan et al., arXiv 2211.17192, alg. 1; Chen et al., 2302.01318).
 
     Accept token x with probability min(1, target(x) / draft(x)). At the first rejection, draw from
     max(0, target - draft).
@@ -91,7 +91,7 @@ def token_wise(
 
 
 def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted:
-    """Block verification (Sun et al., arXiv 2403.10444, algorithm 2).
+    """Do block verification (Sun et al., arXiv 2403.10444, algorithm 2).
 
     The weight of a prefix is w_i = min(1, w_(i-1) * target(x_i) / draft(x_i)). Prefix i is accepted
     with probability s_i / (s_i + 1 - w_i), where s_i is the sum of max(0, w_i * target - draft)
@@ -120,14 +120,14 @@ def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: 
 def _residual(target: Probs, draft: Probs, scale: float) -> Probs:
     """Return max(0, scale * target - draft).
 
-    If rounding makes that 0 everywhere, the target itself.
+    If rounding makes that 0 everywhere, return the target itself.
     """
     left = np.maximum(0.0, scale * target - draft)
     return left if left.sum() > 0 else target
 
 
 def typical(target_probs: Probs, draft: Sequence[int], coins: Coins, epsilon: float) -> Accepted:
-    """Return Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 3.3.1). Lossy.
+    """Apply Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 3.3.1). Lossy.
 
     Accept token x if target(x) > min(epsilon, sqrt(epsilon) * exp(-entropy)), or if the coupled
     rule accepts it.
@@ -149,7 +149,7 @@ def is_typical(probs: Probs, token: int, epsilon: float) -> bool:
 def relaxed(
     target_probs: Probs, draft: Sequence[int], coins: Coins, topk: int, delta: float
 ) -> Accepted:
-    """Return TensorRT-LLM's relaxed acceptance for thinking tokens. Lossy.
+    """Apply TensorRT-LLM's relaxed acceptance for thinking tokens. Lossy.
 
     Accept token x if fewer than `topk` tokens are likelier, target(x) >= max(target) - delta and
     target(x) > 0, or if the coupled rule accepts it.
@@ -173,7 +173,7 @@ def is_near(probs: Probs, token: int, topk: int, delta: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedPath:
-    """The draft tokens of these rows of a tree are accepted, and `next_token` follows them."""
+    """A result for a tree: the draft tokens of these rows are accepted, then `next_token` comes."""
 
     rows: list[int]
     next_token: int

@@ -1,7 +1,7 @@
 """A small target that the tests can enumerate.
 
-Its distribution depends on the whole text, which it reads from its pages. So another text's page,
-or an overwritten page, changes the output.
+The target's distribution depends on the whole text, which it reads from its pages. So another
+text's page, or an overwritten page, changes the output.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class SmallTarget:
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots, as `LanguageModel.move_tokens`."""
+        """Copy slots as `LanguageModel.move_tokens` does."""
         flat = self._pages.reshape(-1)
         flat[targets] = flat[sources]
 
 
 def _text_of(part: SequenceSlice, cached: Text, slot: int) -> Text:
-    """The text that ends with the token of `slot`: the text before a tree, and a path in it."""
+    """Return the text that ends with the token of `slot`; in a tree it ends with a path."""
     first = part.tree_start
     path = path_to(slot - first + 1, part.parents)
     if not path:

@@ -161,7 +161,7 @@ class HeadDrafter(Guesser):
 
     @property
     def accepted_count(self) -> int:
-        """Verified guesses that were right."""
+        """The number of verified guesses that were right."""
         return sum([life.accepted_count for life in self._lives])
 
 
@@ -184,7 +184,7 @@ class Site:
 
 
 def traffic(runner: ModelRunner, **settings: Any) -> Traffic:
-    """Return requests through an engine with the target."""
+    """Return traffic: requests through an engine with the target."""
     made: dict[str, Any] = {
         "probs": target_probs,
         "prompts": tuple(PROMPTS),
@@ -226,7 +226,7 @@ class Case:
 
 
 def die_and_join(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
-    """The drafter dies, and another one joins a little later."""
+    """Let the drafter die, and another drafter join a little later."""
     if tick % 8 == 5:
         drafter.leave()
     elif tick % 8 == 7:
@@ -234,7 +234,7 @@ def die_and_join(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
 
 
 def hang(traffic: Traffic, drafter: HeadDrafter, tick: int) -> None:
-    """The drafter stops for a few steps, and then reads and answers the messages that it missed."""
+    """Let the drafter stop for a few steps, then read and answer the messages that it missed."""
     if tick % 8 == 4:
         drafter.marks.append(drafter.accepted_count)
     drafter.hangs = tick % 8 > 3
@@ -345,7 +345,7 @@ def test_a_verifier_that_projects_sends_fewer_bytes_for_the_same_drafts(
 
 
 def test_lost_features_cost_the_drafts_of_their_step_alone(site: Site) -> None:
-    """The features after a gap are enough to draft with."""
+    """The features after a gap are enough for drafting."""
     traffic = site.traffic(prompts=(PROMPTS[0],), sampling=SETTINGS["greedy"], length=40)
     drafter = site.drafter()
     empty: list[int] = []
@@ -357,7 +357,7 @@ def test_lost_features_cost_the_drafts_of_their_step_alone(site: Site) -> None:
     traffic.events = lose
     traffic.run(1, drafter)
     assert len(drafter.marks) == 1
-    # The count first rises after the prompt, where the head could guess nothing either.
+    # The count first rises after the prompt, where the head could not guess either.
     assert empty[:12] == [0, *[1] * 6, *[2] * 5]
 
 

@@ -120,7 +120,7 @@ def reused_uniform(
 
 
 def unnormalised(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
-    """Like `inverse_cdf`, without scaling to the sum of the weights."""
+    """Draw as `inverse_cdf` does, without scaling to the sum of the weights."""
     points = uniform_R.double().unsqueeze(-1)
     found = torch.searchsorted(weights_RV.cumsum(-1, dtype=torch.float64), points)
     return found.squeeze(-1).clamp(max=VOCAB - 1)

@@ -1,4 +1,4 @@
-"""SmolLM2 in bfloat16 on a CPU writes the same text, however the engine computes it.
+"""SmolLM2 in bfloat16 on a CPU writes the same text in whatever way the engine computes it.
 
 `python -m pytest -m slow -s tests/losslessness/test_same_request.py` prints a row for each way.
 OUTRIDER_TEST_CHATS sets the number of chats; docs/losslessness.md says what is promised.

@@ -70,7 +70,7 @@ def drafters_die_and_join(traffic: Traffic, drafters: list[Guesser], tick: int) 
 
 
 def verifier_dies(traffic: Traffic) -> None:
-    """Cancel all sequences, and continue them as another verifier would."""
+    """Cancel all sequences, and continue them as at another verifier."""
     for sequence in list(traffic.engine.sequences.values()):
         traffic.engine.cancel(sequence)
         committed = sequence.tokens[len(sequence.request.prompt) :]

@@ -173,7 +173,7 @@ SMALL_POOL = {
 
 
 def with_trees(traffic: Traffic, seed: int, plain: dict[int, list[int]] | None = None) -> list[int]:
-    """Have the traffic verify trees; return a list that grows by the count of moved slots.
+    """Make the traffic verify trees; return a list that grows by the count of moved slots.
 
     `plain` maps a seed to the text of plain decoding.
     """

@@ -129,7 +129,7 @@ class Traffic:
             return self.run_with_the_systems_seeds(draws, *drafters)
 
     def run_with_the_systems_seeds(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
-        """Like `run`, but with new seeds each time."""
+        """Run the requests as `run` does, but with new seeds each time."""
         engine = self.engine
         texts = [list[int]() for _ in range(draws)]
         for drafter in drafters:
@@ -173,15 +173,15 @@ class Traffic:
         sequence = self.engine.submit(request, collect)
 
     def expected(self, draws: int) -> Probs:
-        """Expected counts by prompt and text of `LENGTH` tokens, [prompts * VOCAB ** LENGTH]."""
+        """Return the expected counts of each prompt and text, [prompts * VOCAB ** LENGTH]."""
         counts = np.bincount(np.arange(draws) % len(self.prompts), minlength=len(self.prompts))
         pairs = zip(self.prompts, counts, strict=True)
         return np.concatenate([count * self._joint(prompt).flatten() for prompt, count in pairs])
 
     def _joint(self, prompt: Text) -> Probs:
-        """Return joint distribution of compared tokens, summed over earlier tokens.
+        """Return the joint distribution of compared tokens, summed over earlier tokens.
 
-        [VOCAB] * LENGTH.
+        It is [VOCAB] * LENGTH.
         """
         found = np.zeros([VOCAB] * LENGTH)
         for text in itertools.product(range(VOCAB), repeat=self.first + LENGTH):

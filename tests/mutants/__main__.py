@@ -64,10 +64,7 @@ def planted(copy: Path, mutant: Mutant) -> str | None:
 
 
 def run(copy: Path, tests: Iterable[str]) -> str | None:
-    """Return the first test that fails in the copy, or why the run ended early.
-
-    Return None if all pass.
-    """
+    """Return the first test that fails in the copy, or why the run ended; None if all pass."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}

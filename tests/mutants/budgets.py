@@ -1,4 +1,4 @@
-"""Bugs that take away a budget: what one tenant or drafter may cost the others."""
+"""Bugs that remove a budget for the cost of one tenant or drafter to the others."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ APART_S = 20.0
 def seconds_of(
     texts: list[RecordedRequest], place: str, *drafters: dict[str, Any], always: bool = False
 ) -> list[float]:
-    """Seconds from the first to the last token of each text, one text after the other."""
+    """Return the seconds from first to last token of each text, one text after the other."""
     one, factors = ROWS[place]
     costs = {
         "source": "a CPU's and a GPU's factors by rows",

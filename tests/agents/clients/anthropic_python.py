@@ -49,7 +49,7 @@ for stream in (False, True):
     )
     check_loop(runner.until_done().content[-1].text)
 
-# A call that `max_tokens` cut off is sent back as it came, even if it was streamed.
+# A call that `max_tokens` cut off is sent back unchanged, even if it was streamed.
 note: Any = {
     "name": "note",
     "input_schema": {

@@ -68,7 +68,7 @@ while True:
         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 check_loop(choice.message.content)
 
-# A call that `max_tokens` cuts off is sent back as it came.
+# A call that `max_tokens` cuts off is sent back unchanged.
 note: Any = {
     "type": "function",
     "function": {

@@ -92,12 +92,15 @@ def text_for(model: Any) -> Values:
 
 
 def documents(length: int) -> torch.Tensor:
-    """The whole text is one document."""
+    """Give the whole text as one document."""
     return torch.zeros(1, length, dtype=torch.long)
 
 
 def run_eagle3(case: Case) -> tuple[Any, Values]:
-    """Each step is a pass over the whole text. Row n - 2 of a pass guesses after n tokens."""
+    """Run EAGLE-3: each step is a pass over the whole text.
+
+    Row n - 2 of a pass guesses after n tokens.
+    """
     model = made(
         eagle3.Eagle3DraftModel,
         Eagle3SpeculatorConfig,

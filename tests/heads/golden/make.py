@@ -43,7 +43,7 @@ def text() -> torch.Tensor:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Weights so large that every part of the model counts; norms around 1."""
+    """Set weights so large that every part of the model counts, and norms around 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" in name and "bias" not in name:
@@ -209,7 +209,7 @@ def blocks(name: str, kind: str, seed: int, layers: Any, **flags: Any) -> None:
 
 
 def blocks_by_specforge(seed: int) -> None:
-    """DFlash with a window as SpecForge has it, in z-lab's dialect."""
+    """Record DFlash with SpecForge's window, in z-lab's dialect."""
     from specforge.algorithms.common.dflash_family_model import create_dflash_sdpa_mask
     from specforge.modeling.draft.dflash import DFlashDraftModel
     from transformers import Qwen3Config
@@ -257,7 +257,7 @@ def blocks_by_specforge(seed: int) -> None:
 
 
 def eagle3_by_specforge(name: str, seed: int, **flags: Any) -> None:
-    """An EAGLE-3 head as SpecForge trains it: each step is a pass over the whole text."""
+    """Record an EAGLE-3 head as SpecForge trains it: each step is a pass over the whole text."""
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
     from transformers import LlamaConfig
 
@@ -304,10 +304,10 @@ def eagle3_by_specforge(name: str, seed: int, **flags: Any) -> None:
 
 
 def mtp(seed: int) -> None:
-    """MiMo-7B's layer: speculators' MTP layer around transformers' Qwen2 layer.
+    """Record MiMo-7B's layer: speculators' MTP layer around transformers' Qwen2 layer.
 
-    Speculators' layer has the embedding first in the joined input. MiMo's layer has the
-    embedding last, so the columns of input_proj change places.
+    Speculators' layer has the embedding first in the joined input. MiMo's layer has the embedding
+    last, so the columns of input_proj change places.
     """
     from speculators.models.mtp.model_definitions import _create_mtp_layer_class
     from transformers import Qwen2Config
@@ -353,7 +353,7 @@ def mtp(seed: int) -> None:
 
 
 def eagle(seed: int) -> None:
-    """EAGLE-1 by SafeAILab's forward, without a cache."""
+    """Record EAGLE-1 with SafeAILab's forward, without a cache."""
     from eagle.model.cnets import Model
     from eagle.model.configs import EConfig
 
@@ -384,7 +384,7 @@ def eagle(seed: int) -> None:
 
 
 def medusa(seed: int) -> None:
-    """Medusa's heads, made of Medusa's ResBlock."""
+    """Record Medusa's heads, made of Medusa's ResBlock."""
     from medusa.model.medusa_model import ResBlock
     from torch.nn import Linear, ModuleList, Sequential
 
