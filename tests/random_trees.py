@@ -1,4 +1,4 @@
-"""Makes random trees of draft tokens, and has an engine verify them in place of its drafts."""
+"""Makes random trees of draft tokens, and lets an engine verify them in place of its drafts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def shuffled(tree: DraftTree, rng: np.random.Generator) -> tuple[DraftTree, list
 class TreeGrafter(GrammarMasks):
     """Replaces each chain that the scheduler chose by a random tree around it.
 
-    `likely` tells how a request's text goes on. Sampled drafts stay as they are.
+    `likely` returns how a request's text continues. Sampled drafts stay unchanged.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def check_details(failure: grpc.aio.AioRpcError) -> OutriderError:
 
 
 def check_clear(failure: grpc.aio.AioRpcError, *, is_ours: bool = True) -> None:
-    """Check that the status, and in our services the details, say what is wrong with the call."""
+    """Check that the status, and in our services the details, say why the call failed."""
     assert failure.code() not in _UNCLEAR, failure
     if is_ours:
         error = check_details(failure)

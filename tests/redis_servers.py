@@ -125,7 +125,7 @@ class Deployment:
 
     @property
     def url(self) -> str:
-        """The URLs of all servers."""
+        """The URLs of all servers of the deployment."""
         scheme = "rediss" if self.tls else "redis"
         options = f"?ssl_ca_certs={self.tls.ca}" if self.tls else ""
         ports = [process.port for process in self.data]
@@ -217,7 +217,7 @@ class Cluster(Deployment):
         return node
 
     def knows(self, node: RedisProcess) -> int:
-        """Return the number of nodes that a node knows of, itself included."""
+        """Return the number of nodes that a node knows, itself included."""
         with node.admin() as client:
             return int(client.cluster("info")["cluster_known_nodes"])
 

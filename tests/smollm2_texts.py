@@ -1,4 +1,4 @@
-"""Requests for SmolLM2 in six languages, and what transformers says of their answers in float32."""
+"""Requests for SmolLM2 in six languages, and a check of their answers by transformers."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Reference:
         return set(end_token_ids(self.file, self.model.config.vocab_size))
 
     def written(self, index: int, tokens: int = TOKENS) -> list[int]:
-        """What `generate` writes after a prompt."""
+        """Return the text that `generate` writes after a prompt."""
         ids = torch.tensor([self.prompts[index]])
         out = self.model.generate(  # type: ignore[operator]
             ids,

@@ -45,7 +45,7 @@ START_S = 180.0
 
 
 def prompt_texts() -> list[str]:
-    """Return 40 prompts of the kinds that the bundled pair was trained on."""
+    """Return 40 prompts of the kinds on which the bundled pair was trained."""
     modules = (textwrap, json, inspect, asyncio.queues, asyncio.locks)
     sources = ["\n".join(inspect.getsource(module).splitlines()[20:]) for module in modules]
     code = [source[i * 500 : i * 500 + 40 + 60 * i] for source in sources for i in range(4)]
@@ -66,7 +66,7 @@ def prompt_texts() -> list[str]:
 
 
 def prompts(every: int = 1) -> list[list[int]]:
-    """Return the ids of the texts: of all, or of every `every`-th text."""
+    """Return the token ids of every `every`-th text."""
     tokenizer = load_tokenizer(TARGET)
     return [encoding.ids for encoding in tokenizer.encode_batch(prompt_texts()[::every])]
 
@@ -106,7 +106,7 @@ class Process:
         return self.log.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """Send SIGKILL, as a crash."""
+        """Send SIGKILL, which acts like a crash."""
         self.popen.kill()
         self.popen.wait()
 
@@ -134,7 +134,7 @@ class GatewayProcess(Process):
         super().__init__("gateway", *dialled, "--tokenizer", tokenizer, *ports, *flags)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until all verifiers serve, and the gateway knows that they do."""
+        """Wait until all verifiers serve, and the gateway knows that."""
         deadline = time.monotonic() + timeout_s
         states: dict[str, Any] = {}
         # The gateway is degraded as long as it misses a drafter that an earlier test has ended.

@@ -1,4 +1,4 @@
-"""Folders that look like /sys of other machines."""
+"""Makes folders that look like /sys of other machines."""
 
 import re
 from pathlib import Path
@@ -47,9 +47,9 @@ def gh200(root: Path, *, boards: int = 1, driver_manages: bool = False) -> Path:
 
     Each has 72 cores on one node. Eight nodes of GPU memory for each follow behind all nodes with
     cores, of which MIG may use seven. There are none where the driver manages the GPU's memory
-    itself (CDMM). The nodes of one are those of an lscpu in
-    https://github.com/bytedance/xpu-perf/issues/129, the number of nodes of four that of a `numactl
-    -H` in https://github.com/numactl/numactl/issues/224.
+    itself (CDMM). The nodes of one GH200 are those of an lscpu in
+    https://github.com/bytedance/xpu-perf/issues/129, and the number of nodes of four is that of a
+    `numactl -H` in https://github.com/numactl/numactl/issues/224.
     """
     nodes = {node: f"{72 * node}-{72 * node + 71}" for node in range(boards)}
     if not driver_manages:

@@ -1,4 +1,4 @@
-"""Grammars over a few tokens; each is a function that tells which token may follow a text."""
+"""Grammars over a few tokens, each with a function that says which tokens may follow a text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ToyGrammar:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing may follow the text."""
+        """True if nothing may follow the text."""
         return False
 
     def accept(self, token: int) -> bool:
@@ -39,21 +39,21 @@ class ToyGrammar:
 
 
 class Heads(ToyGrammar):
-    """Allows only the tokens 0 and 1, any number of them."""
+    """A grammar of any number of the tokens 0 and 1."""
 
     def allows(self, token: int) -> bool:
         return token < 2
 
 
 class Alternating(ToyGrammar):
-    """Even and odd tokens take turns. The first token is even."""
+    """A grammar in which even and odd tokens take turns. The first token is even."""
 
     def allows(self, token: int) -> bool:
         return (token + len(self.text)) % 2 == 0
 
 
 class NoRepeats(ToyGrammar):
-    """No two equal tokens in a row, and token 7 at the end."""
+    """A grammar without two equal tokens in a row, and with token 7 at the end."""
 
     @property
     def ended(self) -> bool:
@@ -64,7 +64,7 @@ class NoRepeats(ToyGrammar):
 
 
 class Twice(ToyGrammar):
-    """The token 0 twice, and the token 1 at the end."""
+    """A grammar with the token 0 twice, and the token 1 at the end."""
 
     @property
     def ended(self) -> bool:
@@ -75,7 +75,7 @@ class Twice(ToyGrammar):
 
 
 class Ladder(ToyGrammar):
-    """Each token is the token before plus 1 or 2; the first is 1 or 2."""
+    """A grammar in which each token is the token before plus 1 or 2; the first is 1 or 2."""
 
     vocab_size = 31
 

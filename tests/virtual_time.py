@@ -22,7 +22,7 @@ class VirtualClock:
         return self.now
 
     def after(self, seconds: float, work: Callable[[], object]) -> None:
-        """Call `work` once `seconds` have passed, in the middle of a sleep or wait."""
+        """Call `work` when `seconds` have passed, even in the middle of a sleep or wait."""
         heapq.heappush(self._due, (self.now + seconds, next(self._numbers), work))
 
     def sleep(self, seconds: float) -> None:

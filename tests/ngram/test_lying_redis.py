@@ -107,7 +107,10 @@ async def test_replies_are_bounded_on_a_server_and_in_a_cluster(is_cluster: bool
 
 
 def test_hiredis_alone_takes_a_list_at_its_word() -> None:
-    """The reason for our parser. If this test fails, hiredis has a bound, and our parser may go."""
+    """This is the reason for our parser.
+
+    If this test fails, hiredis has a bound, and our parser can be removed.
+    """
     head = b"*10000000\r\n"
     tracemalloc.start()
     try:

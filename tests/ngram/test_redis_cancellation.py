@@ -70,7 +70,7 @@ async def disturb(lookup: Lookup, goes_on: Callable[[], bool], tally: Tally) -> 
 
 
 def through_pool(made: RedisPool) -> Lookup:
-    """Looks up in a pool where the continuation of each n-gram names that n-gram."""
+    """Return a function that looks up in a pool where an n-gram's continuation names the n-gram."""
     tenant = made.tenant(TENANT)
 
     async def lookup(wanted: int) -> int | None:
@@ -85,7 +85,7 @@ def through_pool(made: RedisPool) -> Lookup:
 
 @asynccontextmanager
 async def delaying(port: int) -> AsyncIterator[int]:
-    """Run a link to a server in a process of its own; yield the link's port.
+    """Run a link to a server in a separate process; yield the link's port.
 
     Replies come in pieces: a lost segment holds back all bytes behind it.
     """
@@ -136,7 +136,10 @@ def test_no_cancelled_lookup_hands_its_reply_to_another_caller(
             tally = Tally()
 
             def goes_on() -> bool:
-                """On a busy machine lookups are skipped for a moment, or nearly all are late."""
+                """Return whether to go on.
+
+                On a busy machine lookups are skipped for a moment, or nearly all are late.
+                """
                 done = min(tally.cancelled, made.counters.lookups, 50 * tally.right)
                 return done < cancellations
 

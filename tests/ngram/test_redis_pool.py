@@ -101,7 +101,7 @@ async def test_a_batch_is_one_round_trip_on_one_server(redis_server: Standalone)
         with redis_server.data[0].admin() as client:
             before = client.info("stats")["total_commands_processed"]
             await found(made, *([[i, i + 1], [i + 1]] for i in range(32)))
-            # Two commands: the lookup, and the INFO below.
+            # There are two commands: the lookup, and the INFO below.
             assert client.info("stats")["total_commands_processed"] - before == 2
 
 

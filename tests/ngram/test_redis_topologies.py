@@ -39,7 +39,7 @@ def calls(cluster: Cluster) -> list[int]:
 
 @pytest.mark.slow
 async def test_moving_slots_are_followed(cluster: Cluster) -> None:
-    """All used slots of a node move to another node; the pool looks up while one of them moves."""
+    """All used slots of a node move to another node; the pool looks up while one slot moves."""
     async with pool(cluster.server) as made:
         await written(made, *(([i], [i + 1]) for i in range(64)))
         tenant = made.tenant(TENANT)

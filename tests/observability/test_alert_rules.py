@@ -16,7 +16,7 @@ RULES = ROOT / "compose/observability/rules.yaml"
 GROUPS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"]
 ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule}
 RUNBOOK = (ROOT / "compose/observability/runbook.md").read_text()
-# A sample a minute, for two hours.
+# There is a sample each minute, for two hours.
 LENGTH = 120
 
 # Maps an alert to series with its fault in promtool's notation, and to the series in good health.
@@ -86,7 +86,7 @@ def repeated(values: str) -> str:
 
 
 def case(name: str, series: list[tuple[str, str]], firing: set[str]) -> dict[str, Any]:
-    """Return a test of promtool's: which alerts fire at the end of the series."""
+    """Return a test for promtool of the alerts that fire at the end of the series."""
     samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(firing)]
     return {
         "name": name,

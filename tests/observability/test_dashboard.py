@@ -78,7 +78,7 @@ async def traffic(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield URL of a Prometheus that has scraped a stack before, during and after its traffic."""
+    """Yield the URL of a Prometheus that scraped a stack before, during and after its traffic."""
     directory = tmp_path_factory.mktemp("observability")
     with (
         observed_stack(directory) as (gateway, targets),

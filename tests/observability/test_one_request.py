@@ -31,7 +31,7 @@ Spans = list[tuple[str, Any]]
 
 
 def lines(output: str, logger: str) -> list[dict[str, Any]]:
-    """Return the records of a logger among a process's output, for the request."""
+    """Return a logger's records about the request in a process's output."""
     records = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return [
         record
@@ -89,7 +89,7 @@ def check_logs(gateway: str, verifier: str, usage: dict[str, Any]) -> dict[str, 
 
 
 def check_kinds(spans: Spans) -> None:
-    """Spans of a call between services have matching kinds, so that a graph shows the edge."""
+    """Check that a call between services has spans of matching kinds, which make a graph's edge."""
     by_id = {span.span_id: (service, span) for service, span in spans}
     edges = set()
     for service, span in spans:
@@ -103,7 +103,7 @@ def check_kinds(spans: Spans) -> None:
 
 
 def check_tree(spans: Spans) -> None:
-    """The request has spans of all three services, under one root span of the gateway."""
+    """Check that the request has spans of all three services, under the gateway's root span."""
     assert {(service.removeprefix("outrider-"), span.name) for service, span in spans} == {
         ("gateway", f"text_completion {TARGET}"),
         ("gateway", "generate_tokens"),
@@ -123,7 +123,7 @@ def check_tree(spans: Spans) -> None:
 
 
 def check_attributes(spans: Spans) -> None:
-    """Proposals have family and length, steps have their wait and the lookups of drafts."""
+    """Check that proposals have family and length, and steps their wait and drafts' lookups."""
     proposals = [attributes(span) for _, span in spans if span.name == "propose"]
     families = {proposal["outrider.family"].string_value for proposal in proposals}
     assert families == {"ngram", "model"}
@@ -135,7 +135,7 @@ def check_attributes(spans: Spans) -> None:
 
 
 def check_trace(collector: Collector, line: dict[str, Any], usage: dict[str, Any]) -> None:
-    """The line's trace has the request's spans, in all services."""
+    """Check that the line's trace has the request's spans, in all services."""
     trace = bytes.fromhex(line["trace_id"])
     spans = [(service, span) for service, span in collector.spans if span.trace_id == trace]
     check_tree(spans)
@@ -159,7 +159,7 @@ def check_trace(collector: Collector, line: dict[str, Any], usage: dict[str, Any
 
 
 def check_metrics(gateway: str, verifier: str, line: dict[str, Any]) -> None:
-    """The metrics of both processes have counted what the line says, and nothing else."""
+    """Check that the metrics of both processes have counted exactly the line's figures."""
     route = {"route": line["path"], "status": line["status"]}
     assert sample(gateway, "outrider:http_responses_total", **route) == 1
     for text in (gateway, verifier):

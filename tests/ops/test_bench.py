@@ -1,4 +1,4 @@
-"""The benchmark's own parts: what it measures, other programs, and streams of answers."""
+"""The benchmark's own parts: its measurements, other programs, and streams of answers."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""What `outrider demo` says about its answers, and about a published model that is missing."""
+"""`outrider demo` reports on its answers, and on a published model that is missing."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Rig:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The child's process id and how many lines it has printed."""
+        """Return the child's process id, and the number of lines that it has printed."""
         try:
             pid, count = (self.directory / "progress").read_text().split()
         except FileNotFoundError:

@@ -20,7 +20,7 @@ PIN = re.compile(r"GPU(\d)\t.*\t([\d-]+)\t(\d)\t(\d+)$", re.MULTILINE)
 
 
 class Kernel:
-    """Takes the calls that pin a process, and keeps their arguments."""
+    """Replaces the calls that pin a process, and keeps their arguments."""
 
     def __init__(self) -> None:
         self.cores: list[int] = []
@@ -38,7 +38,7 @@ class Kernel:
 
     @property
     def numactl(self) -> str:
-        """The flags of numactl for these calls."""
+        """Return the flags of numactl for these calls."""
         cores = placement.format_cores(self.cores)
         nodes = ",".join(map(str, self.nodes))
         return f"--physcpubind={cores} --membind={nodes}"
@@ -47,7 +47,7 @@ class Kernel:
 def _drafted(
     flags: list[str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Kernel, PlacementPlan, Any]:
-    """Start a drafter whose /sys is `root`, up to where it would dial its verifier."""
+    """Start a drafter whose /sys is `root`; stop before it dials its verifier."""
     kernel = Kernel()
     served: list[Any] = []
 

@@ -164,7 +164,7 @@ def component(template: Document) -> str:
 
 
 def findings(document: Document) -> list[str]:
-    """What is wrong with a document; a field that does not exist is wrong."""
+    """Return the errors of a document; a field that does not exist is an error."""
     custom = CUSTOM.get((document["apiVersion"], document["kind"]))
     checked = [document]
     errors: list[str] = []
@@ -355,7 +355,7 @@ def test_verifiers_are_found_by_a_name_that_has_each_ones_address(
     assert found == {"dns:outrider-verifier:50051"}
     service = of_kind(documents, "Service")["outrider-verifier"]["spec"]
     assert service["clusterIP"] == "None"
-    # A draining verifier is not ready, but needs its address to hand its requests over.
+    # A draining verifier is not ready, but needs its address until its requests have moved.
     assert service["publishNotReadyAddresses"] is True
     assert [port["port"] for port in service["ports"]] == [50051]
 

@@ -19,7 +19,7 @@ from outrider.grammar.worker import checker
 from outrider.tokenizer import load_tokenizer
 
 TARGET = str(Path(__file__).parents[2] / "models/target")
-# Wider than the tokenizer, as models' logits often are.
+# This is wider than the tokenizer, as models' logits often are.
 VOCAB = 4100
 ENDS = (0, 3)
 TOKENIZER = load_tokenizer(TARGET)
@@ -32,7 +32,7 @@ class _Here:
         self._check = checker(TARGET, VOCAB, list(ENDS))
 
     def call(self, request: bytes, seconds: float) -> bytes:
-        """Like `Worker.call`, without the time limit."""
+        """Answer as `Worker.call` does, without the time limit."""
         return self._check(request)
 
 
@@ -85,7 +85,7 @@ def schema(value: Any) -> Grammar:
 
 
 def in_tag(grammar: Grammar) -> Grammar:
-    """Return the grammar's texts in a structural tag."""
+    """Return a structural tag for the grammar's texts."""
     if grammar.kind is GrammarKind.EBNF:
         return grammar
     if grammar.kind is GrammarKind.JSON_SCHEMA:
@@ -108,7 +108,7 @@ def _part(grammar: Grammar) -> dict[str, Any]:
 
 
 def itself(grammar: Grammar) -> Grammar:
-    """Return the unchanged grammar."""
+    """Return the grammar unchanged."""
     return grammar
 
 

@@ -15,7 +15,7 @@ WORDS = ("name", "size", "kind", "tags", "id", "note", "x", "y", "left", "right"
 
 
 def schemas(count: int, seed: int = 0) -> list[Schema]:
-    """`count` different schemas; the same seed gives the same schemas."""
+    """Return `count` different schemas; the same seed gives the same schemas."""
     rng = random.Random(seed)
     found: dict[str, Schema] = {}
     while len(found) < count:

@@ -17,7 +17,7 @@ SECRET = "kestrel-4711"
 
 @dataclass
 class Traps:
-    """Places with a secret, keyed by the URI that a reference would have."""
+    """The places with a secret, keyed by the URI that a reference would have."""
 
     places: list[str]
     read: list[str] = field(default_factory=list)

@@ -39,7 +39,8 @@ def test_each_role_gets_a_certificate_that_the_authority_signed(tmp_path: Path) 
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         found = {str(one.value) for one in names} - {f"outrider://role/{name}"}
         if name in ("drafter", "trusted-drafter"):
-            # Clients of a gateway check only host names, so a drafter's certificate has none.
+            # Clients of a gateway check only host names, so a drafter's certificate has no host
+            # name.
             assert found == {"drafter.outrider"}
         else:
             assert found == {

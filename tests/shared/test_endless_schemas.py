@@ -1,4 +1,4 @@
-"""A schema that only endless texts would satisfy is refused; recursion that may end is not."""
+"""A schema that only endless values satisfy is refused; recursion that may end is not refused."""
 
 from __future__ import annotations
 

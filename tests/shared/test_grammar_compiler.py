@@ -87,7 +87,7 @@ def held() -> Iterator[Held]:
 
 
 def asked(held: Held, tenant: str, *texts: str) -> list[asyncio.Task[Compiled]]:
-    """Ask for grammars, and let the requests reach the threads."""
+    """Request grammars, and let the requests reach the threads."""
     return [
         asyncio.create_task(held.own.compile_async(Grammar(GrammarKind.REGEX, text), tenant))
         for text in texts
@@ -95,7 +95,7 @@ def asked(held: Held, tenant: str, *texts: str) -> list[asyncio.Task[Compiled]]:
 
 
 def wait_for_beginnings(held: Held, count: int) -> None:
-    """Wait until the workers have begun this many grammars."""
+    """Wait until the workers have started this many grammars."""
     deadline = time.monotonic() + 60
     while len(held.begun) < count and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -155,7 +155,8 @@ async def test_bombs_of_one_tenant_are_killed_beside_another_tenants_grammar() -
     own.start_workers()
     texts = [BOMB, f"{BOMB}#"]
     requests = [own.compile_async(Grammar(GrammarKind.EBNF, text), "a") for text in texts]
-    # Gathered here, so that each exception is retrieved even if the test fails later.
+    # The results are gathered here, so that each exception is retrieved even if the test fails
+    # later.
     bombs = asyncio.gather(*requests, return_exceptions=True)
     await asyncio.sleep(0)
     assert await own.compile_async(Grammar(GrammarKind.REGEX, "b+"), "b")
@@ -264,7 +265,7 @@ async def test_a_matcher_begins_behind_the_tokens_that_are_there(way: Way) -> No
 
 
 async def test_neither_the_loop_nor_the_engine_follows_a_long_text() -> None:
-    """Each token takes some 10 us, and a lost verifier's texts all arrive at once."""
+    """Each token takes some 10 us, and all answers of a lost verifier arrive at once."""
     threads: set[str] = set()
 
     class Recorded:

@@ -171,7 +171,7 @@ def compiled_unchecked(grammar: Grammar) -> Compiled:
 def test_a_mask_that_the_backend_gives_up_on_is_the_grammars_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Later in a text too, the request ends with this error instead of an empty mask."""
+    """Even late in a text, the request ends with this error instead of an empty mask."""
     monkeypatch.setitem(_LL_LIMITS, "step_lexer_fuel", 60)
     grammar = Grammar(GrammarKind.REGEX, "(a|b|c){1,50}[0-9]{3}")
     with pytest.raises(OutriderError, match="its masks became too expensive") as refused:
@@ -197,7 +197,7 @@ def test_a_mask_that_is_too_expensive_ends_neither_its_text_nor_others(
     assert failing.accept(costly)
     with pytest.raises(MaskLimit):
         failing.fill(mask, 0)
-    # Another text learns of the failure in one of these calls.
+    # Another text finds the failure in one of these calls.
     assert advanced.accept(cheap[1])
     failing.rollback(1)
     for matcher, left in (

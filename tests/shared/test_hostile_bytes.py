@@ -189,7 +189,7 @@ def value_count(value: object) -> int:
 @given(changed([BODY]) | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_the_values_of_a_body_are_counted_exactly(body: bytes) -> None:
     try:
-        # A key that comes twice counts twice.
+        # A key that occurs twice counts twice.
         found = json.loads(body, object_pairs_hook=lambda pairs: [value for _, value in pairs])
     except ValueError:
         return

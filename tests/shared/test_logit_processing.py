@@ -22,7 +22,7 @@ END = 7
 
 
 def expected(context: Context, logits: torch.Tensor) -> torch.Tensor:
-    """Return each row by itself, with transformers' processors and OpenAI's formula."""
+    """Return the rows, each processed alone by transformers' processors and OpenAI's formula."""
     s = context.sampling
     rows = []
     for i in range(context.row_count):

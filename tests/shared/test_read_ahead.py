@@ -84,7 +84,7 @@ async def test_each_item_read_gives_a_slow_reader_more_time(
 async def test_each_pause_is_told_when_it_begins_and_when_it_ends(
     changes: list[int],
 ) -> None:
-    """Positive numbers are items put, and negative numbers are items read."""
+    """Positive numbers are items to put, and negative numbers are numbers of items to read."""
     told: list[bool] = []
     items: ReadAhead[int] = ReadAhead(lambda _: None, lambda: None, LONG, told.append)
     for change in changes:

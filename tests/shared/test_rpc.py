@@ -31,7 +31,7 @@ ERROR = OutriderError(
 
 
 class Failing(verifier_pb2_grpc.VerifierServiceServicer):
-    """Fails with this error."""
+    """A handler that fails with this error."""
 
     def __init__(self, error: Exception = ERROR) -> None:
         self.error = error
@@ -326,7 +326,7 @@ async def test_an_unknown_method_is_refused_for_good() -> None:
 
 
 class Talkative(token_streams_pb2_grpc.TokenStreamServiceServicer):
-    """Writes large messages for as long as the caller stays."""
+    """A handler that writes large messages until the caller leaves."""
 
     def __init__(self) -> None:
         self.ends: list[type[BaseException]] = []
@@ -348,7 +348,7 @@ class Talkative(token_streams_pb2_grpc.TokenStreamServiceServicer):
 
 
 class Yielding(Talkative):
-    """Yields the messages to gRPC, which writes them."""
+    """A handler that yields the messages to gRPC, which writes them."""
 
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: Any, context: Any

@@ -129,7 +129,7 @@ def test_inverse_cdf_never_returns_a_token_without_weight() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_likeliest_token_is_torchs_and_of_equals_the_first(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    # Small whole numbers, so that most rows have ties.
+    # The numbers are small and whole, so that most rows have ties.
     rows = torch.randint(-3, 4, (50, 97), generator=generator).to(dtype)
     rows[0] = -torch.inf
     rows[1, 5:9] = torch.inf

@@ -12,7 +12,7 @@ from outrider.process.workers.tenant_threads import TenantThreads
 
 
 class Record:
-    """Work that notes when it begins, and goes on until it is released."""
+    """Work that notes its start, and goes on until it is released."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -35,7 +35,7 @@ class Record:
             self._changed.notify_all()
 
     def wait_for(self, count: int) -> list[str]:
-        """Wait until `count` pieces of work have begun; return their names in order."""
+        """Wait until `count` pieces of work have started; return their names in order."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.begun) >= count, 60)
             return list(self.begun)
@@ -112,7 +112,7 @@ def test_tenants_that_used_up_their_budgets_leave_threads_to_the_others() -> Non
     settle(threads, *slow)
     later = [threads.submit(name, record.work(f"{name}1")) for name in slow]
     assert set(record.wait_for(5)[3:]) < {"a1", "b1", "c1"}
-    # Two threads are left, and the third slow tenant gets neither.
+    # Two threads are left, and the third slow tenant gets neither of them.
     honest = [threads.submit(name, record.work(name)) for name in ("x", "y")]
     assert set(record.wait_for(7)[5:]) == {"x", "y"}
     record.let_go("x", "y")

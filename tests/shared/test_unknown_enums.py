@@ -1,4 +1,4 @@
-"""Unknown enum values are read as the protos say, or refused by field."""
+"""Unknown enum values are interpreted as the protos say, or refused by field."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_requests_refuse_an_unknown_grammar_and_drafters_ignore_it(
 
 @pytest.mark.parametrize("field", ["drafter_id", "drafter_family"])
 def test_a_drafters_name_that_is_set_is_not_empty(field: str) -> None:
-    """The reader would take an empty name for no restriction."""
+    """The reader would interpret an empty name as no restriction."""
     options = common_pb2.SpeculationOptions(**{field: ""})
     with pytest.raises(OutriderError, match=f"speculation.{field} must have at least 1 character"):
         wire_settings.speculation_from_proto(options)

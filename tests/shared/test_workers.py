@@ -42,7 +42,7 @@ def worker(source: WorkerSource) -> Iterator[Worker]:
 
 
 def is_there(pid: int) -> bool:
-    """True if a process has not ended. A zombie has."""
+    """Return whether a process has not ended. A zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

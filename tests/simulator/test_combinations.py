@@ -20,8 +20,8 @@ from outrider_bench.simulator.simulation import Outcome, simulate
 
 TRAFFIC = Path(__file__).parents[2] / "bench/traffic"
 OUTPUT = 160
-# Number of texts for each batch size. At each new size the engine first measures plain steps, so a
-# batch that only drains says more about those steps than about drafters.
+# The number of texts for each batch size. At each new size the engine first measures plain steps,
+# so a batch that only drains says more about those steps than about drafters.
 TEXTS = {1: 8, 8: 24}
 # The quick drafters answer in 0.6 ms. The model's draft takes 2 ms and the head's 3 ms, in steps of
 # 10 ms. The model runs ahead. The head does not, so its round trip is longer.
@@ -128,7 +128,7 @@ def test_together_they_are_as_good_as_the_best_alone(
 
 @pytest.mark.parametrize("always", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_real_texts_ngrams_add_a_fifth_to_an_eagle3_head(always: bool) -> None:
-    """Greedy texts of the demo, with the guesses of the bundled head and of n-grams."""
+    """The texts are the demo's greedy texts, with guesses of the bundled head and of n-grams."""
     alone, together = (
         outcome(TRAFFIC / "guesses-greedy.jsonl", names, 1, always)
         for names in ("eagle3", "ngram eagle3")

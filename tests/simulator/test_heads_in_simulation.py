@@ -1,4 +1,4 @@
-"""The family of heads in virtual time: features take the link, rounds take the table's time."""
+"""The family of heads in virtual time: features pass the link, and rounds take the table's time."""
 
 import json
 from pathlib import Path

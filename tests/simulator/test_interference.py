@@ -83,7 +83,7 @@ def test_the_bundled_pair_on_two_cores_is_no_loss(
     [(0.1, 1, 1.78), (0.0, 8, 1.30), (0.1, 8, 1.30), (0.1, 32, 1.24)],
 )
 def test_a_disturbing_drafter_that_pays_is_used(noise: float, batch: int, unguarded: float) -> None:
-    """`unguarded` is the speed without a budget. With one, baseline steps cost some speed."""
+    """`unguarded` is the speed without a budget. With a budget, baseline steps cost some speed."""
     drafter = {"acceptance": 0.8, "interference": 0.44}
     assert speed_on_gpu(drafter, batch, noise=noise) >= 0.96 * unguarded
 

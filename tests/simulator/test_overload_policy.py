@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
     "timeout_seconds": 8.0,
     "drafters": [{"name": "d", "acceptance": 0.8}],
 }
-# By then the first requests have ended, and the queue has its full length.
+# At this time the first requests have ended, and the queue has its full length.
 WARM_UP_S = 15.0
 PLAIN = 0.0
 """The acceptance that stands for no drafter."""
@@ -46,7 +46,7 @@ def seconds(request: Request) -> float:
 
 @cache
 def run(rate: float, acceptance: float = 0.8, batch: int = 32) -> tuple[float, float]:
-    """Return answers in time each second, and verified draft tokens for each generated token."""
+    """Return the timely answers per second, and the verified draft tokens per generated token."""
     drafters = [{"name": "d", "acceptance": acceptance}]
     given = {**COMMON, "drafters": drafters, "max_sequences": batch}
     scenario = Scenario.model_validate({**given, "arrivals": "poisson", "rate": rate})

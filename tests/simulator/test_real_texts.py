@@ -23,7 +23,7 @@ TEXTS = list(read_recording(ROOT / "bench/traffic/smollm2-texts.jsonl"))
 TABLE_TEXTS = list(read_recording(ROOT / "bench/traffic/smollm2-table-texts.jsonl"))
 NGRAM = {"name": "ngram", "drafts_by": "lookup", "cost": "ngram", "round_trip_ms": 1.2}
 GRAMMAR = {"name": "grammar", "cost": "grammar", "round_trip_ms": 1.2, "requires_grammar": True}
-# Seconds of a forward of one row, and its factor for more rows.
+# The seconds of a forward of one row, and the factor for more rows.
 ROWS = {
     "avx2": (0.011, {1: 1.0, 2: 1.06, 3: 1.23, 4: 1.57, 5: 2.08, 6: 2.22, 8: 2.61, 9: 3.3}),
     "avx512": (0.011, {1: 1.0, 2: 1.03, 3: 1.08, 5: 1.25, 9: 1.5}),
@@ -36,9 +36,9 @@ BLOCKS_ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 40, 72]
 BLOCKS_MS = [10.7, 13.8, 14.2, 14.0, 13.2, 12.0, 12.7, 13.4]
 BLOCKS_MS += [15.8, 18.2, 18.4, 20.9, 23.8, 31.8, 37.0, 57.0, 100.0]
 FURTHER_SEQUENCE_MS = 0.15
-# Measured texts of a kind; one more text warms up.
+# The number of measured texts of a kind; one more text warms up.
 MEASURED = 8
-# Seconds between the starts of batches. A batch ends long before the next starts.
+# The seconds between the starts of batches. A batch ends long before the next starts.
 APART_S = 20.0
 
 

@@ -17,7 +17,7 @@ SECONDS = 21.0
 
 @cache
 def small_requests(name: str) -> tuple[float, float]:
-    """Return the p99 of seconds until a small request's end, and the most until a first token."""
+    """Return small requests' p99 of seconds to their end, and the maximum to a first token."""
     given = {"arrivals": "recorded", "recording": TRAFFIC / f"{name}.jsonl", "seconds": SECONDS}
     simulation = Simulation(Scenario.model_validate(given | {"max_sequences": 64}), 1)
     simulation.run()

@@ -138,7 +138,7 @@ def resumes_from_the_prompt(patch: pytest.MonkeyPatch) -> None:
 
 
 def loses_a_request(patch: pytest.MonkeyPatch) -> None:
-    """The verifier answers nobody."""
+    """The verifier sends no answers."""
     submit = CheckedVerifier.submit
 
     def lose(self: CheckedVerifier, number: int, request: TokenRequest, sink: Any) -> Any:

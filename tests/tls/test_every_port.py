@@ -1,4 +1,4 @@
-"""Every port of a stack with TLS: whom it refuses, with which reason, and what the wire shows."""
+"""Every port of a stack with TLS: which callers it refuses and why, and the bytes on the wire."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serve
         yield made
 
 
-# How each port answers a caller with these files: "" if it serves the call, else the reason.
+# Each port's answer to a caller with these files: "" if it serves the call, else the reason.
 Ask = Callable[[Served, int, Tls | None], Awaitable[str]]
 # grpc.aio's words in place of the status if a call is refused while it sends its request.
 HIDDEN = "Internal error from Core"
 
 
 def over_grpc(server: Role | None) -> Ask:
-    """Ask for the list of services, which clients and operators may read."""
+    """Return a function that requests the list of services, as clients and operators may."""
 
     async def ask(made: Served, port: int, tls: Tls | None) -> str:
         async with rpc.dial(f"127.0.0.1:{port}", tls, server) as channel:
@@ -79,7 +79,7 @@ def over_http(path: str, server_name: str = "127.0.0.1") -> Ask:
 
 
 async def over_redis(made: Served, port: int, tls: Tls | None) -> str:
-    """Ask a Redis. Redis knows no roles; a gateway has a certificate, but not the password."""
+    """Call a Redis. Redis knows no roles; a gateway has a certificate, but not the password."""
     files = {"username": "outrider", "password": "a guess"}
     if tls is not None:
         files |= {"ssl_certfile": str(tls.cert), "ssl_keyfile": str(tls.key)}

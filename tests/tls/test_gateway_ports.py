@@ -28,7 +28,7 @@ BODY = {"prompt": "def main(", "max_tokens": 4}
 async def gateway(
     site: Site, *, ask: bool, verifier: str = "127.0.0.1:1"
 ) -> AsyncIterator[Gateway]:
-    """Yield a gateway with TLS, which asks clients for certificates or does not."""
+    """Yield a gateway with TLS, which may ask clients for certificates."""
     served, mine = site.issue("gateway", "public"), site.issue("gateway")
     chosen = settings(
         verifier,
@@ -55,7 +55,7 @@ async def status(made: Gateway, site: Site, tls: Tls | None) -> int | str:
 
 
 async def outcome(made: Gateway, tls: Tls | None, site: Site) -> grpc.aio.AioRpcError:
-    """Return the end of a call of GenerateText. There is no verifier, so it never succeeds."""
+    """Call GenerateText; return its error. There is no verifier, so the call never succeeds."""
     trusting = grpc.ssl_channel_credentials(site.ca.read_bytes())
     channel = grpc.aio.secure_channel(made.grpc_address, trusting)
     if tls is not None:

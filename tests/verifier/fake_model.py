@@ -64,7 +64,7 @@ class TableModel:
         self.projections: dict[str, Any] = {}
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Write the tokens to their pages; return logits [R, V] as `LanguageModel.forward`."""
+        """Write the tokens to their pages; return logits [R, V] as `LanguageModel.forward` does."""
         self.forward_count += 1
         self.broken(slices)
         rows = []
@@ -119,12 +119,12 @@ class TableModel:
         return SharedRows.of(self.pick_states(states, rows, dtype, projection))
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots, as `LanguageModel.move_tokens`."""
+        """Copy slots as `LanguageModel.move_tokens` does."""
         flat = self.cache.reshape(-1)
         flat[targets] = flat[sources]
 
     def _slots(self, part: SequenceSlice, positions: Positions) -> tuple[Positions, Positions]:
-        """For slots of a slice: their pages, and their places in these pages."""
+        """Return the pages of a slice's slots, and the slots' places in these pages."""
         pages = np.array(part.pages)
         return pages[positions // self.page_size], positions % self.page_size
 
@@ -166,7 +166,7 @@ class Client:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the sequence ended; None if it did not."""
+        """The reason why the sequence ended; None if it has not ended."""
         return self.chunks[-1].finish_reason if self.chunks else None
 
 

@@ -1,7 +1,7 @@
 """The few classes of vLLM that our modules extend or fill, and a small scheduler.
 
-They have the attributes that `verifier_svc/vllm` reads, as vLLM 0.32 has them. `tests/vllm` runs
-the same modules with vLLM itself.
+They have the attributes of vLLM 0.32 that `verifier_svc/vllm` reads. `tests/vllm` runs the same
+modules with vLLM itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PADDED = -1
 
 
 class SamplingParams(SimpleNamespace):
-    """vLLM's parameters of a request, as they were given."""
+    """vLLM's parameters of a request, unchanged."""
 
 
 class Request:

@@ -12,7 +12,7 @@ from verifier_svc.state.acceptance_watch import AcceptanceWatch
 
 
 class Traffic:
-    """Counts of a drafter whose tokens are accepted with some probability, draft by draft."""
+    """Makes the counts of a drafter whose tokens are accepted with some probability."""
 
     def __init__(self) -> None:
         self.watch = AcceptanceWatch()

@@ -1,4 +1,4 @@
-"""The engine's loop: the work of one `advance`, and how long its caller may sleep."""
+"""The engine's loop: the work of one `advance`, and the time for which its caller may sleep."""
 
 import threading
 

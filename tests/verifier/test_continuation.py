@@ -1,4 +1,4 @@
-"""A request that another verifier began continues with the very tokens that were to come."""
+"""A request that another verifier started continues with the tokens that would have come."""
 
 from __future__ import annotations
 

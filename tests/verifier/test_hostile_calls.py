@@ -179,7 +179,7 @@ async def opened_to(drafter: RawDrafter) -> drafts_pb2.Opened:
 
 
 async def end(drafter: RawDrafter) -> None:
-    """Say no more, and read to the end; an error must be clear."""
+    """Send nothing more, and read to the end; an error must be clear."""
     with suppress(asyncio.InvalidStateError):
         await drafter.call.done_writing()
     try:

@@ -106,7 +106,7 @@ def test_a_drafter_that_repeats_committed_tokens_gains_no_credit() -> None:
 
 
 def test_a_base_before_a_late_opening_breaks_the_protocol() -> None:
-    """A drafter that did not pay hears of a sequence only when it is probed."""
+    """A drafter that did not pay is told of a sequence only when it is probed."""
     engine, _ = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine)
     unpaid = frozenset({drafter.handle})

@@ -60,7 +60,7 @@ async def test_drafters_beyond_the_limit_of_an_address_are_refused() -> None:
 
 
 async def until_free(channel: grpc.aio.Channel, name: str) -> RawDrafter:
-    """Ask for a drafter's id until it is free, and take it."""
+    """Retry a Hello until the drafter's id is free."""
     while True:
         drafter = RawDrafter(channel, name)
         try:

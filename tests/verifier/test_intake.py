@@ -1,4 +1,4 @@
-"""Intake: drafters get a sequence once it leaves the queue, and prompts keep their share."""
+"""Intake: drafters get a sequence when it leaves the queue, and prompts keep their share."""
 
 from functools import partial
 

@@ -65,7 +65,7 @@ def request(sampling: SamplingParams, max_tokens: int = LONG, tenant: str = "") 
 
 
 def proposed(engine: Engine, drafter: ScriptedDrafter, truth: list[int], done: int) -> None:
-    """Propose the next tokens, with a mistake now and then."""
+    """Propose the next tokens, sometimes with a mistake."""
     for sequence_id in list(engine.scheduler.running):
         guess = truth[done : done + 3]
         if done % 4 == 1 and guess:
@@ -184,7 +184,7 @@ def test_a_sequence_can_end_while_its_masks_are_computed() -> None:
     [work] = held.begun
     engine.cancel(sequence)
     held.let_go()
-    # The work had not begun, so it never begins.
+    # The work had not started, so it never starts.
     assert work.mask is None
     engine.step()
     engine.pool.check_integrity()

@@ -181,7 +181,7 @@ class World:
         assert (walk.result in (LookupResult.CHAIN, LookupResult.BRANCH)) == bool(below)
 
     def join(self) -> None:
-        """Another drafter takes over; the previous drafter's guesses are gone."""
+        """Another drafter replaces the drafter, whose guesses are gone."""
         self.trie = Trie(len(self.committed), self.trie.window)
         self.seen = {}
         self.in_flight = []

@@ -48,7 +48,7 @@ def text(sampling: SamplingParams) -> list[int]:
 def test_pauses_leave_the_text_as_it_is(
     sampling: SamplingParams, drafts: bool, evicted: bool, every: int
 ) -> None:
-    """A pause frees all pages; others may take them before the sequence goes on."""
+    """A pause frees all pages; other sequences may take them before this sequence goes on."""
     expected = text(sampling)
     engine, _ = make_engine(eos_bias=-99, page_count=16)
     drafter = ScriptedDrafter(engine)

@@ -22,7 +22,7 @@ START_S = 240
 
 
 class VllmServer:
-    """`vllm serve`, with a port for drafters."""
+    """Runs `vllm serve` with a port for drafters."""
 
     def __init__(self) -> None:
         self.drafts = f"127.0.0.1:{free_port()}"

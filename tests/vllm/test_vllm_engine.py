@@ -69,7 +69,7 @@ def _whole(reference: Reference, index: int) -> list[int]:
 
 
 def check(reference: Reference, index: int, tokens: list[int]) -> None:
-    """Check that tokens are those of `generate`, or their beginning."""
+    """Check that the tokens are those of `generate`, or their beginning."""
     prompt = reference.prompts[index]
     whole = _whole(reference, index)[: len(tokens)]
     assert tokens == whole, f"prompt {index}, {len(prompt)} tokens"
@@ -110,7 +110,7 @@ def garbage(sequence_id: int, length: int) -> drafts_pb2.Proposal:
 
 
 def silent(sequence_id: int, length: int) -> None:
-    """Nothing: the drafter hangs."""
+    """Do nothing: the drafter hangs."""
 
 
 async def draft(drafter: RawDrafter, answer: Answer, delay_s: float) -> None:
@@ -324,7 +324,7 @@ async def test_a_cancelled_request_frees_its_place(stack: Stack, reference: Refe
 async def test_a_caller_that_stops_reading_gets_the_same_text_later(
     stack: Stack, reference: Reference
 ) -> None:
-    """While the answer is unread, vLLM gives the sequence up. Later vLLM continues the sequence."""
+    """While the answer is unread, vLLM drops the sequence. Later vLLM continues it."""
     request = asked(reference.prompts[0], CONFIGURATIONS["ngram"], max_tokens=400, ignore_eos=True)
     text: list[int] = []
     async with Client(stack.address) as client:

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _interpret_triton() -> None:
-    """Have Triton's interpreter run the second runner's kernels; vLLM asks for a CPU's backend."""
+    """Let Triton's interpreter run the second runner's kernels; vLLM asks for a CPU's backend."""
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.backends
 

@@ -54,7 +54,7 @@ class Site:
         self.stack.wait_ready()
 
     def remove_drafter(self, name: str, *, kill: bool = False) -> None:
-        """Stop a drafter in order, or kill it."""
+        """Stop a drafter properly, or kill it."""
         process = self.stack.drafters.pop(name)
         if kill:
             process.kill()

@@ -43,7 +43,7 @@ def example_url(npm_packages: Path) -> Iterator[str]:
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -68,7 +68,7 @@ async def text(page: Page) -> str:
 
 
 async def running(site: Site) -> float:
-    """Return sequences in the verifier's batch."""
+    """Return the number of sequences in the verifier's batch."""
     async with httpx.AsyncClient(timeout=60) as http:
         metrics = (await http.get(site.verifier_metrics)).text
     found = re.search(r"^outrider:num_requests_running\S* (\S+)$", metrics, re.MULTILINE)
