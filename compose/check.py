@@ -45,7 +45,7 @@ class CheckFailed(Exception):
 
 
 class Load:
-    """50 streaming requests at once: their texts so far, and their finish reasons."""
+    """Sends 50 streaming requests at once; collects their texts and finish reasons."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, speculation: dict[str, Any]) -> None:
         self._client = client
@@ -61,9 +61,9 @@ class Load:
         await asyncio.gather(*map(self._stream, range(_STREAMS)))
 
     async def repeat(self, expected: list[str], until: asyncio.Event) -> int:
-        """Send the requests again and again, of each client one at a time; return their number.
+        """Send the requests repeatedly, one at a time for each client; return how many were sent.
 
-        Each must complete with its expected text.
+        Each request must complete with its expected text.
         """
         clients = (self._repeat(client, expected, until) for client in range(_CLIENTS))
         return sum(await asyncio.gather(*clients))

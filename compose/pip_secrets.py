@@ -22,7 +22,7 @@ _LOCATIONS = ("index-url", "extra-index-url", "find-links")
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Serves files without a line of log for each."""
+    """Serves files, and logs nothing."""
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""

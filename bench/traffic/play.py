@@ -91,7 +91,7 @@ def play(requests: Sequence[RecordedRequest], port: int, start: float) -> list[T
 
 
 def summary(seconds: Sequence[float]) -> str:
-    """The median, the 99th percentile and the largest, in milliseconds."""
+    """Return the median, the 99th percentile and the largest, in milliseconds."""
     if not seconds:
         return "none"
     ordered = sorted(seconds)

@@ -1,4 +1,4 @@
-"""Refuses requests for which the verifiers have no room or no time, before any work on them.
+"""Refuses requests for which the verifiers have no room or no time, before working on them.
 
 The verifiers report their load with each poll. Between two polls, a gateway knows its own
 sequences. A verifier decides in the end: it refuses requests if several gateways together send too

@@ -73,7 +73,7 @@ def check_form(schema: Mapping[str, Any], draft: Draft, field: str) -> None:
 
 
 def check_references(schema: Mapping[str, Any], field: str) -> None:
-    """Check that no reference leads out of the schema, under whatever keyword.
+    """Check that no keyword has a reference that leads out of the schema.
 
     Raises OutriderError(INVALID_VALUE) that names `field` and the reference.
     """

@@ -1,4 +1,4 @@
-"""Rounds of a head that drafts step by step, as CUDA graphs: two for each size of a batch.
+"""Runs rounds of a head that drafts step by step as CUDA graphs: two for each batch size.
 
 One graph makes the first guesses from the states of the committed tokens. The other makes a further
 level of guesses, and leaves its results where the next level reads them. So a round is one copy, a

@@ -31,7 +31,7 @@ def unsupported(model: str, why: str) -> OutriderError:
 
 
 def is_built_like_llama(model: Any) -> bool:
-    """Return whether a forward of ours for Llama's layers can replace the model's own.
+    """True if our forward for Llama's layers can replace the model's own forward.
 
     Other types may differ only at lengths that no trial reaches, so agreement is not enough.
     """

@@ -177,7 +177,7 @@ def disagreement(
             return f"some of its logits are not numbers in {own.logits.dtype}"
         for found in _by_text(texts, batch, own.logits, logits):
             mean = float(found.square().mean().sqrt())
-            # Written so that a NaN is a difference.
+            # This comparison counts a NaN as a difference.
             if not (mean <= largest and float(found.median()) <= _for_count(typical, len(found))):
                 return (
                     "with the paged attention its logits differ from those of its own forward by "

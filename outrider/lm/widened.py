@@ -42,7 +42,7 @@ def worse_than_own(
     Overwrites the pages from 0 on.
     """
     found, own = rounding_errors(model, caches, page_size, forward)
-    # Written so that a NaN counts as an error.
+    # This comparison counts a NaN as an error.
     if found <= max(_EXACT_TOLERANCE, _ROUNDED_FACTOR * own):
         return None
     return f"off by {found:.2g} standard deviations of the logits, the own forward by {own:.2g}"

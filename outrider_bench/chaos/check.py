@@ -137,7 +137,7 @@ def _differences(
 
 
 def _agree(given: Any, wanted: Any, *, is_whole: bool) -> bool:
-    """Return whether two values are equal; if `given` is not whole, whether it is a prefix."""
+    """True if the values are equal, or if `given` is not whole and is a prefix of `wanted`."""
     if is_whole and len(given) != len(wanted):
         return False
     return len(given) <= len(wanted) and all(map(_equal, given, wanted))

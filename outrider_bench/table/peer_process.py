@@ -79,7 +79,8 @@ async def line_peer(
 def _vllm_threads(python: Path) -> dict[str, str]:
     """Return variables for threads as vLLM's server has them on CPUs: Intel's OpenMP, pinned.
 
-    With another OpenMP, vLLM warns of slow speculation. A vLLM without that library gets none.
+    With another OpenMP, vLLM warns of slow speculation. A vLLM without that library gets no
+    variables.
     """
     library = python.parents[1] / "lib" / "libiomp5.so"
     if not library.exists():

@@ -171,7 +171,7 @@ async def test_a_command_line_reads_a_file_by_a_tool(
     status, output = await run(
         *(program("tools", name), *words.split(), "What do my notes say of the weather?"),
         cwd=tmp_path,
-        # The Node.js among these packages, since the system's may be too old.
+        # These packages include a Node.js, since the system's may be too old.
         PATH=f"{INSTALLED}/npm/node_modules/.bin:{os.environ['PATH']}",
         HOME=str(tmp_path),
         CODEX_HOME=str(tmp_path / ".codex"),

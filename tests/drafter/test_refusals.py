@@ -172,7 +172,7 @@ async def test_no_client_loses_the_reason_under_load(
 
 
 async def write(call: Any) -> None:
-    """Write to a call until that fails."""
+    """Write messages to a call until a write fails."""
     while True:
         await call.write(StreamTokensRequest())
 

@@ -20,7 +20,7 @@ def scores_of(
 ) -> tuple[torch.Tensor, HeadProposal]:
     """Return scores [length, step, token] after each of `lengths` tokens, and the proposal.
 
-    All lengths are in one batch.
+    One batch computes all lengths.
 
     With `piece`, the features of a text come that many rows at a time.
     """

@@ -1,6 +1,6 @@
 """A head's rounds on a GPU guess what its forwards guess, with one copy and one wait.
 
-A recording of operators replaces CUDA graphs on a CPU, see tests/lm/recorded_graphs.py.
+On a CPU, recorded operators replace CUDA graphs, see tests/lm/recorded_graphs.py.
 """
 
 from __future__ import annotations

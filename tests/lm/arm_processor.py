@@ -156,7 +156,7 @@ class Place:
     at: int
 
 
-# None is a null pointer.
+# None stands for a null pointer.
 Arguments = list[int | Place | None]
 
 

@@ -1,6 +1,6 @@
 """With CUDA graphs, a batch padded to its bucket gives the same logits as without padding.
 
-A recording of operators replaces the graph on a CPU, see recorded_graphs.py.
+On a CPU, recorded operators replace the graph, see recorded_graphs.py.
 """
 
 from __future__ import annotations

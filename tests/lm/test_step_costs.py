@@ -58,7 +58,8 @@ class _Calls(TorchFunctionMode):
         )
         if func in _WAITS or by_mask:
             self._counts["waits"] += 1
-        # Copies to the device do not wait; all other copies are between tensors of the device.
+        # Copies with `non_blocking` go to the device; all other copies are between tensors of the
+        # device.
         if kwargs.get("non_blocking"):
             self._counts["copies up"] += 1
         return func(*args, **kwargs)

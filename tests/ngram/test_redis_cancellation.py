@@ -52,7 +52,7 @@ async def disturb(lookup: Lookup, goes_on: Callable[[], bool], tally: Tally) -> 
         while goes_on():
             wanted = rng.randrange(_KEYS)
             task = asyncio.ensure_future(lookup(wanted))
-            # Let the lookup begin. Cancel seven of eight after a few steps, or after some time.
+            # Let the lookup begin. Cancel seven of eight lookups after a few steps or a short time.
             for _ in range(rng.randrange(1, 9)):
                 await asyncio.sleep(0)
             if rng.random() < 0.5:

@@ -197,7 +197,7 @@ def test_a_mask_that_is_too_expensive_ends_neither_its_text_nor_others(
     assert failing.accept(costly)
     with pytest.raises(MaskLimit):
         failing.fill(mask, 0)
-    # Another text finds the failure in one of these calls.
+    # The matcher of another text meets the failure in one of these calls.
     assert advanced.accept(cheap[1])
     failing.rollback(1)
     for matcher, left in (

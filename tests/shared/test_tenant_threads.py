@@ -12,7 +12,7 @@ from outrider.process.workers.tenant_threads import TenantThreads
 
 
 class Record:
-    """Work that notes its start, and goes on until it is released."""
+    """A piece of work that records its start, and runs until it is released."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []

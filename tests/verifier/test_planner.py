@@ -100,7 +100,10 @@ def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> E
 
 
 def settle(engine: Engine) -> list[int]:
-    """Draft tokens after some plans; each plan decides which drafters are asked."""
+    """Return each sequence's number of draft tokens after seven plans.
+
+    Each plan decides which drafters are asked.
+    """
     for _ in range(7):
         plan = make_plan(engine)
         for sequence in engine.sequences.values():

@@ -39,13 +39,13 @@ class Steps:
     def gain(
         self, steps: float, drafters: frozenset[Drafter] = DRAFTER_SET, batch: int = BATCH
     ) -> None:
-        """A step that commits as many tokens as 1 + `steps` plain steps."""
+        """Observe a step that commits as many tokens as 1 + `steps` plain steps."""
         self.budget.observe(batch, drafters, round(batch * (1 + steps)), 1.0, baseline=False)
 
     def lose(
         self, steps: float, drafters: frozenset[Drafter] = DRAFTER_SET, batch: int = BATCH
     ) -> None:
-        """A step without gain that takes as long as 1 + `steps` plain steps."""
+        """Observe a step without gain that takes as long as 1 + `steps` plain steps."""
         self.budget.observe(batch, drafters, batch, 1.0 + steps, baseline=False)
 
     def baseline_until_measured(self, batch: int, seconds: float = 1.0) -> int:

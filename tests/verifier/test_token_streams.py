@@ -164,7 +164,7 @@ async def test_a_cancelled_sequence_is_freed_and_no_other() -> None:
         await until(lambda: verifier.running == 1)
         await call.write(cancel(2))
         await until(lambda: verifier.running == 0)
-        # Cancelling a call that has ended, or never began, is no error: the caller cannot know.
+        # Cancelling a call that has ended, or never started, is no error: the caller cannot know.
         for number in (2, 77):
             await call.write(cancel(number))
         await call.write(begin(3, 9))
@@ -176,7 +176,7 @@ async def test_a_paused_sequence_stops_alone_and_loses_nothing() -> None:
     async with calling(verifier) as call:
         for number in (1, 2):
             await call.write(begin(number, number))
-        # Pausing a sequence twice, or pausing one that has ended or never began, does nothing.
+        # Pausing a sequence twice, or pausing one that has ended or never started, does nothing.
         for number in (1, 1, 77):
             await call.write(reading(number, False))
         found: dict[int, list[int]] = {1: [], 2: []}

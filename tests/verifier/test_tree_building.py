@@ -62,7 +62,7 @@ class Rig:
     ) -> list[DraftTree]:
         """Return the drafts that pay at these costs.
 
-        Only a chain for sequences that cannot use trees.
+        Sequences that cannot use trees get only a chain.
         """
         depths = {sequence.id: depth for sequence in self.sequences}
         plan = {"draft_tokens": depths, "token_costs": costs, **plan}

@@ -55,9 +55,9 @@ class Answer:
 def answers(
     requests: list[TokenRequest], *, grammar: bool, seed: int | None, likely: list[Answer]
 ) -> tuple[list[Answer], Engine]:
-    """Return the answers of an engine that verifies random trees, with `seed`.
+    """Return the answers of an engine that verifies random trees, drawn with `seed`.
 
-    Without drafts if None.
+    Without a seed, the engine verifies no drafts.
     """
     engine, model = make_engine(page_size=3, page_count=20, seed=3, eos_bias=-2.0)
     clients = [Client() for _ in requests]

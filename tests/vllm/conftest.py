@@ -32,7 +32,10 @@ FLAGS = (
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """Yield vLLM's engine behind our verifier, with drafters by n-gram, model and grammar."""
+    """Yield vLLM's engine behind our verifier, with drafters.
+
+    These are an n-gram drafter, a draft model and a grammar drafter.
+    """
     stack = Stack(*FLAGS, "--engine-arg", "max_num_batched_tokens=256")
     stack.add_drafter("ngram-1", "ngram")
     stack.add_drafter("model-1", "model")

@@ -14,8 +14,8 @@ from verifier_svc.state.sequence import Sequence
 # length of the queue.
 _SEQUENCES = 64
 _BATCHES = 4
-# Until a sequence has ended, each sequence counts with this many forwards, as for a short answer.
-# A burst on a verifier that has just started must not wait for minutes because nothing was timed.
+# Until a sequence has ended, each sequence counts with this many forwards, as for a short answer. A
+# burst on a verifier that has timed nothing yet must not wait for minutes.
 _FIRST_FORWARDS = 128.0
 
 

@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence runs or waits for a place. An unread sequence does neither."""
+        """True if a sequence runs or waits for a place. An unread sequence does neither."""
         return bool(self.running) or len(self.waiting) > 0
 
     def _leave(self, sequence: Sequence) -> None:

@@ -70,7 +70,7 @@ class SequenceBook:
 
     @property
     def slow_reader(self) -> OutriderError:
-        """The error of a sequence that `pause` returns."""
+        """The error that ends a sequence that `pause` has returned."""
         message = f"more than {self._max_waiting} answers are unread"
         return OutriderError(Reason.SLOW_READER, message)
 

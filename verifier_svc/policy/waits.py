@@ -21,7 +21,7 @@ _Late = list[tuple[float, float, Sequence, Assignment]]
 
 
 class Pending(NamedTuple):
-    """A sequence's drafts in flight, beside the best of the drafts that have arrived."""
+    """A sequence's drafts in flight, and the best of its drafts that have arrived."""
 
     ready_tokens: int
     """Draft tokens of the best draft that has arrived. A sampled path counts as complete."""

@@ -157,7 +157,7 @@ class DraftHub:
         span: Span,
         eos_token_ids: Collection[int],
     ) -> Sequence:
-        """Return a sequence that waits for its place in vLLM's batch, until `open`."""
+        """Return a new sequence, which waits for its place in vLLM's batch until `open`."""
         sequence = new_sequence(
             self.book.new_id(), request, sink, span, eos_token_ids, self._policy, self.clock()
         )

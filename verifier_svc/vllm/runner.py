@@ -43,7 +43,7 @@ def engine_arguments(draft_tokens: int, *, v2: bool) -> dict[str, Any]:
     drafter: dict[str, Any] = {"method": "custom_class", "model": f"{__name__}.NoProposer"}
     arguments: dict[str, Any] = {"scheduler_cls": SCHEDULER}
     if v2:
-        # vLLM requires these numbers for an n-gram lookup. Nobody uses them, since `install`
+        # vLLM requires these numbers for an n-gram lookup. They have no effect, since `install`
         # replaces vLLM's lookup.
         drafter = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
         arguments["logits_processors"] = ["verifier_svc.vllm.noise:CoupledNoise"]

@@ -134,7 +134,7 @@ class ResponseStore:
             self.remove(*next(iter(self._order)))
 
     def remove(self, tenant: str, answer_id: str) -> bool:
-        """Drop an answer. Return False if it is not kept."""
+        """Drop an answer; return False if no such answer is kept."""
         if (tenant, answer_id) not in self._order:
             return False
         del self._order[tenant, answer_id]

@@ -140,7 +140,7 @@ def _causal(keys: Keys, own: Keys, decoder: Decoder) -> tuple[bool, ...]:
     """Return for each layer whether a block's rows see only the rows before them.
 
     A file may state this for all layers. Otherwise SpecForge and speculators train layers with a
-    window so; with a key of speculators, such layers see the whole block too.
+    window in this way; with a key of speculators, such layers see the whole block too.
     """
     for part, name in ((keys, "is_causal"), (own, "is_causal"), (own, "causal")):
         if name in part:

@@ -12,7 +12,7 @@ from outrider.heads.spec import Head, HeadSpec, TargetShape, refusal
 
 
 def read_medusa(keys: Keys, weights: Weights, target: TargetShape) -> Head:
-    """Bring Medusa's heads to the normal form. Raises OutriderError(INVALID_VALUE).
+    """Return Medusa's heads in the normal form. Raises OutriderError(INVALID_VALUE).
 
     The weights tell how many heads there are: the key medusa_num_heads of published files is often
     wrong. Heads without a matrix of their own for the scores share the target's lm_head, or the

@@ -1,4 +1,4 @@
-"""Gives each request an id, which finds it in answers, logs and traces."""
+"""Gives each request an id, by which it is found in answers, logs and traces."""
 
 from __future__ import annotations
 

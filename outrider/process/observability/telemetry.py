@@ -249,9 +249,9 @@ def setup_logging(level: str, log_format: LogFormat = "text") -> None:
 
 
 def announce(text: str) -> None:
-    """Print on standard output that the process serves, whatever the level of its log.
+    """Print `text`, which says that the process serves, on standard output at any log level.
 
-    The text is in a JSON record if the log has JSON records.
+    If the log has JSON records, the text is printed in a JSON record.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):

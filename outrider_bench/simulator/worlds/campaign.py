@@ -43,7 +43,7 @@ def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
 
 
 def run_campaign(seeds: Iterable[int]) -> Campaign:
-    """Run the simulated worlds of the seeds; stop after a few that fail."""
+    """Run the simulated worlds of the seeds; stop after a few worlds have failed."""
     campaign = Campaign()
     began = time.process_time()
     with _quiet_log():
@@ -105,7 +105,7 @@ def _quiet_log() -> Iterator[None]:
 
 
 def show_campaign(first: int, count: int) -> int:
-    """Run `count` worlds, from the world of `seed` on; print results and return the exit status."""
+    """Run `count` worlds, the first with `seed`; print results and return the exit status."""
     with progress() as bar:
         campaign = run_campaign(bar.track(range(first, first + count), description="worlds"))
     rate = campaign.message_count / max(campaign.cpu_s, 1e-9)
