@@ -27,7 +27,7 @@ def opened_sequence(
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
     **more: Any,
 ) -> Opened:
-    """Return a sequence of which the verifier takes `draft_tokens` a step.
+    """Return a sequence for which the verifier takes `draft_tokens` tokens in each step.
 
     It is greedy by default.
     """
@@ -77,5 +77,5 @@ class Rig:
 
     @property
     def abandoned(self) -> set[int]:
-        """Ids of the sequences for which drafting raised an exception, and has ended."""
+        """The ids of the sequences whose drafting ended because it raised an exception."""
         return {sequence.id for sequence in self.session.sequences.values() if sequence.abandoned}

@@ -24,7 +24,7 @@ SPECIAL = 4
 def order_of(seed: int, removed_share: float = 0.0) -> list[int]:
     """Return the bundled ids in another order.
 
-    `removed_share` of the tokens of several bytes are left out.
+    Each ordinary token of several bytes is left out with the probability `removed_share`.
     """
     source = random.Random(seed)
     tokens = sorted((i, token) for token, i in _tokenizer()["model"]["vocab"].items())

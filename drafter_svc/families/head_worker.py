@@ -112,7 +112,7 @@ class HeadDraft:
         return first_position + len(rows)
 
     def take_news(self) -> News:
-        """Take the committed tokens, and the features of all of them except the last.
+        """Take the committed tokens, and the features of all these tokens except the last.
 
         Features before a gap are useless and are left out.
         """

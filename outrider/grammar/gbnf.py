@@ -89,7 +89,7 @@ def _character(part: re.Match[str], field: str) -> str:
 
 
 def _quoted(character: str) -> str:
-    """Write a character as it must be within a quoted text of the translation."""
+    """Return a character in the form that it has within a quoted text of the translation."""
     if character in _SHORT:
         return _SHORT[character]
     return character if character >= " " and character != "\x7f" else _written(character)

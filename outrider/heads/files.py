@@ -35,7 +35,7 @@ class Keys:
         return self._keys.get(name) is not None
 
     def is_set(self, name: str) -> bool:
-        """True if the key has a value other than null, false, 0 and empty values."""
+        """True if the key has a value that is not null, false, 0 or empty."""
         return bool(self._keys.get(name))
 
     def wrong(self, name: str, why: str) -> Exception:

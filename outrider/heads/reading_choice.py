@@ -96,9 +96,9 @@ def choose_reading(
 
     `text` has T tokens, some 256. `states` maps each state of `states_of` to the target's rows [T,
     hidden size]. `answers` [T] has the target's likeliest token after each token. A guess is made
-    after every `stride`-th token. Logs the choice, as a warning unless it is clear. The model needs
-    pages for the text with each set of auxiliary layers, else it raises NoPages. Afterwards these
-    pages are free, and the model uses its previous interpretation.
+    after every `stride`-th token. Logs the choice, and as a warning if the choice is not clear. The
+    model needs pages for the text with each set of auxiliary layers, else it raises NoPages.
+    Afterwards these pages are free, and the model uses its previous interpretation.
     """
     before = model.spec
     options = before.readings

@@ -29,8 +29,8 @@ def use_own_stream(device: torch.device) -> None:
 class SharedRows:
     """Rows of a tensor that one thread computed, for a thread with another stream.
 
-    `ready` is an event of the maker's stream after the last kernel that writes the rows; None on a
-    CPU, where every operator is done when it returns.
+    `ready` is an event that follows the last kernel that writes the rows, in the maker's stream;
+    None on a CPU, where every operator is done when it returns.
     """
 
     _tensor: torch.Tensor

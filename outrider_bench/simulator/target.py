@@ -71,7 +71,7 @@ class SimulatedTarget:
         """Do nothing: there is no cache, and a move is a small part of a forward."""
 
     def share_cores(self, seconds: float) -> None:
-        """Let a drafter compute for `seconds` from now on the target's cores.
+        """From now, let a drafter compute for `seconds` on the target's cores.
 
         The time that overlaps with this forward makes the next forward of its kind longer, because
         this forward's end is already an event. The kinds (with or without drafts) are separate, so

@@ -97,9 +97,9 @@ def turns(settings: TableSettings, prompts: Mapping[str, Sequence[Prompt]]) -> I
 async def run(settings: TableSettings, command: str, console: Console) -> Path:
     """Measure until all is done or the minutes are over, and return the file with the table.
 
-    An interrupted run has the table of its rows so far. If a peer dies, only its later rows are
-    missing. Raises ValueError or OutriderError for wrong settings, and StackFailed, OSError or
-    RuntimeError when a process of Outrider fails or a peer does not start.
+    If a run is interrupted, its table has the rows measured so far. If a peer dies, only its later
+    rows are missing. Raises ValueError or OutriderError for wrong settings, and StackFailed,
+    OSError or RuntimeError when a process of Outrider fails or a peer does not start.
     """
     began = time.monotonic()
     target = Path(pretrained(settings.target))

@@ -29,7 +29,7 @@ def asked(
     sampling: SamplingParams = GREEDY,
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
 ) -> Opened:
-    """Return a sequence of which the verifier verifies trees."""
+    """Return a sequence for which the verifier verifies trees."""
     request = opened(tokens, depth=DEPTH, sampling=sampling, distribution=distribution)
     return replace(request, window=window, tree_tokens=tree_tokens)
 

@@ -14,7 +14,7 @@ AHEAD = Window(token_count=40, depth=9)
 
 
 def sequence(window: Window = TREE, tree_tokens: int = 10) -> DraftSequence:
-    """Return a sequence of which the verifier takes 4 tokens in a row."""
+    """Return a sequence for which the verifier takes chains of 4 tokens."""
     return DraftSequence(opened_sequence(1, [7], window, 4, tree_tokens=tree_tokens))
 
 

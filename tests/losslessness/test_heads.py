@@ -301,7 +301,7 @@ def test_a_killed_hung_or_late_head_changes_no_text(
     assert case.happened(traffic)
     assert drafter.accepted_count > 0
     if not case.is_calm:
-        # The head guessed right again after an event.
+        # After an event, some of the head's guesses were right.
         assert drafter.accepted_count > drafter.marks[0]
 
 

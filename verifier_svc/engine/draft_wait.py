@@ -129,7 +129,7 @@ class DraftWait:
     def _outlined(self, free: list[Sequence]) -> Plan | None:
         """Return the outline's plan.
 
-        Return None without an outline, or if the batch or its drafters changed.
+        Return None if there is no outline, or if the batch or its drafters changed.
         """
         outline = self._outline
         self._outline = None

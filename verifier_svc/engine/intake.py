@@ -37,7 +37,7 @@ class Inbox:
             self._posted.notify()
 
     def stop(self) -> None:
-        """Have the owner stop once it has run the work posted so far."""
+        """Have the owner stop after it has run the work posted so far."""
         self.post(self._stop)
 
     def _stop(self) -> None:

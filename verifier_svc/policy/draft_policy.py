@@ -111,7 +111,7 @@ class EveryDraft(DraftPolicy):
     least_gain: ClassVar[float] = -math.inf
 
     def measures(self, budget: SpeculationBudget, batch: int) -> bool:
-        """False: all steps have drafts."""
+        """Return False, because all steps have drafts."""
         return False
 
     def may_draft(self, drafter: Drafter) -> bool:

@@ -179,8 +179,8 @@ class SpeculationBudget:
     ) -> None:
         """Add a step without prompts that committed `token_count` tokens of `batch` sequences.
 
-        `seconds` is the time since the step before it ended. The step is a `baseline` if it
-        verified no drafts and no drafter computed.
+        `seconds` is the time since the previous step ended. The step is a `baseline` if it verified
+        no drafts and no drafter computed.
         """
         decode_step_s = self._isolated.estimate(batch, batch)
         if decode_step_s == 0.0 or seconds == 0.0:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # After this time no further batch size is tried: 1 comes first, then the largest, then 4, 8 and so
-# on. A large model may miss some sizes.
+# on. With a large model, some sizes may be left out.
 _TRIALS_S = 10.0
 _TRIAL_PROMPT = 16
 # The number of steps in a trial; the fastest counts.
@@ -121,7 +121,7 @@ class VllmEngine:
         name = str(self._name_count)
         prompt: Any = {"prompt_token_ids": list(sequence.tokens)}
         if sequence.request.tenant:
-            # vLLM shares cached prefixes within a salt.
+            # vLLM shares a cached prefix only between requests with the same salt.
             prompt["cache_salt"] = sequence.request.tenant
         self._sequences[name] = sequence
         self._names[sequence.id] = name

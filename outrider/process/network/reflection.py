@@ -64,7 +64,7 @@ def _add(pool: descriptor_pool.DescriptorPool, file: FileDescriptor, added: set[
 
 
 def _newer_reflection() -> bytes:
-    """Return the file of the reflection named v1, which is the older file under the newer name."""
+    """Return the file of the reflection v1: the older file, renamed."""
     file = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
     file.name = file.name.replace("v1alpha", "v1")
     file.package = _V1

@@ -99,9 +99,9 @@ def handler_within(
 ) -> Any:
     """Return a handler like the given handler, whose calls run within `enter(context)`.
 
-    Within it, `check` changes the request or the stream of requests, or raises. `parse` replaces
-    the handler's deserializer. The behaviour stays an asynchronous generator or a coroutine
-    function: gRPC calls the two differently.
+    Within the context, `check` changes the request or the stream of requests, or raises. `parse`
+    replaces the handler's deserializer. The behaviour stays an asynchronous generator or a
+    coroutine function: gRPC calls the two differently.
     """
     kind = "_".join(
         "stream" if streams else "unary"

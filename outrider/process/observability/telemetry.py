@@ -286,7 +286,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _shown(value: object) -> str:
-    """Return the value, quoted if it is empty or has blanks, quotes, `=` or other than ASCII."""
+    """Return the value, quoted if it is empty or has blanks, `"`, `=` or non-ASCII characters."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 

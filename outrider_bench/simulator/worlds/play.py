@@ -77,7 +77,7 @@ class _Play(World):
                 self._hit_client(client, fault)
             elif fault.who in self.verifiers:
                 self._hit_verifier(fault)
-            # A world that is being shrunk may lack the actor.
+            # If a world is being shrunk, it may lack the fault's actor.
 
         return begin
 

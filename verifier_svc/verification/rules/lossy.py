@@ -30,8 +30,9 @@ def relaxed(
 ) -> torch.Tensor:
     """Apply relaxed acceptance of TensorRT-LLM (its blog on DeepSeek-R1 with MTP); return bool [N].
 
-    Accepts a draft token if it is among the `topk` likeliest, at most `delta` less likely than the
-    likeliest, and of a probability above 0. The caller passes only positions in the thinking phase.
+    Accepts a draft token if it is among the `topk` likeliest tokens, and its probability is above 0
+    and at most `delta` below the largest probability. The caller passes only positions in the
+    thinking phase.
     """
     prob_N = probs_NV.gather(-1, draft_N.unsqueeze(-1)).squeeze(-1)
     better_N = (probs_NV > prob_N.unsqueeze(-1)).sum(-1)
