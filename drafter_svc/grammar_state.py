@@ -42,7 +42,7 @@ class GrammarState:
 
     @classmethod
     def of(cls, sequence: DraftSequence, grammars: GrammarCompiler | None) -> GrammarState | None:
-        """Compile a sequence's grammar, which can take long; return None without a grammar.
+        """Compile a sequence's grammar, which can take long; return None if it has no grammar.
 
         The verifier has compiled the same grammar, so a failure is logged and nothing is masked.
         """

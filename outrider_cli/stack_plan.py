@@ -110,7 +110,7 @@ def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
     if not spec.runs_model or settings.engine != "native":
         return False
     if spec.options.keys() - spec.in_process_schema.model_fields.keys():
-        # The drafter is pinned to cores, or has other settings that need a separate process.
+        # The drafter has settings that need a separate process, such as its cores.
         return False
     device = spec.options.get("device", "auto")
     if device != "auto" and gpu_of(device) != gpu_of(settings.device):

@@ -26,7 +26,7 @@ class Site:
         return self.folder / "ca.pem"
 
     def issue(self, kind: str, name: str = "", *, hours: float = 1.0, foreign: bool = False) -> Tls:
-        """Write a certificate, in place of an earlier one of the same name."""
+        """Write a certificate; it replaces an earlier certificate of the same name."""
         name = name or kind
         authority = self._other if foreign else self.authority
         authority.write_issued(self.folder, kind, name, [], timedelta(hours=hours))

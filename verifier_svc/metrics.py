@@ -302,7 +302,7 @@ class VerifierMetrics:
         self._add(self._of_shapes.emitted_tokens, labels, count * emitted)
 
     def _add_branch(self, branch: str, accepted: int) -> None:
-        """Add `accepted` tokens: those on the main path, or those beside it, as `branch` says."""
+        """Add `accepted` tokens; `branch` tells if they are on the main path or beside it."""
         self._add(self._of_shapes.accepted_tokens_by_branch, (self._model_name, branch), accepted)
 
     def received(self, drafter: Drafter, byte_count: int) -> None:

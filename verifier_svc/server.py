@@ -53,7 +53,7 @@ _TRIAL_CONTEXT = 256
 # Processor seconds that a request's masks may take beyond 20 ms each: a grammar that needs more is
 # an attack or a mistake.
 _MASK_S = 2.0
-# Relaxed acceptance applies between these tokens, which reasoning models have.
+# Reasoning models write a thought between these tokens. Relaxed acceptance applies only there.
 _THINKING = ("<think>", "</think>")
 
 log = logging.getLogger(__name__)

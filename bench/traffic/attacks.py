@@ -35,7 +35,7 @@ STEP = "root ::= s\ns ::= s s | s s s | [a-z] | [a-z] [a-z]"
 
 
 class Attacker:
-    """One attacker's key, and where the stack is."""
+    """Sends one attacker's requests to the stack, with the attacker's key."""
 
     def __init__(self, given: argparse.Namespace, key: str) -> None:
         self.given = given

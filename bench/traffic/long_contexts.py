@@ -56,7 +56,7 @@ class Moment(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A streamed answer, what its first token took, and what the tokens after that took."""
+    """A streamed answer, and the costs of its first token and of its later tokens."""
 
     text: str
     first: Moment

@@ -75,7 +75,7 @@ class Pick(NamedTuple):
         return self.is_same(begun) and length <= self.info.context_length
 
     def is_same(self, begun: ModelInfo) -> bool:
-        """Return whether the replica writes the same texts as a verifier with the info `begun`."""
+        """True if the replica writes the same texts as a verifier with the info `begun`."""
         return _identity(self.info) == _identity(begun)
 
 

@@ -59,7 +59,7 @@ class Trial:
             raise
         except MaskLimit as cause:
             raise too_expensive(grammar) from cause
-        # LLGuidance's exceptions are about the grammar.
+        # All other exceptions come from LLGuidance, and are caused by the grammar.
         except Exception as cause:
             raise _refused(grammar, cause) from cause
         self._last = grammar, compiled

@@ -34,7 +34,7 @@ class FeatureDtype(IntEnum):
 
     @property
     def size(self) -> int:
-        """The size of a number in bytes."""
+        """The number of bytes of one feature number."""
         return 4 if self is FeatureDtype.FLOAT32 else 2
 
 

@@ -175,8 +175,9 @@ class Simulation:
     def _end(self, requests: list[Request]) -> float:
         """Return when the measurement of these requests ended.
 
-        If all requests have ended, it ended with the last of them, else when the time was up. More
-        poisson arrivals could always come, so their measurement ends when the time is up.
+        If all requests have ended, the measurement ended with the last of them, else when the time
+        was up. More poisson arrivals could always come, so their measurement ends when the time is
+        up.
         """
         ended = [
             request.received_at[-1][0]

@@ -167,7 +167,7 @@ class HeadDrafter(Guesser):
 
 @dataclass
 class Site:
-    """A kind's head, and a target."""
+    """A head of one kind, with the target for which it drafts."""
 
     head: Head
     runner: ModelRunner

@@ -97,7 +97,10 @@ class TableModel:
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """Return the states of rows, plus 100 times the state's number; as in `FeatureSource`."""
+        """Return the states of rows, plus 100 times each state's number.
+
+        See `FeatureSource.copy_states`.
+        """
         assert set(states) <= self.watched
         kept = [[n + 100 * k for k in states for n in self._states[row]] for row in rows]
         numbers = np.array(kept, np.dtype(dtype))

@@ -61,7 +61,7 @@ VALID: dict[str, list[bytes]] = {
     ],
     "StreamDrafts": SAID_BY_DRAFTERS,
 }
-# A call of Watch never ends.
+# Watch is left out, since its calls never end.
 METHODS = [
     method
     for method in methods(

@@ -98,7 +98,7 @@ class FeatureSender:
             drafter.projects_features = True
 
     def watch(self, drafters: Iterable[Drafter]) -> None:
-        """Keep what these drafters need of each forward from now on."""
+        """From now on, keep the states that these drafters need of each forward."""
         if self._source is not None:
             requests = [each.hello.feature_request for each in drafters if each.feature_width]
             self._has_readers = bool(requests)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 # is forgotten.
 _MEMORY_S = 2.0
 # A tenant is light if it has used less than this part of an equal share. Tenants with about the
-# same use keep their common steps, which compute more tokens a second than separate steps.
+# same use share steps, which compute more tokens a second than separate steps.
 _LIGHT = 0.5
 # Stored values grow with time instead of being decayed one by one, up to this power of e.
 _LARGEST = 50.0

@@ -93,7 +93,7 @@ def goodput(
     """Return tokens a second with drafts that arrive after `wait_s`, and whether to wait for them.
 
     Compares two plans. The first waits before each forward of `forward_s` seconds, which commits
-    `tokens`. The second takes plain steps meanwhile, `plain` = (tokens, seconds) each, and then
+    `tokens`. Meanwhile the second takes plain steps, `plain` = (tokens, seconds) each, and then
     waits for the rest of `wait_s`. Then the draft is still right with the probability
     `prob_all_accepted`; otherwise the drafter is asked anew. Drafting on the target's own cores
     costs the second plan `busy_s`; the first plan waits for it anyway.

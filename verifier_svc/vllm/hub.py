@@ -165,11 +165,11 @@ class DraftHub:
         return sequence
 
     def open(self, request_id: str, sequence: Sequence) -> None:
-        """Note that vLLM knows the sequence by this id."""
+        """Record the id by which vLLM knows the sequence."""
         self._by_request[request_id] = sequence
 
     def close(self, request_id: str) -> None:
-        """Note that a request ended. If a step ends it, it is closed after the commit."""
+        """Record that a request ended. If a step ends it, it is closed after the commit."""
         if request_id in self._batch:
             self._ended.add(request_id)
         elif (sequence := self._by_request.pop(request_id, None)) is not None:
@@ -194,7 +194,7 @@ class DraftHub:
         self.drafting.close(sequence)
 
     def preempted(self, request_id: str) -> None:
-        """Note that vLLM took a request's pages. The sequence keeps its tokens and its tries."""
+        """Record that vLLM took a request's pages. The sequence keeps its tokens and its tries."""
         self.preemption_count += 1
         sequence = self._by_request.get(request_id)
         if sequence is not None and self.running.pop(sequence.id, None) is not None:

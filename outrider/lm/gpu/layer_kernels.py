@@ -139,7 +139,7 @@ def _norm_weight(  # type: ignore[no-untyped-def]  # the arguments are Triton po
 def _silu_product(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers
     gate_up, out, SIZE: tl.constexpr
 ):
-    """Compute some products of one row: SiLU of its first half, times its second half."""
+    """Compute some products of one row: SiLU of the first half times the second half."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * _PRODUCTS + tl.arange(0, _PRODUCTS)
     real = columns < SIZE
@@ -155,7 +155,7 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of `stream` + `delta`, and the sum itself; all are contiguous [T, size].
 
-    Without `delta` the sum is `stream` itself.
+    Without `delta`, the second result is `stream` itself.
     """
     rows, size = stream.shape
     out = torch.empty_like(stream)

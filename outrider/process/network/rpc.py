@@ -133,7 +133,7 @@ class Server:
     def _bind(self, address: str, tls: Tls | None) -> int:
         if tls is None:
             return self.grpc.add_insecure_port(address)
-        # Credentials whose files change serve a single port.
+        # Credentials that follow changes of their files can serve only one port.
         return self.grpc.add_secure_port(address, server_credentials(tls))
 
     async def set_serving(self, serving: bool) -> None:
