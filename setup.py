@@ -162,7 +162,7 @@ class _BuildExtensions(build_ext):
             command = [*self.compiler.compiler_so, "-dumpmachine"]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
         except (AttributeError, OSError, subprocess.CalledProcessError):
-            # A compiler that cannot say compiles for this machine.
+            # A compiler that does not state its target compiles for this machine.
             return get_platform().partition("-")[2]
 
     def build_extensions(self) -> None:

@@ -48,7 +48,7 @@ def this_machine() -> Machine:
 
 
 def processor_name() -> str:
-    """Return the model name that Linux gives; without one, the architecture, as `aarch64`.
+    """Return the model name that Linux gives; without one, the architecture (`aarch64`).
 
     Kernels of a lesser processor, if OUTRIDER_CPU_KERNELS names them, are part of the name.
     """

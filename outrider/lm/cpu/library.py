@@ -111,7 +111,7 @@ def prefix(numbers: str) -> str:
 
 
 def load_build(name: str) -> ctypes.CDLL | None:
-    """Load one build; None if it was not built, or from sources with other structures."""
+    """Load one build; return None if it is missing or has other structures than ours."""
     found = find_spec(f"outrider.lm.cpu.{name}")
     if found is None or found.origin is None:
         return None
@@ -124,7 +124,7 @@ def load_build(name: str) -> ctypes.CDLL | None:
 
 
 def _has_our_layout(build: ctypes.CDLL) -> bool:
-    """Whether a build's structures and order of weights are those of these Python sources."""
+    """True if a build has the structures and the order of weights of these Python sources."""
     try:
         return ctypes.c_int64.in_dll(build, "outrider_layout").value == LAYOUT
     except ValueError:
