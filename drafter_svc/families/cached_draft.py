@@ -69,7 +69,7 @@ class CachedDraft:
     vocab_size: int
     own_text: OwnText | None = None
     has_unknown_ids: bool = False
-    """Whether the text has ids that the draft model does not know."""
+    """True if the text has ids that the draft model does not know."""
     at: int | None = None
     run: list[int] = field(default_factory=list)
     run_shares: list[float] = field(default_factory=list)
@@ -90,7 +90,7 @@ class CachedDraft:
     goal: int = 0
     """Guesses that this round should reach."""
     stuck: bool = False
-    """Whether no token may follow, so that there is nothing more to guess."""
+    """True if no token may follow, so that there is nothing more to guess."""
 
     @property
     def guess_count(self) -> int:

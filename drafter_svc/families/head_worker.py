@@ -90,7 +90,7 @@ class HeadDraft:
     width: int
     dtype: torch.dtype
     projected: bool
-    """Whether the features are after the head's projection."""
+    """True if the features are after the head's projection."""
     told: int = 0
     """Committed tokens that the head's thread was told of."""
     kept: list[tuple[int, SharedRows]] = field(default_factory=list)
@@ -99,7 +99,7 @@ class HeadDraft:
     reading: Future[None] | None = None
     """The work on the last features that were read before a draft needed them."""
     failed: bool = False
-    """Whether a forward failed, so that the head has to be told of the whole text again."""
+    """True if a forward failed, so that the head has to be told of the whole text again."""
     grammar: GrammarState | None = None
     """The state of the request's grammar. It belongs to the head's thread, too."""
 

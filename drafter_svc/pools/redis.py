@@ -108,7 +108,7 @@ class _CircuitBreaker:
         """`name` names the guarded commands in the log."""
         self.name = name
         self.has_failed = False
-        """Whether the last command failed."""
+        """True if the last command failed."""
         self._clock = clock
         self._open_until = 0.0
         self._backoff_s = _BACKOFF_S[0]

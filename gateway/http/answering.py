@@ -36,7 +36,7 @@ async def answer_text(generation: Generation, call: HttpCall[Any]) -> Response:
             content = await written(writer.whole(choices))
             return Response(content, media_type="application/json")
         # Await the first delta before the status line goes out, so that a refused request gets the
-        # status of its error; but stop waiting before a proxy gives up.
+        # status of its error; but stop waiting before a proxy ends the request.
         first = asyncio.ensure_future(anext(answer.events))
         stack.push_async_callback(cancel_and_wait, first)
         most_s = ping_seconds(call.request.scope)

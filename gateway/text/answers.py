@@ -23,15 +23,15 @@ class AnswerOptions:
     tools: Sequence[Tool] = ()
     choice: ToolChoice = AUTO
     is_parallel: bool = True
-    """Whether the answer may hold several calls."""
+    """True if the answer may hold several calls."""
     splits_thought: bool = True
-    """Whether the thought is separate from the content."""
+    """True if the thought is separate from the content."""
     shows_thought: bool = True
-    """Whether the answer includes a separate thought."""
+    """True if the answer includes a separate thought."""
     thinks: bool = True
     """False if the chat asks for no thought."""
     binds_thought: bool = False
-    """Whether a grammar binds the answer from the first token, so that there is no thought."""
+    """True if a grammar binds the answer from the first token, so that there is no thought."""
     continued: str = ""
     """The text of the last message, if the answer continues that message; else empty."""
     tools_field: str = "tools"

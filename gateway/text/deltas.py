@@ -36,7 +36,7 @@ class FinishInfo:
     resumed_count: int = 0
     """How many times the sequence went on at another verifier."""
     grammar_incomplete: bool = False
-    """Whether `max_tokens` ended the text before the token that ends its grammar."""
+    """True if `max_tokens` ended the text before the token that ends its grammar."""
     call_count: int = 0
     """How many calls of tools the answer holds."""
     stop: str = ""

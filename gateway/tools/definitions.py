@@ -34,7 +34,7 @@ class ToolChoice:
     names: frozenset[str] | None = None
     """The names of the tools that the model may call; None for all."""
     is_single: bool = False
-    """Whether the answer is one call."""
+    """True if the answer is one call."""
 
 
 AUTO = ToolChoice("auto")
@@ -47,9 +47,9 @@ class ToolUse:
 
     tools: Sequence[Tool]
     is_forced: bool
-    """Whether the answer must hold a call."""
+    """True if the answer must hold a call."""
     is_parallel: bool = True
-    """Whether the answer may hold several calls."""
+    """True if the answer may hold several calls."""
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool) -> ToolUse | None:

@@ -50,7 +50,7 @@ class ToolFormat:
     call_id: Literal["call", "nine", "function"] = "call"
     """The form of a call's id, which some templates check: call_…, nine characters, f:0."""
     begins_as_text: bool = False
-    """Whether other texts begin like a call, so that only a tool's name shows that it is a call."""
+    """True if other texts begin like a call, so that only a tool's name shows that it is a call."""
     marks: tuple[str, ...] = ()
     """More strings of the format that may be special tokens."""
 

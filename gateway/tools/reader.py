@@ -68,15 +68,15 @@ class Reading:
     thought: Thought | None = None
     """The marks of the answer's thought; None if it holds no thought."""
     begins_in_thought: bool = False
-    """Whether the prompt has begun the thought."""
+    """True if the prompt contains the beginning of the thought."""
     shows_thought: bool = True
-    """Whether the thought is a part of the answer. It is left out otherwise."""
+    """True if the thought is a part of the answer. It is left out otherwise."""
     is_either: bool = False
     """Whether the answer is either only calls or only content."""
     is_forced: bool = False
-    """Whether the answer holds nothing but calls, and perhaps a thought before them."""
+    """True if the answer holds nothing but calls, and perhaps a thought before them."""
     is_bound: bool = False
-    """Whether all text after the thought is content, because a grammar binds it."""
+    """True if all text after the thought is content, because a grammar binds it."""
     held: frozenset[str] = frozenset()
     """The tools whose arguments the grammar holds to their schemas; all if a call is forced."""
     first_call: int = 0
@@ -358,7 +358,7 @@ class AnswerReader:
 
     @property
     def _may_be_other(self) -> bool:
-        """Return whether a text that begins like a call may be no call."""
+        """True if a text that begins like a call need not be a call."""
         form = self._form
         return self._reading.is_either or self._ends_thought or form.begins_as_text
 

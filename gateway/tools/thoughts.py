@@ -17,7 +17,7 @@ class Thought:
     end: str
     after: str = ""
     is_message: bool = False
-    """Whether thought, content and calls are messages of one answer, as in harmony.
+    """True if thought, content and calls are messages of one answer, as in harmony.
 
     The end of a thought then begins the next message, like the prompt's end. `after` begins a
     message of content, with or without a thought before it. Several thoughts may follow.

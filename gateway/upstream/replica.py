@@ -58,9 +58,9 @@ class Replica:
         self.poll_now = asyncio.Event()
         """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
         self.full = False
-        """Whether the verifier's queue has refused a sequence since the last poll."""
+        """True if the verifier's queue has refused a sequence since the last poll."""
         self.leaving = False
-        """Whether the verifier's DNS name no longer has its address."""
+        """True if the verifier's DNS name no longer has its address."""
         self._earlier: dict[asyncio.Task[None], VerifierStream] = {}
         self._dial()
 

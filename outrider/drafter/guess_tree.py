@@ -23,7 +23,7 @@ class _Guess:
     token: int
     confidence: float
     unsent: bool = True
-    """Whether no proposal has had this guess, or a guess after it."""
+    """False if a proposal had this guess or a guess after it."""
     children: dict[int, _Guess] = field(default_factory=dict)
 
     def count(self) -> int:

@@ -77,7 +77,7 @@ class DraftStream:
         self._backoff_s = _BACKOFF_S[0]
         self._fatal: tuple[type[Exception], ...] = ()
         self.is_registered = False
-        """Whether this drafter is registered with the verifier now."""
+        """True if this drafter is registered with the verifier now."""
 
     def stop(self) -> None:
         """Say goodbye and end `run`."""

@@ -40,7 +40,7 @@ class Tags:
     begin: str
     end: str
     trims: bool = False
-    """Whether a line break next to a tag belongs to the layout."""
+    """True if a line break next to a tag belongs to the layout."""
 
     @property
     def key_end(self) -> str:

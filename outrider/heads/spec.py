@@ -66,10 +66,10 @@ class Decoder:
     rope: Mapping[str, Any]
     windows: tuple[int | None, ...]
     projection_bias: bool = False
-    """Whether the projections to queries, keys and values have a bias."""
+    """True if the projections to queries, keys and values have a bias."""
     output_bias: bool = False
     head_norms: bool = False
-    """Whether queries and keys are normed head by head, as in Qwen3."""
+    """True if queries and keys are normed head by head, as in Qwen3."""
     rotary_size: int | None = None
     """How many of a head's first channels are rotated by position; None for all."""
 

@@ -75,7 +75,7 @@ class Hello:
     feature_request: FeatureRequest | None = None
     """The features that the drafter can use; None if it uses no features."""
     requires_grammar: bool = False
-    """Whether the drafter drafts only for sequences with a grammar."""
+    """True if the drafter drafts only for sequences with a grammar."""
 
 
 @dataclass(frozen=True, slots=True)

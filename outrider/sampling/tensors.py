@@ -35,7 +35,7 @@ class Staged:
     __slots__ = ("tensor",)
 
     tensor: torch.Tensor
-    """The array on the device, of the same shape and type; only once it was sent."""
+    """The array on the device, of the same shape and type; valid after it was sent."""
 
 
 class Staging:

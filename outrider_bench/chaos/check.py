@@ -21,7 +21,7 @@ _GROWTH = {"files": 16, "threads": 16, "mebibytes": 100.0}
 _EXPLAINED = ("verifier_unavailable", "not_ready", "draining", "overloaded")
 """Codes of errors that a fault may explain."""
 _RESUME_S = 30.0
-"""How long a request that has begun waits for a verifier: the gateway's default."""
+"""The seconds that a started request waits for a verifier: the gateway's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _is_allowed(event: Event, faults: Sequence[Event]) -> bool:
 
 
 def _is_near(fault: Event, request: Event) -> bool:
-    """Return whether a fault may concern the request. Only faults of other gateways cannot."""
+    """True if the fault may concern the request: faults of other gateways do not."""
     return fault["target"] == request["gateway"] or fault["target"] not in GATEWAYS
 
 

@@ -56,7 +56,7 @@ class ShapedLink:
     shape: Link
     seed: int = 0
     records: bool = False
-    """Whether `up` and `down` keep all bytes."""
+    """True if `up` and `down` keep all bytes."""
     connection_count: int = 0
     lost_segment_count: int = 0
 
@@ -173,9 +173,9 @@ class _End(asyncio.Protocol):
     opens_at: float = 0.0
     """When the handshake is over. Nothing leaves earlier."""
     is_full: bool = False
-    """Whether this end's socket takes no more bytes for now."""
+    """True if this end's socket takes no more bytes for now."""
     has_ended: bool = False
-    """Whether the program at this end sends no more."""
+    """True if the program at this end sends no more."""
     has_vanished: bool = False
     queue: deque[tuple[float, bytes | None]] = field(default_factory=deque)
     """Due times with bytes; b"" is the end of the stream, None the end of the connection."""

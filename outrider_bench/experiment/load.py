@@ -28,7 +28,7 @@ class Asked:
     tenant: str
     """Drafters keep the n-grams of different tenants apart."""
     ignore_eos: bool = True
-    """Whether answers go on after an end token, to the length that the request states."""
+    """True if answers continue after an end token, to the length that the request states."""
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ class Request:
     error: OutriderError | None = None
     over: bool = False
     late: bool = False
-    """Whether its client gave up before the end."""
+    """True if its client left before the end."""
 
 
 class Traffic:

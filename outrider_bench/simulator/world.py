@@ -45,12 +45,12 @@ class DrawnText:
     tokens: list[int] = field(default_factory=list)
     """The text after the prompt."""
     hard: list[bool] = field(default_factory=list)
-    """Whether each of `tokens` lies in a hard stretch."""
+    """True if each of `tokens` lies in a hard stretch."""
     tenant: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     """The prompt's tokens if they were recorded. `number` replaces the first token."""
     reads: bool = True
-    """Whether the client reads the answer."""
+    """True if the client reads the answer."""
     grammar: Grammar | None = None
     """The request's grammar. It has no effect on the text."""
 

@@ -31,7 +31,7 @@ class Row:
     turn: Turn
     way: str
     always: bool
-    """Whether each step had a draft, even if that is slower."""
+    """True if each step had a draft, even if that is slower."""
     tokens: int
     seconds: float
     forwards: int

@@ -46,7 +46,7 @@ class Script:
     """If set, GetModel answers with this error instead of the model."""
     hangs_up: bool = False
     leaves: bool = False
-    """Whether to say on each stream that the verifier is about to stop."""
+    """True if each stream must say that the verifier is about to stop."""
     stream_count: int = 0
     message_count: int = 0
     """The gateways' messages; each has one or more requests."""

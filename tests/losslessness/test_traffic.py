@@ -38,11 +38,11 @@ class Case:
     drafters: Callable[[frozenset[DraftDistribution]], list[Guesser]]
     """Makes drafters that offer the given distributions."""
     happened: Callable[[Traffic, list[Guesser]], bool] = lambda traffic, drafters: True
-    """Whether the traffic had the events that the case is for."""
+    """True if the traffic had the events that the case is for."""
     settings: dict[str, Any] = field(default_factory=dict)
     events: Callable[[Traffic, list[Guesser], int], object] = lambda traffic, drafters, tick: None
     timed: bool = False
-    """Whether forwards take time on a virtual clock."""
+    """True if forwards take time on a virtual clock."""
 
     def run(
         self, draws: int, offers: frozenset[DraftDistribution], **settings: Any

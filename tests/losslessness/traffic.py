@@ -86,7 +86,7 @@ class Traffic:
     always: bool = True
     trees: bool = False
     in_waves: bool = False
-    """Whether new requests wait until all are done, so that all progress equally."""
+    """True if new requests wait until all are done, so that all progress equally."""
     events: Callable[[int], object] = lambda tick: None
     """Called at each tick."""
     clock: Clock = monotonic

@@ -47,7 +47,7 @@ class Case:
     acceptance: Acceptance = Acceptance.EXACT
     masked: bool = False
     flat: bool = False
-    """Whether all tokens are about equally likely."""
+    """True if all tokens are about equally likely."""
 
 
 CASES = {

@@ -64,7 +64,7 @@ class _Part:
     rows: Sequence[int]
     first_position: int
     waits: bool
-    """Whether the features wait for a verdict. Features of a prompt do not wait, because the
+    """True if the features wait for a verdict. Features of a prompt do not wait, because the
     drafter knows the prompt's tokens already."""
 
 

@@ -26,7 +26,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.stopped = False
-        """Whether the owner has reached a `stop` among the posted work."""
+        """True if the owner has reached a `stop` among the posted work."""
         self._work: deque[Callable[[], object]] = deque()
         self._posted = threading.Condition()
 

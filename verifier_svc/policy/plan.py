@@ -32,7 +32,7 @@ class Plan:
     token_costs: SequenceOf[tuple[int, float]] = ()
     """The costs of the forward's draft tokens, as in `StepCosts`; empty if drafts stay chains."""
     fixed: bool = False
-    """Whether a setting fixes the number of a draft's tokens, whatever their cost."""
+    """True if a setting fixes the number of a draft's tokens, whatever their cost."""
     asks: Mapping[Assignment, int] = field(default_factory=dict)
     """Drafters to ask after this step: maps an assignment to the draft tokens to ask for."""
     tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)
@@ -46,9 +46,9 @@ class Plan:
     policy: DraftPolicy = PAYING_DRAFTS
     """The policy that made the plan. It also says for which late drafts the engine waits."""
     always_draft_requested: bool = False
-    """Whether the requests have `always_draft`, so the step says nothing about what pays."""
+    """True if the requests have `always_draft`, so the step says nothing about what pays."""
     measuring: bool = False
-    """Whether no drafter is asked, so that baseline steps can be measured."""
+    """True if no drafter is asked, so that baseline steps can be measured."""
     paying: frozenset[Drafter] = _NOBODY
     """Drafters whose drafts make up for the wait for them, and drafters that nobody waits for."""
     considered: frozenset[Drafter] = _NOBODY

@@ -49,7 +49,7 @@ class _Choice(NamedTuple):
     rate: float = 0.0
     """Tokens a second."""
     waits: bool = True
-    """Whether each forward waits for the drafts. If not, plain steps go on meanwhile."""
+    """True if each forward waits for the drafts. If not, plain steps go on meanwhile."""
 
 
 class Outline(NamedTuple):
@@ -68,7 +68,7 @@ class Outline(NamedTuple):
     rate: float
     """Tokens a second of the batch with the planned drafts."""
     measures: bool
-    """Whether the policy wanted steps without drafts."""
+    """True if the policy wanted steps without drafts."""
 
     def without_ended(self, running: Mapping[int, Sequence]) -> Outline:
         """Return the outline without the sequences whose ids are not in `running`."""

@@ -55,7 +55,7 @@ class _Budget:
     most: float
     """Its capacity."""
     open: bool = True
-    """Whether drafting may go on. An exhausted budget opens again at `_REOPEN_STEPS`."""
+    """True if drafting may go on. An exhausted budget opens again at `_REOPEN_STEPS`."""
 
     def add(self, steps: float) -> None:
         """Add steps that were gained; a negative number of steps was lost."""

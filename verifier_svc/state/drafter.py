@@ -89,11 +89,11 @@ class Drafter:
     feature_width: int = 0
     """Numbers of a token's features that it gets; 0 for none."""
     projects_features: bool = False
-    """Whether its features are the result of the projection that it asked for."""
+    """True if its features are the result of the projection that it asked for."""
     is_local: bool = False
-    """Whether it runs in the verifier's process."""
+    """True if it runs in the verifier's process."""
     trusted: bool = False
-    """Whether the distributions that it claims count where sampled drafts are accepted."""
+    """True if the distributions that it claims count where sampled drafts are accepted."""
     on_target_device: bool = False
     """Whether it computes on the target's GPU, or on cores that the target computes on."""
     busy_until: float = 0.0
@@ -110,15 +110,15 @@ class Drafter:
     right_guesses: int = 0
     """Drafts whose first token was right, at most `_TEST_GUESSES`."""
     proven: bool = False
-    """Whether it has passed its trial. A proven drafter is preferred to others."""
+    """True if it has passed its trial. A proven drafter is preferred to others."""
     told_steps: int = 0
     """Steps of its trial since its last right guess. A wrong guess counts as further steps."""
     silent_at: float = math.inf
     """When it counts as silent if it does not answer (seconds); inf if it owes no answer."""
     silent: bool = False
-    """Whether it has stopped answering."""
+    """True if it has stopped answering."""
     paused: bool | None = None
-    """Whether the last step asked it for no draft; None before the first step with it."""
+    """True if the last step asked it for no draft; None before the first step with it."""
     turn: int = 0
     """When it last got a sequence, in a count of all the verifier's assignments."""
     answer_rate: float = 1.0

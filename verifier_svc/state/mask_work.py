@@ -25,7 +25,7 @@ class MaskWork:
         self.draft = draft
         self.drafter_id = drafter_id
         self.mask: npt.NDArray[np.int32] | None = None
-        """The masks once it is done, a row for each row of the draft; None if that failed."""
+        """The masks, a row for each row of the draft; None until they are done."""
         self.failure: BaseException | None = None
         self._compute = compute
         self._done = threading.Event()

@@ -26,9 +26,9 @@ class ScheduledSequence:
     assignment: Assignment | None
     """The assignment that the draft's main path comes from."""
     samples: bool
-    """Whether a token is drawn. False for a prompt's chunk that is not its last."""
+    """True if a token is drawn. False for a prompt's chunk that is not its last."""
     planned_draft_tokens: int = 0
-    """The most draft tokens that the plan allows."""
+    """The maximum number of draft tokens that the plan allows."""
     scored: range = _NOTHING
     """Positions of the prompt tokens whose log probabilities this part yields.
 
@@ -37,9 +37,9 @@ class ScheduledSequence:
     mask: npt.NDArray[np.int32] | None = None
     """Tokens that the grammar allows, as in `outrider.sampling.logits.Context`."""
     is_late: bool = False
-    """Whether its masks were not there in time, so that its step must be repeated."""
+    """True if its masks were not there in time, so that its step must be repeated."""
     is_spoilt: bool = False
-    """Whether its draft made logits not finite. Its step must be repeated, prompt tokens too."""
+    """True if its draft made logits not finite. Its step must be repeated, prompt tokens too."""
 
     @property
     def logit_count(self) -> int:

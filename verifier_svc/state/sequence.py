@@ -73,9 +73,9 @@ class Assignment:
     sibling_rates: SiblingRates = field(default_factory=SiblingRates)
     """Measurements of the siblings of its main guesses, for this kind of traffic."""
     opened: bool = False
-    """Whether the sequence was announced to the drafter."""
+    """True if the sequence was announced to the drafter."""
     asked: bool = True
-    """Whether its drafts pay. If not, the drafter gets only probes, and nobody waits for it.
+    """True if its drafts pay. If not, the drafter gets only probes, and nobody waits for it.
 
     Guesses that it has made may still join another drafter's in a tree.
     """
@@ -321,7 +321,7 @@ class Sequence:
     unscored: range = range(0)
     """Positions of prompt tokens whose log probabilities are wanted and not yet sent."""
     admitted: bool = False
-    """Whether it ever left the queue. A preempted sequence stays admitted, with its drafters."""
+    """True if it ever left the queue. A preempted sequence stays admitted, with its drafters."""
     pauses: dict[PauseReason, int] = field(default_factory=dict)
     """The number of steps that could have verified a draft but had none, keyed by reason."""
     span: Span = NO_SPAN

@@ -148,7 +148,7 @@ class _Decided:
     tokens_R: torch.Tensor
     """The target's own tokens; negative for a row that has none."""
     matches_R: torch.Tensor | None = None
-    """Whether each row's draft token is accepted. None if the only rule is equality with
+    """True if each row's draft token is accepted. None if the only rule is equality with
     `tokens_R`, which the host then checks."""
     draft_R: torch.Tensor | None = None
     sufficed: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -153,7 +153,7 @@ class DraftVerifier:
 
 @dataclass(frozen=True, slots=True)
 class _LaidOut:
-    """A batch that is ready to be verified once its logits are there."""
+    """A batch that can be verified as soon as its logits are there."""
 
     acceptance: Acceptance
     """The acceptance of the sequences for which a token is drawn."""

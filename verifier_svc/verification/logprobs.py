@@ -12,7 +12,7 @@ from outrider.sampling.tensors import Staging
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.draft import AcceptResult
 
-# Rows of one log-softmax: 40 MB with a vocabulary of 150,000.
+# The number of rows of one log-softmax: 40 MB with a vocabulary of 150,000.
 _ROWS_AT_ONCE = 64
 
 

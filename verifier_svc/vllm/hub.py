@@ -121,7 +121,7 @@ class DraftHub:
         self.judged: dict[int, Judged] = {}
         """Maps a sequence id to what the last step committed."""
         self.failed = False
-        """Whether a fault has ended the drafting. Then nobody calls `begin` and `commit`."""
+        """True if a fault has ended the drafting. Then nobody calls `begin` and `commit`."""
         self.trial_tokens: int | None = None
         """Draft tokens of each sequence in a trial step: random ids; None outside trials."""
         self._policy = policy
@@ -140,7 +140,7 @@ class DraftHub:
         self._step_ended: float | None = None  # None after an idle period
         self._baseline = False
         self.is_stalled = False
-        """Whether the last step computed nothing, as while vLLM compiles a grammar."""
+        """True if the last step computed nothing, as while vLLM compiles a grammar."""
         self.preemption_count = 0
         """How often vLLM has preempted a request."""
         self.bad_draft_count = 0

@@ -132,7 +132,7 @@ class AdmissionMiddleware:
 
 
 def client_seconds(headers: Mapping[str, str]) -> float | None:
-    """Return after how many seconds these headers say that the client gives up; None if not."""
+    """Return the client's timeout in seconds, as these headers state it; None without one."""
     named = [_seconds(headers[name]) for name in _CLIENT_HEADERS if name in headers]
     return min([seconds for seconds in named if seconds is not None], default=None)
 

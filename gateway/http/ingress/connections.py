@@ -208,7 +208,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.url.partition(b"?")[0].decode("latin-1")
 
     def _refuse(self, error: OutriderError) -> None:
-        """Answer with the error unless a response has begun, and close the connection."""
+        """Answer with the error unless a response has started, and close the connection."""
         running = self.cycle is not None and not self.cycle.response_complete
         if not (running and self.cycle.response_started):
             own_id = self._log_refusal(error, running=running)

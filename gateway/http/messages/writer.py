@@ -37,7 +37,7 @@ class MessagesWriter:
         self._open = ""
         self._index = 0
         self.is_complete = False
-        """Whether the stream has all its events."""
+        """True if the stream has all its events."""
 
     def whole(self, choices: list[WholeChoice]) -> Json:
         """Return the answer to a request that does not stream."""

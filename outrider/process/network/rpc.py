@@ -100,7 +100,7 @@ class Server:
         self.services = services
         self.ports: list[int] = []
         self.is_serving = False
-        """Whether the health service answers SERVING for the whole server."""
+        """True if the health service answers SERVING for the whole server."""
         self._checks = CallChecks(max_request_bytes)
         self.grpc = grpc.aio.server(
             interceptors=[*interceptors, self._checks], options=SERVER_OPTIONS

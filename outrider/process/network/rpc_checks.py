@@ -49,7 +49,7 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self.has_roles = False
-        """Whether every peer has TLS, and so a role."""
+        """True if every peer has TLS, and so a role."""
 
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails

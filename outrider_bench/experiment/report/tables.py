@@ -33,7 +33,7 @@ class _Column:
     digits: int = 2
     way: str = ""
     ranged: bool = False
-    """Whether the interval of the median is shown as well."""
+    """True if the interval of the median is shown as well."""
     source: Source | None = None
     """The source of the figures; None is the line's source."""
 

@@ -31,7 +31,7 @@ class Truth:
 
     answer: Answer
     compares: bool
-    """Whether the text must equal the answer; a trusted drafter's sampled draft may change it."""
+    """True if the text must equal the answer; a trusted drafter's sampled draft may change it."""
     length: int = 0
     """The committed length when it was last checked."""
 

@@ -39,7 +39,7 @@ class EnginePlan:
     max_drafters: int
     warms_up: bool
     launches: bool
-    """Whether the engine works in the order for a GPU, which computes while the host goes on."""
+    """True if the engine works in the order for a GPU, which computes while the host goes on."""
     step_s: float
     token_s: float
 
@@ -61,7 +61,7 @@ class DrafterPlan:
     fails: float
     """Probability that its strategy raises."""
     samples: bool
-    """Whether it offers SPARSE and COUPLED, too."""
+    """True if it offers SPARSE and COUPLED, too."""
     max_draft_tokens: int
     max_sequence_count: int
     joins_s: float

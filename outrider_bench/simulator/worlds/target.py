@@ -43,7 +43,7 @@ class PagedTarget:
         self.failed_count = 0
         """Sequences of failed forwards whose clients have not heard of the failure yet."""
         self.is_warm = True
-        """Whether reading an empty slot is an error. Trial forwards read empty slots."""
+        """True if reading an empty slot is an error. Trial forwards read empty slots."""
         self.token_counts: list[int] = []
         """Tokens of each slice of the last forward."""
         self._events = events
