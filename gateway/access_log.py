@@ -57,7 +57,7 @@ class Access:
     model: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Tokens of the answer so far, of all its choices."""
+    """The number of tokens of the answer so far, in all its choices."""
     error: str = ""
     """The reason of the error with which the answer ended, in lower case; "" without one."""
     refusal: OutriderError | None = None

@@ -63,15 +63,15 @@ class Activity:
     chain_steps: int = 0
     """Steps of a sequence that verified a chain of draft tokens."""
     chain_tokens: int = 0
-    """Tokens that these steps committed."""
+    """The number of tokens that these steps committed."""
     tree_steps: int = 0
     """Steps of a sequence that verified draft tokens with branches."""
     tree_tokens: int = 0
-    """Tokens that these steps committed."""
+    """The number of tokens that these steps committed."""
     side_draft_tokens: int = 0
     """Verified draft tokens beside the main paths."""
     later_tokens: int = 0
-    """Tokens after the first chunk of their sequence."""
+    """The number of tokens after the first chunk of their sequence."""
     later_token_seconds: float = 0.0
     """The time that `later_tokens` took, summed over sequences."""
 

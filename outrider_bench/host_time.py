@@ -113,7 +113,7 @@ class _NullModel:
         self._logits_RV = torch.zeros(256 * 4, _VOCAB)
         self._logits_RV[:, 0] = 1.0
         self.launched_at = 0.0
-        """When the last forward returned, in this thread's processor time (seconds)."""
+        """This thread's processor time at which the last forward returned (seconds)."""
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Return fixed logits at once, one row for each wanted row."""

@@ -18,7 +18,7 @@ _MAX_OCCURRENCES = 16
 _LEAST_SHARE = 0.1
 
 _Occurrence = tuple[list[int], int]
-"""A text, and the position after an n-gram in it."""
+"""A sequence's tokens, and the position after an n-gram in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class NgramOptions:
     """The options for keeping and finding n-grams."""
 
     max_draft_len: int = 8
-    """The most tokens of a guess."""
+    """The maximum number of tokens of a guess."""
     max_matching_ngram_size: int = 3
-    """Tokens of the longest n-gram."""
+    """The number of tokens of the longest n-gram."""
 
 
 @dataclass(slots=True)

@@ -61,7 +61,7 @@ class RedisOptions:
     """The options of a pool in Redis."""
 
     max_entries: int = 1_000_000
-    """The most n-grams of a tenant."""
+    """The maximum number of n-grams of a tenant."""
     ttl_s: int = 86_400
     """Time after which Redis drops an n-gram that was not written again."""
     budget_s: float = 0.005

@@ -99,7 +99,7 @@ class AdmissionSlots:
 
     def __init__(self, counts: Counter[str], tenant: str, count: int, ends_at: float) -> None:
         self.ends_at = ends_at
-        """When nobody waits for the answer any more (monotonic seconds)."""
+        """The time after which nobody waits for the answer (monotonic seconds)."""
         self._counts = counts
         self._tenant = tenant
         self._left = 0
@@ -139,9 +139,9 @@ class TotalLoad(NamedTuple):
     """The load of a model's verifiers together. The counts are of sequences."""
 
     places: int
-    """Sequences that run at once."""
+    """The number of sequences that run at once."""
     most: int
-    """Sequences that run or wait at once."""
+    """The number of sequences that run or wait at once."""
     sequence_s: float | None
     """How long recent sequences were in a batch, on average (seconds); None before the first."""
 

@@ -61,7 +61,7 @@ class TextCall(ABC):
     streams: bool
     limit: AnswerLimit
     has_slot: bool
-    """Whether the caller holds a slot of `preparing` already, to parse the body."""
+    """True if the caller holds a slot of `preparing` already, to parse the body."""
     prediction: str = ""
     """The answer that the caller expects."""
 

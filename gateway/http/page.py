@@ -28,7 +28,7 @@ _EVERY_S = 0.5
 # An event may be as old as this, so that many streams cost little more than one stream.
 _SHARED_S = 0.25
 MOST_FEEDS = 16
-"""The most streams of events of a tenant; each is an open page."""
+"""The maximum number of streams of events of a tenant; each is an open page."""
 # A refused caller is told to try again after this time.
 _RETRY_S = 2.0
 # The page may load scripts, styles and data only from this gateway. uPlot needs inline styles.

@@ -33,7 +33,10 @@ ERROR_HEADERS = ("Grpc-Status", "Grpc-Message", "Grpc-Status-Details-Bin")
 """The headers in which gRPC-Web reports a call that failed before its first response."""
 _SHOWN_CHARACTERS = 300
 MAX_JSON_VALUES = 65_536
-"""The most values of a request in JSON. Building the message takes longer than parsing the JSON."""
+"""The maximum number of values of a request in JSON.
+
+Building the message takes longer than parsing the JSON.
+"""
 _CONTENT_TYPES = (
     "application/connect+json",
     "application/connect+proto",

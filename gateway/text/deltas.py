@@ -34,11 +34,11 @@ class FinishInfo:
     cached_token_count: int
     stats: SpeculationStats
     resumed_count: int = 0
-    """How many times the sequence went on at another verifier."""
+    """The number of times that another verifier continued the sequence."""
     grammar_incomplete: bool = False
     """True if `max_tokens` ended the text before the token that ends its grammar."""
     call_count: int = 0
-    """How many calls of tools the answer holds."""
+    """The number of calls of tools in the answer."""
     stop: str = ""
     """The stop string that ended the answer, if one did."""
 

@@ -22,7 +22,7 @@ class ArgumentReader(ABC):
     """Reads the arguments of one call."""
 
     is_complete = False
-    """Whether the arguments have ended."""
+    """True if the arguments have ended."""
 
     @abstractmethod
     def read(self, text: str) -> tuple[str, str]:

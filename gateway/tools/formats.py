@@ -18,7 +18,7 @@ Style = Literal[
     "deepseek_v4_1_xml",
     "gemma",
 ]
-"""How a call's arguments are written."""
+"""The form in which a call's arguments are written."""
 
 
 @dataclass(frozen=True, slots=True)

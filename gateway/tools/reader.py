@@ -72,7 +72,7 @@ class Reading:
     shows_thought: bool = True
     """True if the thought is a part of the answer. It is left out otherwise."""
     is_either: bool = False
-    """Whether the answer is either only calls or only content."""
+    """True if the answer is either only calls or only content."""
     is_forced: bool = False
     """True if the answer holds nothing but calls, and perhaps a thought before them."""
     is_bound: bool = False
@@ -80,7 +80,7 @@ class Reading:
     held: frozenset[str] = frozenset()
     """The tools whose arguments the grammar holds to their schemas; all if a call is forced."""
     first_call: int = 0
-    """How many calls the conversation has before this answer."""
+    """The number of calls in the conversation before this answer."""
 
     @property
     def literals(self) -> tuple[str, ...]:

@@ -52,9 +52,9 @@ class Replica:
         self.foreign_count = 0
         """Sequences of other gateways and callers there, at the last poll."""
         self.round_trip_s: float | None = None
-        """How long the last poll took (seconds)."""
+        """The seconds that the last poll took."""
         self.answered_at = time.monotonic()
-        """When the verifier last answered a poll (monotonic seconds)."""
+        """The time of the verifier's last answer to a poll (monotonic seconds)."""
         self.poll_now = asyncio.Event()
         """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
         self.full = False

@@ -33,7 +33,7 @@ from outrider.process.security.tls import Tls
 from outrider.v1 import verifier_pb2
 
 HIDDEN_SIZE = 16
-"""How many numbers a hidden state has, unless the command names the drafter's own target."""
+"""The size of a hidden state, unless the command names the drafter's own target."""
 _START_S = 60.0
 _BACK_S = 8.0
 _EXIT_S = 5.0

@@ -25,9 +25,9 @@ class DraftSequence:
         self.tokens = list(opened.token_ids)
         """Every committed token, prompt included. The list only grows, in place."""
         self.draft_tokens = opened.draft_tokens
-        """How many guesses of the chain the verifier can use in its next step."""
+        """The number of the chain's guesses that the verifier can use in its next step."""
         self.tree_tokens = opened.tree_tokens
-        """How many guesses in branches are worth sending for the verifier's next step."""
+        """The number of guesses in branches that are worth sending for the next step."""
         self.window = opened.window
         self.traceparent = opened.traceparent
         self.abandoned = False

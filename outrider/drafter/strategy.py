@@ -29,7 +29,7 @@ class Strategy(ABC):
     feature_request: FeatureRequest | None = None
     """The target's hidden states that the strategy reads; None if it reads no states."""
     requires_grammar = False
-    """Whether only sequences with a grammar are opened to the strategy."""
+    """True if only sequences with a grammar are opened to the strategy."""
     fatal: tuple[type[Exception], ...] = ()
 
     def welcomed(self, welcome: Welcome) -> None:

@@ -133,7 +133,7 @@ class HeadModel(torch.nn.Module):
     """A head on a device. Not thread-safe. A kind adds modules, `read_rows` and `guess`."""
 
     pairs = True
-    """Whether a row holds the token after its feature."""
+    """True if a row holds the token after its feature."""
     siblings: ClassVar[Sequence[Sequence[str]]] = SIBLINGS
     """The layers that a CPU computes as one product."""
     exact: tuple[str, ...] = ()

@@ -71,7 +71,7 @@ class Decoder:
     head_norms: bool = False
     """True if queries and keys are normed head by head, as in Qwen3."""
     rotary_size: int | None = None
-    """How many of a head's first channels are rotated by position; None for all."""
+    """The number of a head's first channels that are rotated by position; None for all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ LONGEST_WINDOW = 256
 Longer texts would make the start of a large model slow on a CPU.
 """
 FEWEST_TOKENS = 12
-"""The fewest tokens of a text."""
+"""The minimum number of tokens of a text."""
 SPARE_TOKENS = 4
 """Tokens by which the first text's last slot exceeds its last position."""
 # Longer than two pages of the usual size, and not a multiple of the page size.

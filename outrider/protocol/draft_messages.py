@@ -71,7 +71,7 @@ class Hello:
     distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
     placement: Placement = field(default_factory=Placement)
     max_sequence_count: int = 0
-    """The most sequences that the drafter takes at a time; 0 for no limit."""
+    """The maximum number of sequences that the drafter takes at a time; 0 for no limit."""
     feature_request: FeatureRequest | None = None
     """The features that the drafter can use; None if it uses no features."""
     requires_grammar: bool = False

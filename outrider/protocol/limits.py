@@ -32,30 +32,30 @@ class Range:
 # Requests.
 MAX_NAME_LENGTH = 128
 MAX_MESSAGES = 2048
-"""The most messages of a chat."""
+"""The maximum number of messages of a chat."""
 MAX_STOP_TOKENS = 64
 MAX_LISTED_TOKENS = 1024
-"""The most entries of logit_bias and of banned_token_ids."""
+"""The maximum number of entries of logit_bias and of banned_token_ids."""
 MAX_TOP_LOGPROBS = 20
 MAX_GRAMMAR_CHARACTERS = 65536
 MAX_CHOICES = 1024
 MAX_MARK_CHARACTERS = 256
-"""The most characters of each text around a thought that a grammar leaves free."""
+"""The maximum number of characters of each text around a thought that a grammar leaves free."""
 MAX_RELAXED_TOPK = 64
 MAX_GATHERED_TOKENS = 4096
-"""The most tokens that the verifier gathers for one chunk."""
+"""The maximum number of tokens that the verifier gathers for one chunk."""
 # Below this temperature sampling is greedy, as in vLLM: logits divided by a smaller number overflow
 # float32, and the argmax has all the probability.
 MIN_TEMPERATURE = 1e-5
 
 # Drafts.
 MAX_DRAFT_TOKENS = 64
-"""The most draft tokens of a sequence that one step verifies."""
+"""The maximum number of draft tokens of a sequence that one step verifies."""
 MAX_FAMILY_LENGTH = 64
 MAX_DISTRIBUTION_ENTRIES = 256
 MAX_BATCH_ENTRIES = 4096
 MAX_BATCH_TOKENS = 16384
-"""The most tokens of a drafter's message: all draft tokens of 256 sequences."""
+"""The maximum number of tokens of a drafter's message: all draft tokens of 256 sequences."""
 MAX_PROPOSAL_TOKENS = 1024
 MAX_WINDOW_DEPTH = 128
 MAX_WINDOW_TOKENS = 4096

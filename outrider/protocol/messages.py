@@ -126,7 +126,7 @@ class SamplingParams:
     # These are computed once, because each step reads them for every sequence.
     greedy: bool = field(init=False, repr=False, compare=False)
     adjusts: bool = field(init=False, repr=False, compare=False)
-    """Whether bias, penalties, bans or min_tokens change the logits before the temperature."""
+    """True if bias, penalties, bans or min_tokens change the logits before the temperature."""
 
     def __post_init__(self) -> None:
         if 0.0 < self.temperature < MIN_TEMPERATURE:

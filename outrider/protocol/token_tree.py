@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_TREE_TOKENS = 64
-"""The most draft tokens of a tree with branches: a token's ancestors are the bits of one word."""
+"""The maximum number of draft tokens of a tree with branches.
+
+A token's ancestors are the bits of one 64-bit number.
+"""
 
 
 def without_chain(parents: list[int]) -> list[int]:

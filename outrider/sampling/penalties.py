@@ -32,7 +32,7 @@ class _Text:
     row: int
     """Its row of the table."""
     counted: int = 0
-    """How many of its tokens are counted."""
+    """The number of its tokens that are counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _LENGTHS = (100, 16, 48, 24, 32)
-"""Most tokens of the answer to each prompt. Long answers meet faults; short answers end soon."""
+"""The maximum number of tokens of the answer to each prompt.
+
+Long answers meet faults; short answers end soon.
+"""
 _PROMPTS = (
     "def read(path):\n    ",
     "import os\n\nclass Cache:\n    def get(self, key):\n",

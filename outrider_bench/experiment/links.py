@@ -171,7 +171,7 @@ class _End(asyncio.Protocol):
     target: tuple[str, int] | None
     peer: _End | None = None
     opens_at: float = 0.0
-    """When the handshake is over. Nothing leaves earlier."""
+    """The time at which the handshake is over. Nothing leaves earlier."""
     is_full: bool = False
     """True if this end's socket takes no more bytes for now."""
     has_ended: bool = False

@@ -52,7 +52,7 @@ class Sizes:
     beside_prompt: list[int]
     """Numbers of sequences that decode in the same forward as a prompt's chunk."""
     forward_tokens: int
-    """The most tokens in one forward."""
+    """The maximum number of tokens in one forward."""
     read_numbers: int
     """Float32 numbers that are copied and summed to find the device's limit."""
     repeats: int

@@ -44,7 +44,7 @@ class Process:
     """A drafter process: its connections share its processor and its pool of n-grams."""
 
     free_at: float = 0.0
-    """When the process's event loop has done all planned work."""
+    """The time at which the process's event loop has done all planned work."""
     pool: MemoryPool | None = None
     model: SimulatedDraftModel | None = None
     head: SimulatedHead | None = None

@@ -30,7 +30,7 @@ UNREAD_CHUNKS = 400
 # The grammar of every request that has one. Texts are recorded, so nothing is masked.
 _GRAMMAR = Grammar(GrammarKind.JSON_OBJECT)
 UNREAD_S = 60.0
-"""How long the gateway waits for a client that does not read."""
+"""The seconds that the gateway waits for a client that does not read."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +42,7 @@ class Request:
     verifier: VerifierActor
     received: list[int] = field(default_factory=list)
     received_at: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens arrived, and how many."""
+    """The times at which tokens arrived, each with the number of tokens."""
     sequence: Sequence | None = None
     stats: SpeculationStats | None = None
     """The statistics from the verifier that ended the request."""
@@ -89,7 +89,7 @@ class Traffic:
         self.on_measured: Callable[[], object] = lambda: None
         """Called before the first measured request is sent."""
         self.began = 0.0
-        """When the measurement began."""
+        """The time at which the measurement began."""
         self._latency_s = scenario.client_ms / 1000
         self._gateway = GatewayActor(events, verifiers, scenario.timeout_seconds)
         self._stopped = False

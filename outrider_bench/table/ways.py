@@ -22,9 +22,9 @@ from outrider_bench.table.rows import PLAIN, Answer
 Ask = Callable[[Sequence[Request], int, float, str], Awaitable[Answer]]
 """Gets a mode's answers to requests, some of them at once, at a temperature, for a tenant."""
 MOST_TOKENS = 2048
-"""The most tokens of a prompt and its answer in vLLM's process."""
+"""The maximum number of tokens of a prompt and its answer in vLLM's process."""
 MOST_AT_ONCE = 8
-"""The most requests that run at once."""
+"""The maximum number of requests that run at once."""
 # A page has 16 tokens.
 _PAGES = MOST_AT_ONCE * MOST_TOKENS // 16
 
@@ -39,7 +39,7 @@ class Way:
     grammars: Literal["any", "needed", "none"] = "any"
     """Whether requests may have a grammar, must have one, or must have none."""
     most: int = MOST_AT_ONCE
-    """The most requests that the mode takes at once."""
+    """The maximum number of requests that the mode takes at once."""
 
     def takes(self, requests: Sequence[Request], batch: int) -> bool:
         """Return whether the mode can answer these requests, `batch` at once."""

@@ -161,9 +161,9 @@ class JudgedDraft:
     draft: DraftTree
     rows: SequenceOf[int]
     drafted: int
-    """Tokens of the assignment's own main path."""
+    """The number of tokens of the assignment's own main path."""
     accepted: int
-    """How many first tokens of that path were right."""
+    """The number of that path's first tokens that were right."""
     run: int
     """`Assignment.run` before the draft."""
     drafters: dict[str, Drafter]

@@ -60,7 +60,7 @@ class DraftExchange:
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self.features = FeatureSender(features)
         self.assigned = 0
-        """How often sequences were assigned to drafters, or drafters left."""
+        """The number of times that a sequence was assigned to a drafter or a drafter left."""
         self._planner = planner
         self._sequences = sequences
         self._metrics = metrics

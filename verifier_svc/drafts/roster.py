@@ -20,7 +20,7 @@ _FULL_S = 5.0
 # The roster remembers faults for this many names.
 _REMEMBERED = 256
 MOST_LOST = 32
-"""How many drafters that left are remembered: pages, metrics and /readyz name them."""
+"""The number of drafters that left and are remembered: pages, metrics and /readyz name them."""
 _MAX_DRAFTERS = 64
 # The part of all connections that drafters of one source may have, so that nobody has all of them.
 _SOURCE_SHARE = 0.25

@@ -60,9 +60,9 @@ class Scheduler:
         )
         self.preemption_count = 0
         self.prompt_token_count = 0
-        """Tokens of all admitted sequences."""
+        """The number of tokens that all sequences had when they were admitted."""
         self.cached_token_count = 0
-        """Tokens of admitted sequences that the prefix cache held."""
+        """The number of tokens of admitted sequences that the prefix cache held."""
         # The tenant of all sequences of the step in progress; None if they have several tenants.
         self._only_tenant: str | None = None
         self._max_batch_tokens = config.max_batch_tokens

@@ -24,9 +24,9 @@ class DraftPolicy(ABC):
     """Decides when an engine drafts, and for which drafts it waits."""
 
     most_tokens: ClassVar[bool]
-    """Whether drafts have the most tokens that they may have, whatever the tokens cost."""
+    """True if drafts have as many tokens as they may have, whatever the tokens cost."""
     takes_all: ClassVar[bool]
-    """Whether all drafters draft, and each forward waits for them, without a comparison."""
+    """True if all drafters draft, and each forward waits for them, without a comparison."""
     least_gain: ClassVar[float]
     """A draft's gain must exceed its cost by more than this number of tokens."""
 

@@ -94,9 +94,9 @@ class _Tree:
 
     assignment: Assignment
     depth: int
-    """The most tokens of a path."""
+    """The maximum number of tokens of a path."""
     most: int
-    """The most tokens in all."""
+    """The maximum number of tokens in all."""
     fixed: bool
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)

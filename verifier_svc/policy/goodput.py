@@ -31,7 +31,7 @@ class StepCosts(NamedTuple):
     token_costs: list[tuple[int, float]]
     """Rising costs: (up to this many draft tokens of the forward, cost of each in tokens)."""
     limit: int
-    """The most draft tokens of a sequence."""
+    """The maximum number of draft tokens of a sequence."""
 
 
 def step_costs(

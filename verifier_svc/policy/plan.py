@@ -28,7 +28,10 @@ class Plan:
     planned_ids: frozenset[int] = frozenset()
     """Ids of the sequences that the plan covers."""
     draft_tokens: Mapping[int, int] = field(default_factory=dict)
-    """The most draft tokens of a path to verify, keyed by sequence id; 0 for a missing id."""
+    """The maximum number of draft tokens of a path to verify, keyed by sequence id.
+
+    It is 0 for a missing id.
+    """
     token_costs: SequenceOf[tuple[int, float]] = ()
     """The costs of the forward's draft tokens, as in `StepCosts`; empty if drafts stay chains."""
     fixed: bool = False

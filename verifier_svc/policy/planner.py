@@ -47,7 +47,7 @@ class _Choice(NamedTuple):
     drafters: frozenset[Drafter]
     threshold: float
     rate: float = 0.0
-    """Tokens a second."""
+    """The number of tokens a second."""
     waits: bool = True
     """True if each forward waits for the drafts. If not, plain steps go on meanwhile."""
 
@@ -66,7 +66,7 @@ class Outline(NamedTuple):
     costs: StepCosts | None
     """None if no drafter is asked."""
     rate: float
-    """Tokens a second of the batch with the planned drafts."""
+    """The batch's number of tokens a second with the planned drafts."""
     measures: bool
     """True if the policy wanted steps without drafts."""
 

@@ -86,7 +86,7 @@ class _Baseline:
     count: int = 0
     """Baseline steps that were measured."""
     due: int = _BASELINE_STEPS
-    """How many baseline steps to measure now."""
+    """The number of baseline steps to measure now."""
     passed: int = 0
     """Steps since baseline steps became due, or since the last due baseline step was measured."""
     gap: int = _FIRST_GAP

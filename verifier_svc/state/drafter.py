@@ -95,32 +95,32 @@ class Drafter:
     trusted: bool = False
     """True if the distributions that it claims count where sampled drafts are accepted."""
     on_target_device: bool = False
-    """Whether it computes on the target's GPU, or on cores that the target computes on."""
+    """True if it computes on the target's GPU, or on cores that the target uses."""
     busy_until: float = 0.0
-    """Until when it is expected to draft, to fill all windows that it was told (seconds)."""
+    """The time by which it should have filled all windows that it was told (seconds)."""
     draining: bool = False
     # One more entry than the messages to the drafter allow. So an id that was never opened gets the
     # error about ids.
     proposals_left: int = 1
-    """Proposals that it may send before it gets a further message."""
+    """The number of proposals that it may send before it gets a further message."""
     skips_left: int = 1
-    """Skips that it may send before it gets a further message."""
+    """The number of skips that it may send before it gets a further message."""
     taken_bytes: int = 0
     """The `held_bytes` of its messages that the engine has processed."""
     right_guesses: int = 0
-    """Drafts whose first token was right, at most `_TEST_GUESSES`."""
+    """The number of drafts whose first token was right, at most `_TEST_GUESSES`."""
     proven: bool = False
     """True if it has passed its trial. A proven drafter is preferred to others."""
     told_steps: int = 0
     """Steps of its trial since its last right guess. A wrong guess counts as further steps."""
     silent_at: float = math.inf
-    """When it counts as silent if it does not answer (seconds); inf if it owes no answer."""
+    """The time from which it is silent unless it answers (seconds); inf if it owes no answer."""
     silent: bool = False
     """True if it has stopped answering."""
     paused: bool | None = None
     """True if the last step asked it for no draft; None before the first step with it."""
     turn: int = 0
-    """When it last got a sequence, in a count of all the verifier's assignments."""
+    """The number of the verifier's assignments when it last got a sequence."""
     answer_rate: float = 1.0
     """Share of its answers that held a draft, as a running mean over all its sequences."""
     verified_count: int = 0

@@ -101,7 +101,7 @@ class Assignment:
     held_features: list[Features] = field(default_factory=list)
     """Features that wait for the verdict of their tokens."""
     told_at: float = 0.0
-    """When the last message to the drafter was written (seconds)."""
+    """The time at which the last message to the drafter was written (seconds)."""
     run: int = 0
     """How many of the last committed tokens it guessed in a row, with guesses that came in time.
 
@@ -300,7 +300,7 @@ class Sequence:
     """The committed tokens, beginning with the prompt."""
     stats: SpeculationStats
     assignments: dict[str, Assignment] = field(default_factory=dict)
-    """Keyed by drafter id."""
+    """The assignments, keyed by drafter id."""
     past_drafters: set[str] = field(default_factory=set)
     """Ids of drafters that lost the sequence to other drafters. None of them gets it again."""
     cached_token_count: int = 0
@@ -310,10 +310,10 @@ class Sequence:
     matcher: Matcher | None = None
     """The state of the request's grammar after the output without its last `grammar_lag` tokens."""
     grammar_lag: int = 0
-    """How many of the last committed tokens the next mask's work gives to the grammar."""
+    """The number of last committed tokens that the next mask's work gives to the grammar."""
     mask_width: int = 0
     mask_work: MaskWork | None = None
-    """The masks of its next step, once they have been asked for; the step waits for them."""
+    """The masks of its next step, after they were asked for; the step waits for them."""
     mask_row_s: float = 0.0
     """Processor time of its last masks (seconds a row)."""
     mask_excess_s: float = 0.0
@@ -326,11 +326,11 @@ class Sequence:
     """The number of steps that could have verified a draft but had none, keyed by reason."""
     span: Span = NO_SPAN
     submitted_at: float = 0.0
-    """When the request came (monotonic seconds)."""
+    """The time at which the request came (monotonic seconds)."""
     scheduled_at: float | None = None
-    """When it was first part of a batch (monotonic seconds). Time unread moves it forward."""
+    """The time of its first batch (monotonic seconds). Time unread moves it forward."""
     unread_at: float | None = None
-    """Since when its caller does not read (monotonic seconds); None if the caller reads."""
+    """The time since which its caller does not read (monotonic seconds); None if it reads."""
 
     @property
     def has_begun(self) -> bool:

@@ -14,7 +14,7 @@ class StepTimes:
     """The times of one step, in seconds."""
 
     wait_s: float
-    """How long the engine waited for drafts before the step."""
+    """The seconds that the engine waited for drafts before the step."""
     phases_s: Mapping[str, float]
     """The seconds of its phases, keyed by name, without the wait."""
 
@@ -33,7 +33,7 @@ class StepClock:
 
     def __init__(self, clock: Clock) -> None:
         self.wait_s = 0.0
-        """How long the engine waited for drafts before the step."""
+        """The seconds that the engine waited for drafts before the step."""
         self.phases_s: dict[str, float] = {}
         """The seconds of the step's phases so far, keyed by name, without the wait."""
         self._clock = clock

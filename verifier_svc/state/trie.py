@@ -89,7 +89,7 @@ class AddResult:
     passed: int = 0
     """Committed already, as guessed."""
     stale: int = 0
-    """Contradicted by the commit, or after a contradicted token."""
+    """The number of guesses that the commit contradicted, or that follow such a guess."""
     cut: int = 0
     """Beyond the window."""
 

@@ -83,7 +83,7 @@ class DraftHub:
     """
 
     is_own: ClassVar[bool] = True
-    """Whether our own server sends the requests. Only its requests may name their sequences."""
+    """True if our own server sends the requests. Only its requests may name their sequences."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class DraftHub:
         self.is_stalled = False
         """True if the last step computed nothing, as while vLLM compiles a grammar."""
         self.preemption_count = 0
-        """How often vLLM has preempted a request."""
+        """The number of times that vLLM has preempted a request."""
         self.bad_draft_count = 0
         """Drafts with ids that the vocabulary lacks. The exchange should have refused such a draft,
         so each is a fault of our code."""

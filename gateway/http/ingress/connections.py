@@ -19,7 +19,7 @@ from outrider.process.security.roles import Peer, check_http, peer_of_ssl
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
 MAX_IDLE = 1024
-"""The most connections of a gateway that stay open between two requests."""
+"""The maximum number of connections of a gateway that stay open between two requests."""
 UNSENT_BYTES = 16 * 1024
 """A connection is full when it holds this many unsent bytes, and the kernel holds this many too."""
 

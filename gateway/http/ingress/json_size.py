@@ -7,9 +7,9 @@ import json
 from outrider.errors import OutriderError, Reason
 
 MAX_STRINGS = 32_768
-"""The most strings of a body, keys included."""
+"""The maximum number of strings of a body, keys included."""
 MAX_VALUES = 262_144
-"""The most values of a body, such as the token ids of its prompts."""
+"""The maximum number of values of a body, such as the token ids of its prompts."""
 
 
 def check_size(body: bytes, max_values: int = MAX_VALUES) -> None:

@@ -25,7 +25,7 @@ from outrider.process.observability.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
 
 MAX_SEQUENCES = 64
-"""The most sequences of a request, prompts times n: a verifier's batch with default settings."""
+"""The maximum number of sequences of a request (prompts times n): a verifier's default batch."""
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody)
 

@@ -22,7 +22,10 @@ from outrider.errors import OutriderError, Reason, invalid
 
 MAX_LISTED_ITEMS = 100
 MAX_REPLAYED_BYTES = 1024 * 1024
-"""The most bytes of a response whose events can be sent again. Three events each hold all of it."""
+"""The maximum number of bytes of a response whose events can be sent again.
+
+Three events each hold the whole response.
+"""
 # Encoding this many events takes a few milliseconds.
 _EVENTS_AT_ONCE = 64
 # Maps the type of an item to the prefix of its id.

@@ -38,7 +38,7 @@ class AutoregressiveModel(HeadModel):
             raise ValueError(f"a head of the kind {head.spec.kind} has decoder layers")
         self.decoder: Decoder = head.spec.decoder
         self.graphs: RoundGraphs | None = None
-        """Rounds without a rank, once they are captured."""
+        """The rounds without a rank, after they were captured; None before."""
 
     @property
     def caches(self) -> list[LayerCache]:

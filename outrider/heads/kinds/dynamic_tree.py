@@ -18,7 +18,10 @@ from outrider.heads.model import Branch, HeadSequence
 from outrider.lm.layout import SequenceSlice
 
 WIDTH = 4
-"""How many guesses of a level are followed. With 8, tokens per forward rise by at most 2 %."""
+"""The number of a level's guesses that are followed.
+
+With 8, tokens per forward rise by at most 2 %.
+"""
 
 
 class Node(NamedTuple):

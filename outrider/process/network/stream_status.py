@@ -15,7 +15,7 @@ import grpc
 
 # The peer's status follows a failed write at once, unless messages before it wait to be read.
 STATUS_WAIT_S = 5.0
-"""How long a failed write waits for the status of its call."""
+"""The seconds that a failed write waits for the status of its call."""
 _UNREAD = "the peer ended the call; its status follows the messages that are not read yet"
 
 

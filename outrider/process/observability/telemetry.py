@@ -34,7 +34,7 @@ from outrider.process.runtime import exit_now
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 LAST_SEND_S = 3.0
-"""The most seconds of an export to a collector, and of the last export when the process ends."""
+"""The maximum seconds of an export to a collector, also of the last export of a process."""
 
 LogFormat = Literal["text", "json"]
 Attribute = str | int | float | bool | Sequence[str]

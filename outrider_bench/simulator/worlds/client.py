@@ -35,7 +35,7 @@ class Client:
     def __init__(self, world: World, plan: RequestPlan) -> None:
         self.plan = plan
         self.end = ""
-        """How the request ended; empty while it has not."""
+        """The way in which the request ended; empty before its end."""
         self.verifier: CheckedVerifier | None = None
         self._world = world
         self._received: list[int] = []

@@ -91,7 +91,7 @@ class Connection:
     def __init__(self, drafter: RandomDrafter, verifier: CheckedVerifier) -> None:
         self.verifier = verifier
         self.over = False
-        """Whether the drafter has ended the stream, or knows that it has ended."""
+        """True if the drafter has ended the stream, or knows that it has ended."""
         self.session = DraftSession(
             RandomStrategy(drafter.plan, drafter.draw, verifier), drafter.clock
         )

@@ -45,7 +45,7 @@ class PagedTarget:
         self.is_warm = True
         """True if reading an empty slot is an error. Trial forwards read empty slots."""
         self.token_counts: list[int] = []
-        """Tokens of each slice of the last forward."""
+        """The number of tokens of each slice of the last forward."""
         self._events = events
         self._page_size = page_size
         self._cache = [_BLANK] * (page_count * page_size)

@@ -21,7 +21,7 @@ class SparseDrafts:
     """B drafts of at most K tokens, padded with zeros; float64 but for the lengths."""
 
     lengths_B: torch.Tensor
-    """Tokens of each draft, int64."""
+    """The number of tokens of each draft, int64."""
     draft_BK: torch.Tensor
     """The drafter's probability of each drafted token."""
     target_BK: torch.Tensor
