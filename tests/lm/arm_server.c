@@ -1,7 +1,7 @@
 // Calls functions of a kernel library for a process on another architecture; see arm_processor.py.
 //
-// Each request on stdin has a header, memory, and the places of pointers in it. The response on stdout is
-// the result and the memory's first part, which the function may have written.
+// Each request on stdin has a header, memory, and the places of pointers in it. The response on
+// stdout is the result and the memory's first part, which the function may have written.
 #include <dlfcn.h>
 #include <omp.h>
 #include <stdint.h>

@@ -2,10 +2,10 @@
 // gemm_block.h. Products of float32, whose weights take longer to arrive, are faster by
 // gemm_vector.h.
 //
-// All rows are multiplied by a few tiles of weights before the next tiles. So the processor computes
-// while the weights of later tiles arrive, whatever the number of rows, and weights are read from
-// memory once, in order. For each of its sums, a row adds the same products in the same order,
-// whatever the other rows are and however many tiles are taken at once.
+// All rows are multiplied by a few tiles of weights before the next tiles. So the processor
+// computes while the weights of later tiles arrive, whatever the number of rows, and weights are
+// read from memory once, in order. For each of its sums, a row adds the same products in the
+// same order, whatever the other rows are and however many tiles are taken at once.
 #pragma once
 
 // Rows of one pass over some tiles. Five rows by two vectors of columns have ten sums. Two
@@ -24,13 +24,7 @@
 #define PREFETCH_DISTANCE 8192
 #define PREFETCHES_NEXT(rows) ((rows) <= ROWS)
 
-// AMX needs these; vectors do not.
-typedef char saved_state;
-INLINE saved_state save_state(void) { return 0; }
-INLINE void restore_state(const saved_state *saved) { (void)saved; }
-INLINE void configure_rows(int rows) { (void)rows; }
-
-// Returns the tile_rows of an input with so many rows.
+// Returns the tile_rows of an input of `rows` rows.
 INLINE int64_t choose_tile_rows(int64_t rows) { return rows < 1 || rows > ROWS ? ROWS : rows; }
 
 // Returns as floats one element of each pair of a line: the first, or the second if `second`.

@@ -16,12 +16,6 @@
 // Distance in bytes at which weights are prefetched: as in gemm_vector.h, not measured on ARM.
 #define PREFETCH_DISTANCE 8192
 
-// AMX needs these; vectors do not.
-typedef char saved_state;
-INLINE saved_state save_state(void) { return 0; }
-INLINE void restore_state(const saved_state *saved) { (void)saved; }
-INLINE void configure_rows(int rows) { (void)rows; }
-
 // Returns the tile_rows of an input with so many rows.
 INLINE int64_t choose_tile_rows(int64_t rows) {
   (void)rows;

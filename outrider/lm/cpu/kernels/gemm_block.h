@@ -75,6 +75,13 @@ INLINE element *tiled_row(element *data, int64_t row, int64_t in, int64_t tile_r
 #else
 #include "gemm_vector.h"
 #endif
+#if INT8 || !BFLOAT16 || !defined(__AMX_BF16__)
+// AMX needs these; other products do not.
+typedef char saved_state;
+INLINE saved_state save_state(void) { return 0; }
+INLINE void restore_state(const saved_state *saved) { (void)saved; }
+INLINE void configure_rows(int rows) { (void)rows; }
+#endif
 #ifndef ROW_ELEMENTS
 // Elements from one row of a product's input to the next.
 #define ROW_ELEMENTS(in) (in)

@@ -1,6 +1,7 @@
-// The matrix product of one block of columns by integers; see gemm_block.h. Weights are int8 with a
-// scale for each column. Rows are quantised to int8 with a scale for each group of TILE_DEPTH
-// elements, because one scale for a whole row would lose the small elements beside a few large ones.
+// The matrix product of one block of columns by integers; see gemm_block.h. Weights are int8
+// with a scale for each column. Rows are quantised to int8 with a scale for each group of
+// TILE_DEPTH elements, because one scale for a whole row would lose the small elements beside a
+// few large ones.
 //
 // Weights are stored with 128 added, because the processor's dot product multiplies unsigned by
 // signed numbers. A group begins its sums with `offset`, which takes the 128 out again. The sums of
@@ -38,12 +39,6 @@ struct group {
   number numbers[TILE_DEPTH];
 };
 #define ROW_ELEMENTS(in) ((in) / TILE_DEPTH * (int64_t)(sizeof(struct group) / sizeof(element)))
-
-// AMX needs these; integers do not.
-typedef char saved_state;
-INLINE saved_state save_state(void) { return 0; }
-INLINE void restore_state(const saved_state *saved) { (void)saved; }
-INLINE void configure_rows(int rows) { (void)rows; }
 
 // Returns the tile_rows of an input with so many rows: the rows of one pass over the weights, about
 // the same number in each pass.

@@ -28,12 +28,6 @@
 // of the time that they took with 1 KiB, or without prefetching.
 #define PREFETCH_DISTANCE 8192
 
-// AMX needs these; vectors do not.
-typedef char saved_state;
-INLINE saved_state save_state(void) { return 0; }
-INLINE void restore_state(const saved_state *saved) { (void)saved; }
-INLINE void configure_rows(int rows) { (void)rows; }
-
 // Returns the tile_rows of an input with so many rows: the rows of one pass over the weights, about
 // the same number in each pass. A single row waits for the weights as long as six rows do, so 17
 // rows took a tenth more time as 8, 8 and 1. Full passes share tiles of TILE_ROWS: with 8 rows a
