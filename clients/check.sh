@@ -14,25 +14,26 @@ trap 'kill "${servers[@]}" 2>/dev/null || true; wait; rm -rf "$work"' EXIT
 
 [ "${1:-}" = --built ] || ./install.sh "$@"
 
-port() {
-  "$PYTHON" -c 'from outrider.process.network.ports import free_port; print(free_port())'
-}
+# Tests that run beside this choose ports from 20000 to 31999. One of them could take a port that is
+# chosen there before the stack listens on it.
+next=19000
+port() { printf -v "$1" '%s' $((next++)); }
 cd "$root"
 certs=$work/certs
 "$PYTHON" -m outrider_cli.main certs "$certs" >/dev/null
 declare -A gateway verifier lonely
 # start NAME FLAG...: a stack, and a gateway without a verifier for the check "unavailable".
 start() {
-  local public=()
-  gateway[$1]=$(port) verifier[$1]=$(port) lonely[$1]=$(port)
+  local public=() http lonely_http
+  port "gateway[$1]" && port "verifier[$1]" && port "lonely[$1]" && port http && port lonely_http
   "$PYTHON" -m outrider_cli.main serve --target models/target --drafter ngram --dtype float32 \
-    --http-port "$(port)" --grpc-port "${gateway[$1]}" --verifier-port "${verifier[$1]}" "${@:2}" \
+    --http-port "$http" --grpc-port "${gateway[$1]}" --verifier-port "${verifier[$1]}" "${@:2}" \
     >"$work/serve-$1.log" 2>&1 &
   servers+=($!)
   if [ "$1" != plain ]; then
     public=(--public-tls-cert "$certs/gateway.pem" --public-tls-key "$certs/gateway.key")
   fi
-  "$PYTHON" -m gateway --verifier 127.0.0.1:1 --tokenizer models/target --http-port "$(port)" \
+  "$PYTHON" -m gateway --verifier 127.0.0.1:1 --tokenizer models/target --http-port "$lonely_http" \
     --grpc-listen "127.0.0.1:${lonely[$1]}" "${public[@]}" >"$work/gateway-$1.log" 2>&1 &
   servers+=($!)
 }
@@ -43,11 +44,13 @@ cd clients
 [ "${1:-}" = --built ] || ./build.sh "$@"
 cp build/*.seconds "$work"
 
-# ready NAME FLAG...: waits until a stack serves.
+# ready NAME FLAG...: waits until a stack serves. If a server ends, prints all logs and fails.
 ready() {
   until "$PYTHON" -m outrider_cli.main health "127.0.0.1:${gateway[$1]}" "${@:2}" \
     --service outrider.v1.GenerationService >/dev/null 2>&1; do
-    kill -0 "${servers[0]}" "${servers[2]}" || { cat "$work"/serve-*.log; exit 1; }
+    for server in "${servers[@]}"; do
+      kill -0 "$server" || { tail -n +1 "$work"/*.log; exit 1; }
+    done
     sleep 0.5
   done
 }
