@@ -19,9 +19,9 @@ from setuptools.command.build_ext import build_ext
 
 _KERNELS = Path("outrider/lm/cpu/kernels")
 _SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c", "decoder_int8.c"]
-# Compiler flags of the library for each kind of processor, of any architecture: setup builds those
-# of the compiler's. A processor with AVX512-BF16 has AVX512-VNNI as well. Each is optional: without
-# a C compiler installation goes on without the libraries.
+# Compiler flags of one library for each kind of processor. Setup builds only the libraries for the
+# compiler's architecture. A processor with AVX512-BF16 has AVX512-VNNI as well. Each library is
+# optional: without a C compiler, the installation goes on without the libraries.
 _BUILDS = {
     "_cpu": [],
     "_cpu_avx2": ["-march=x86-64-v3"],

@@ -23,12 +23,14 @@ from outrider.process.settings.config import FileSettings, ScrapedSettings
 class EraseSettings(RedisSettings, TlsSettings, FileSettings):
     """Delete one tenant's n-grams, or the public pool's, from Redis."""
 
-    # The environment may name a drafter's file, which has settings that erase does not know.
+    # The environment may name a drafter's configuration file, with settings that erase lacks.
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_", extra="ignore")
 
     tenant: str | None = None
-    """Tenant whose n-grams are erased, of all tokenizers. Give
-    is-public-pool instead to erase the public pool."""
+    """Tenant whose n-grams are erased, for all tokenizers.
+
+    To erase the public pool, give is-public-pool instead.
+    """
 
 
 class DrafterSettings(TlsSettings, ScrapedSettings):
@@ -70,7 +72,10 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
     Unless cores or numa-node is set, the system places the process."""
 
     numa_node: int | None = Field(None, ge=0)
-    """NUMA node to take memory from. Unless cores is set, its cores run the drafter."""
+    """NUMA node to take memory from.
+
+    Unless cores is set, the drafter runs on the cores of this node.
+    """
 
     threads: int | None = Field(None, ge=1)
     """Number of computing threads; unless set, one thread for each pinned core, or torch's choice
@@ -100,7 +105,7 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
 
 
 class FamilyChoice(FileSettings):
-    """Only the family. It is read before the other settings, which depend on it."""
+    """Reads only the setting `family`, before all other settings, which depend on the family."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_", extra="ignore")
 
@@ -109,7 +114,7 @@ class FamilyChoice(FileSettings):
 
 @cache
 def settings_schema(family: str) -> type[DrafterSettings]:
-    """Return the settings of a drafter of one family: the family's, then those of all drafters.
+    """Return a class with the settings of one family, and then the settings of all drafters.
 
     Raises OutriderError(INVALID_VALUE) if the family does not exist or cannot be imported.
     """

@@ -114,9 +114,10 @@ def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
     The log names the tokens.
 
     The generation config comes first, then the configuration, then the tokenizer's eos_token. The
-    default of the model's type never counts: it may be any token of the model. Ids of `vocab_size`
-    or above are left out. Raises OutriderError(MODEL_NOT_FOUND) when there is no such model, and
-    OutriderError(INVALID_VALUE) when a file has something else in place of ids.
+    default end token of the model's type never counts, because in this model that id may stand for
+    any token. Ids of `vocab_size` or above are left out. Raises OutriderError(MODEL_NOT_FOUND) when
+    there is no such model, and OutriderError(INVALID_VALUE) when a file has something else in place
+    of ids.
     """
     ids, place = _stated_ends(model)
     ids = tuple(i for i in ids if i < vocab_size)
@@ -175,7 +176,7 @@ def _json_of(path: Path, place: str) -> object:
     """Parse a file of JSON. Raises OutriderError(INVALID_VALUE) that names `place`."""
     try:
         return json.loads(path.read_text())
-    # Bytes that are no UTF-8, and numbers of thousands of digits, are ValueErrors too.
+    # ValueError is also raised for bytes that are not UTF-8, and numbers of thousands of digits.
     except (ValueError, RecursionError):
         raise OutriderError(Reason.INVALID_VALUE, f"{place} must be JSON", "model") from None
 

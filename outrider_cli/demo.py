@@ -46,9 +46,9 @@ _GRAMMAR = "grammar"
 class Part:
     """One part of the demo: a target, its drafters, and the questions that they answer.
 
-    `questions` are pairs of a kind and the fields of a body. With `is_exactness`, every draft is
-    verified, each question is asked once, and the exit status says whether all texts equal the
-    texts of plain decoding.
+    Each of `questions` has a kind, and the fields of its request body. With `is_exactness`, every
+    draft is verified, each question is asked once, and the exit status says whether all texts equal
+    the texts of plain decoding.
     """
 
     title: str

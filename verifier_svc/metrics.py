@@ -243,7 +243,7 @@ class VerifierMetrics:
         return self._model_name, drafter.id, hello.family, hello.placement.kind
 
     def _add(self, counter: Counter, labels: tuple[str, ...], amount: float = 1.0) -> None:
-        """Gather an increment until `flush`.
+        """Note an increment of a counter; the next `flush` adds it to the counter.
 
         The lock and the labels of a Prometheus counter cost more than all other counting of a step.
         """

@@ -156,9 +156,9 @@ class DraftModel:
     def _forward(self, rounds: list[_Round]) -> None:
         """Run one forward for all rounds. If it fails, run a forward for each round.
 
-        So only the round that causes the failure loses its drafts.
+        Then only the round that causes the failure loses its drafts.
 
-        Within a round, drafts that lack fewer tokens go first.
+        Within a round, drafts that lack fewer tokens in their KV cache go first.
         """
         drafts: list[CachedDraft] = []
         for each in rounds:

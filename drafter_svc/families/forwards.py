@@ -149,8 +149,9 @@ class Forwards:
     def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
         """Guess the next `count` tokens of all drafts in one call, with one wait for a GPU.
 
-        Returns False, with nothing guessed, if that is not possible: if a draft needs more than its
-        likeliest tokens, lacks more than one token in its KV cache, or has no room for `count`.
+        Guesses nothing and returns False if one call cannot guess several tokens. This is so if a
+        draft samples, branches or has a grammar, if it lacks more than one token in its KV cache,
+        or if it has no room for `count` more tokens.
         """
         if not self._runner.continues or len(drafts) > self._max_batch_tokens:
             return False
@@ -336,8 +337,9 @@ class Forwards:
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
         top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
         top_RE = (top_RE / top_RE.sum(-1, keepdim=True)).float()
-        # Never draw twice with one random number: the fate of a rejected token has influenced which
-        # tokens were committed since.
+        # Each draw uses a new random number. If a token was rejected, the number that drew it has
+        # influenced which tokens were committed since, so another draw with this number would be
+        # biased.
         seeds = [draft.seed for draft in drafts]
         draws = [draft.draw_count for draft in drafts]
         numbers = uniforms(seeds, places, Purpose.DRAFT, draws)

@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 _CONTEXT_TOKENS = 4
 _PROMPT_TOKENS = 1000
 # A guess looks for this many bytes of forced text: `_BYTES_PER_TOKEN` for each token of the window,
-# and some more, since the last word may be cut. If the word is cut, the guess has no token of the
-# additional bytes.
+# and some more, since the last word may be cut. If the word is cut, the guess leaves out all tokens
+# that reach into the additional bytes.
 _BYTES_PER_TOKEN = 6
 _MORE_BYTES = 24
 # Classes of guesses: a token within a forced text; a token at its end, which may become a longer

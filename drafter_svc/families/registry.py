@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from drafter_svc.families.base import Family
 
 GROUP = "outrider.drafters"
-# These families are no entry points, so that they are also found in sources that are not installed.
-# Help texts list their names.
+# These families are listed here and not as entry points, because sources that are not installed
+# have no entry points. Help texts list their names.
 BUILT_IN = {
     "ngram": "drafter_svc.families.ngram:NgramFamily",
     "suffix": "drafter_svc.families.suffix:SuffixFamily",

@@ -1,9 +1,9 @@
-"""Translates between the target's tokens and those of a draft model with another tokenizer.
+"""Translates between the target's tokens and the tokens of a draft model with another tokenizer.
 
-The stream carries ids of the target. The draft model reads its own tokenizer's encoding of the same
-bytes, and guesses only tokens that have the bytes of one of the target's tokens (TLI, arXiv
-2502.05202). So a guess is at once an id of the target, and coupled noise, penalties and grammars
-apply to the target's ids. Knows tokenizers and ids; no model.
+The draft stream carries token ids of the target. The draft model reads its own tokenizer's encoding
+of the same bytes, and guesses only tokens that have the bytes of one of the target's tokens (TLI,
+arXiv 2502.05202). Each guess therefore is a token of the target too, so coupled noise, penalties
+and grammars apply to the target's ids. This module works with tokenizers and ids, not with models.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from outrider.tokenizer import end_token_ids, load_tokenizer
 
 # Both vocabularies must have at least this share of the smaller vocabulary's tokens in common.
 _LEAST_SHARE = 0.05
-# Later text may move the beginnings of the last `_SURE_WORDS` words, but not of earlier words. A
-# word pattern looks ahead by one character, but blanks may join with line ends after them.
+# Later text may change where the last `_SURE_WORDS` words begin, but not where earlier words begin.
+# A word pattern looks ahead by one character, but blanks may join with line ends after them.
 _SURE_WORDS = 4
 # This many of the target's tokens at the end of a text are encoded again for each commit, if no
 # word begins where both tokenizers begin a token.
@@ -42,8 +42,9 @@ _NO_TEXT = re.compile("([\udc80-\udcff]+)")
 class _Encoding:
     """Tokens of a text.
 
-    For each token, `starts` has the byte at which it begins, or -1 if that is within a character,
-    and `are_words` says whether a word begins with it. `length` counts the text's bytes.
+    For each token, `starts` has the byte at which the token begins, or -1 if it begins within a
+    character, and `are_words` says whether a word begins with the token. `length` counts the text's
+    bytes.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -72,7 +73,8 @@ class TokenTable:
         added = tokenizer.get_added_tokens_decoder().items()
         names = {i: token.content for i, token in added if token.special and i < len(token_bytes)}
         self.special = {name: i for i, name in names.items()}
-        # An id that stands for a byte comes after an id whose text is the same.
+        # If a token of a vocabulary stands for a byte and another token has the same text, the
+        # other token is taken.
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         byte_ids = {i for name, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(name)}
         self.by_bytes: dict[bytes, int] = {}
@@ -107,11 +109,11 @@ class TokenTable:
             found.length += 1
 
     def _encode_text(self, text: str, found: _Encoding, *, lead: bool) -> None:
-        """Encode a text. With `lead`, encode it after a character whose tokens are left out."""
+        """Encode a text. With `lead`, a character is put before it, and its tokens are left out."""
         skipped = 0
         if lead:
-            # No token joins this lead to the text, because the lead is a word before a line end, or
-            # a line end before other text.
+            # No token contains both this character and the beginning of the text, because one of
+            # the two is a line end and the other is not.
             text = (_SAMPLE if text[0] == "\n" else "\n") + text
             skipped = 1
         encoding = self._tokenizer.encode(text)
@@ -149,11 +151,11 @@ def _places(text: str) -> Sequence[int]:
 
 
 class Vocabulary:
-    """Maps a target's tokens to a draft model's, and texts to the draft model's tokens.
+    """Maps a target's tokens, and texts, to the tokens of a draft model.
 
-    All sequences share it. A target's token maps to the draft model's token with the same bytes, a
-    special token to the special token with the same name, and the token that ends a text to the
-    draft model's.
+    All sequences share one object. A token of the target maps to the draft model's token with the
+    same bytes. A special token maps to the special token with the same name, and the target's token
+    that ends a text maps to the draft model's token that ends a text.
     """
 
     def __init__(self, own: TokenTable, target: TokenTable) -> None:
@@ -250,8 +252,10 @@ class OwnText:
         self.ids = list(prefix)
         self._sure = len(prefix)
         self._sure_tokens = self._skipped = skipped
-        """`_sure` of the draft model's tokens and `_sure_tokens` of the target's are before the
-        place where the text is encoded again."""
+        """The next call encodes the text again from a certain place.
+
+        `_sure` counts the draft model's tokens before this place, and `_sure_tokens` the target's.
+        """
 
     def follow(
         self, tokens: Sequence[int], held: Sequence[int] = (), guesses: Sequence[int] = ()
@@ -259,8 +263,8 @@ class OwnText:
         """Encode the target's `tokens`, which begin with the tokens of the previous call.
 
         `held` are the guesses after the previous call's text that are still right. `guesses` are
-        the guesses after the present text. Returns how many of the draft model's tokens stay right:
-        the first tokens that are the same for both texts with their guesses.
+        the guesses after the present text. Returns how many of the draft model's tokens stay as
+        they were: the number of equal tokens at the beginning of both texts, each with its guesses.
         """
         before = [*self.ids[self._sure :], *self.of_guesses(held)]
         begin, begin_tokens = self._sure, self._sure_tokens

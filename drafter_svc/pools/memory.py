@@ -1,8 +1,8 @@
 """An n-gram pool in this process, with the options of TensorRT-LLM's n-gram speculation.
 
-A pool maps an n-gram to the places where it occurred. The tokens that follow there are the guess. A
-pool refers to a text and does not copy it, so a continuation grows with its text. The event loop
-makes all calls.
+A pool maps an n-gram to the places where it occurred. The guess is the tokens that follow at such a
+place. A pool refers to a text and does not copy the text, so the tokens that a place offers grow
+with the text. The event loop makes all calls.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The number of occurrences that are kept of an n-gram. A lookup takes an older occurrence than the
-# newest only if too few tokens follow the newest.
+# The number of occurrences that are kept for each n-gram. A lookup takes the newest occurrence; it
+# takes an older one only if too few tokens follow the newest.
 _MAX_OCCURRENCES = 16
-# Shorter suffixes no longer count once less probability than this is left for them.
+# If less probability than this is left for the shorter suffixes, they are ignored.
 _LEAST_SHARE = 0.1
 
 _Occurrence = tuple[list[int], int]
@@ -44,7 +44,7 @@ class Continuation:
 
 
 class MemoryPool:
-    """A pool of at most `max_entries` n-grams, of any number of texts.
+    """A pool of at most `max_entries` n-grams, taken from any number of texts.
 
     The least recently used n-grams are dropped first.
     """
@@ -122,7 +122,7 @@ class MemoryPool:
         from PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and Partial
         String Matching", 1984): a token that followed c of n occurrences of the longest suffix has
         c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among the tokens that
-        followed only shorter suffixes. It is 0 for a token that the pool does not know.
+        followed only shorter suffixes. A token that the pool does not know has probability 0.
         """
         length = min(length, self._options.max_draft_len)
         share = 0.0
@@ -144,7 +144,8 @@ class MemoryPool:
                 else:
                     text, end = places[0]
                     tokens = text[end : end + length]
-                    # The guess is taken as if it had followed all these occurrences.
+                    # The probabilities treat the newest occurrence's tokens as if they had followed
+                    # all places.
                     further = len(places) / (len(places) + 1)
                     confidences = [each * len(places), *[further] * (len(tokens) - 1)]
                     others.append(Continuation(tokens, confidences))
@@ -162,9 +163,10 @@ class MemoryPool:
         return (found,) if isinstance(found, tuple) else found
 
     def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
-        """Return the `length` tokens after the newest occurrence with so many tokens after it.
+        """Return the `length` tokens after the newest occurrence that `length` tokens follow.
 
-        If there is none, return the tokens after the occurrence with the most tokens after it.
+        If no occurrence has so many, return the tokens after the occurrence that most tokens
+        follow.
         """
         best: list[int] = []
         for text, end in reversed(occurrences):

@@ -95,7 +95,7 @@ class Admission:
 
 
 class AdmissionSlots:
-    """The slots that one request holds, one per sequence. Use it in `with`, which frees them."""
+    """The slots that one request holds, one per sequence. A `with` block frees them at its end."""
 
     def __init__(self, counts: Counter[str], tenant: str, count: int, ends_at: float) -> None:
         self.ends_at = ends_at

@@ -25,7 +25,7 @@ from outrider import __version__
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.protocol.model_info import DrafterInfo, ModelInfo, Stage
 
-# The smallest limit on a text's tokens. It also holds for models with a shorter context.
+# A text may have this many tokens even if the model's context is shorter.
 _MAX_TOKENIZED = 65_536
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 """Statuses of errors of /tokenize and /detokenize."""
@@ -64,7 +64,10 @@ def _add_model_routes(router: APIRouter, replicas: Router) -> None:
 
     @router.get("/v1/models", responses=json_responses(401))
     async def models() -> Response:
-        """The served models, under each of their names. Empty before a verifier has answered."""
+        """The served models, under each of their names.
+
+        The list is empty until a verifier answers.
+        """
         listed = [_model(name, info, started) for name, info in replicas.names.items()]
         return JSONResponse({"object": "list", "data": listed})
 
@@ -129,12 +132,12 @@ def _answer_head(router: APIRouter) -> None:
 def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
     @router.get("/tokenizer_info", responses=json_responses(401))
     async def tokenizer_info() -> Response:
-        """The special tokens and the chat template, in vLLM's shape, as lm-eval asks for them."""
+        """The special tokens and the chat template, in vLLM's response format, for lm-eval."""
         return JSONResponse(generation.prompts.tokenizer_info)
 
     @router.post("/tokenize", responses=json_responses(*_ERRORS))
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        """The ids of a prompt or of a rendered conversation, in vLLM's shape."""
+        """The token ids of a prompt or of a rendered conversation, in vLLM's response format."""
         _, info = generation.router.lookup(body.model)
         prompts = generation.prompts
         most = most_tokens(info)
@@ -151,7 +154,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
 
     @router.post("/detokenize", responses=json_responses(*_ERRORS))
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        """The text of ids, special tokens included, in vLLM's shape."""
+        """The text of token ids, special tokens included, in vLLM's response format."""
         _, info = generation.router.lookup(body.model)
         most = most_tokens(info)
         if len(body.tokens) > most:
@@ -190,10 +193,10 @@ def most_tokens(info: ModelInfo) -> int:
 
 @contextmanager
 def naming_limit(field: str, most: int) -> Iterator[None]:
-    """Turn the block's error for too many tokens into one that names the limit `most`.
+    """Replace an error for too many tokens by an error that states the limit `most`.
 
-    The error is OutriderError(INVALID_VALUE). The block's own error names the model's context, but
-    the limit may be higher.
+    The new error is OutriderError(INVALID_VALUE). The original error, which the block raises,
+    states the length of the model's context, but the limit of these endpoints may be higher.
     """
     try:
         yield

@@ -30,7 +30,7 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the method's handler, or one that refuses the call; both write an access line."""
+        """Wrap the handler that serves or refuses a call, so that it writes an access line."""
         handler = await continuation(handler_call_details)
         return handler_within(partial(self._line, handler_call_details), handler)
 
@@ -63,7 +63,7 @@ class LogCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only th
 
 
 def _address(peer: str) -> str:
-    """Return the address in gRPC's name for a peer.
+    """Return the address from the name that gRPC gives a peer.
 
     Such a name is `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`.
     """

@@ -47,7 +47,7 @@ RETRYABLE = (
 
 
 class Pick(NamedTuple):
-    """A replica for a request, its model's name in requests, and the model when it was picked."""
+    """The replica picked for a request, the model's name in requests, and its data at that time."""
 
     model: str
     info: ModelInfo

@@ -199,10 +199,11 @@ class Head(nn.Module):
         """Return the keys of `config.json`."""
 
     def unroll(self, batch: Batch, depth: int) -> Iterator[Tensor]:
-        """Yield per step s the states [B, T - 1 - s, hidden] that guess token a + 2 + s.
+        """Yield the head's states [B, T - 1 - s, hidden] of each step s.
 
-        Anchor a pairs the feature of token a with the embedding of token a + 1. Step 0 reads the
-        target's feature, each later step the output of the step before it and the true token.
+        Anchor a pairs the feature of token a with the embedding of token a + 1; its state in step s
+        guesses token a + 2 + s. Step 0 reads the target's feature. Each later step reads the output
+        of the step before it, and the true token.
         """
         embedded = batch.embedded[:, 1:]
         state = self.first_state(batch.states)[:, :-1]

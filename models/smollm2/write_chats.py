@@ -114,7 +114,7 @@ def as_json(rng: random.Random) -> str:
 
 
 def tool_chat(rng: random.Random) -> list[dict[str, str]]:
-    """Return a system message that offers tools in Hermes' form, and a user who needs one."""
+    """Return a system message that offers tools in Hermes' form, and a question that needs one."""
     tools = rng.sample(TOOLS, k=rng.randint(1, 3))
     lines = [
         json.dumps(

@@ -71,7 +71,7 @@ async def answered(link: Link, known: TrackedSequence, rule: str) -> None:
 
 
 async def settled(stage: Stage, link: Link, known: TrackedSequence) -> None:
-    """Note it if an answer leaves a verifier waiting: it has too few guesses, and no skip."""
+    """Remark on an answer with too few guesses and no Skip, for which a verifier would wait."""
     if not await link.until(lambda: known.is_settled, SKIP_S):
         depth = len(known.valid_guess())
         text = f"{depth} guesses one after the other, where draft_tokens is {known.draft_tokens}"

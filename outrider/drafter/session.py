@@ -1,7 +1,7 @@
 """A drafter's side of one draft stream without its sockets: takes steps, and makes draft batches.
 
-Owns the sequences, and decides when to ask the strategy for guesses, and for which sequences. Knows
-no way of drafting, no sockets and no tasks.
+This module owns the sequences, and decides when to ask the strategy for guesses, and for which
+sequences. Drafting itself, sockets and tasks are in other modules.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Verifier(Protocol):
         """Return the address of the next connection, for the log."""
 
     async def model(self) -> ModelInfo:
-        """Wait until the verifier serves, and return its model; raise StreamEnded."""
+        """Wait until the verifier serves; return its model. Raises StreamEnded if it refuses."""
 
     def connect(self, info: ModelInfo) -> AbstractAsyncContextManager[Transport]:
         """Open a stream to the verifier, which serves the model `info`; the block closes it."""

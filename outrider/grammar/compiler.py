@@ -93,7 +93,9 @@ class GrammarCompiler:
                 self._workers.put(own)
 
     def compile(self, grammar: Grammar, tenant: str = "") -> Compiled:
-        """Compile a grammar or take it from the cache; wait for a turn without limit.
+        """Compile a grammar, or take it from the cache.
+
+        The wait for a free thread has no time limit.
 
         Raises OutriderError: INVALID_VALUE that names the field for a grammar that is invalid,
         allows no text or takes more processor time than `compile_seconds`, and NOT_READY if two

@@ -1,9 +1,9 @@
 r"""Translates GBNF, llama.cpp's language, to Lark with LLGuidance's own translation.
 
-LLGuidance's translation takes few escapes, so all characters are written anew for it. A part of a
-grammar without recursion becomes a regular expression, so its texts are exactly GBNF's. Between
-parts with recursion, a part without recursion takes the longest text that it can, where GBNF would
-try shorter texts too.
+LLGuidance's translation accepts few escapes, so this module first writes every character in a form
+that it accepts. A part of a grammar without recursion becomes a regular expression, so its texts
+are exactly GBNF's. Between parts with recursion, a part without recursion takes the longest text
+that it can, where GBNF would try shorter texts too.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def _part(part: re.Match[str], field: str) -> str:
 
 
 def _characters(text: str, field: str) -> str:
-    """Return the characters that a text stands for, as the translation takes them."""
+    """Write the characters of a quoted text as LLGuidance's translation accepts them."""
     return "".join(_quoted(_character(each, field)) for each in _ESCAPE.finditer(text))
 
 
 def _members(text: str, field: str) -> str:
-    """Write the members of a character class as the translation needs them."""
+    """Write the members of a character class as LLGuidance's translation accepts them."""
     parts = list(_ESCAPE.finditer(text))
     inner = range(1, len(parts) - 1)
     return "".join(
@@ -89,13 +89,13 @@ def _character(part: re.Match[str], field: str) -> str:
 
 
 def _quoted(character: str) -> str:
-    """Return a character in the form that it has within a quoted text of the translation."""
+    """Write a character as LLGuidance's translation accepts it within a quoted text."""
     if character in _SHORT:
         return _SHORT[character]
     return character if character >= " " and character != "\x7f" else _written(character)
 
 
 def _written(character: str) -> str:
-    """Return a character as the translation takes it within a class."""
+    """Write a character as LLGuidance's translation accepts it within a character class."""
     is_plain = character.isalnum() or ord(character) > 0x7F or character in " _"
     return character if is_plain else rf"\x{ord(character):02x}"

@@ -251,8 +251,9 @@ class HeadModel(torch.nn.Module):
     ) -> HeadProposal:
         """Guess `count` tokens for each sequence, and the `width` likeliest in each place.
 
-        Without `rank` the likeliest tokens come first. A kind with blocks may guess fewer. Raises
-        NoPages, and ValueError for a sequence whose features are not all read.
+        Without `rank` the likeliest tokens come first. A head that guesses a whole block at once
+        may guess fewer tokens. Raises NoPages, and ValueError for a sequence whose features are not
+        all read.
         """
         if not all(sequence.ready for sequence in sequences):
             raise ValueError("a sequence is not ready: some of its features were not read")

@@ -1,4 +1,4 @@
-"""Finds out what ambiguous files of a head mean, by trying each interpretation on a text.
+"""Finds out what the ambiguous files of a head mean: tries each interpretation on a text.
 
 Files that look alike mean different layers: some dialects state layers, some the auxiliary layers
 after them, and heads that were converted from one to the other are often wrong by one layer. Some
@@ -20,11 +20,11 @@ from outrider.protocol.draft_messages import FINAL_STATE
 
 log = logging.getLogger(__name__)
 
-# Another interpretation must match this many times as often as the file's likeliest, and a few
-# times more, since small numbers differ by chance.
+# Another interpretation is chosen only if it has more than `_RATIO` times the right guesses of the
+# likeliest one, and more than `_MARGIN` more, since small numbers differ by chance.
 _RATIO = 1.3
 _MARGIN = 3
-# This many guesses in a row are made. All but the first show how a head recycles its own states.
+# The number of guesses in a row. The guesses after the first show how a head recycles its states.
 _IN_A_ROW = 3
 
 
@@ -43,10 +43,11 @@ class Matches:
 
 @dataclass(frozen=True, slots=True)
 class ReadingChoice:
-    """The interpretation that fits best, and the right guesses of each, the likeliest first.
+    """The chosen interpretation, and the right guesses of each interpretation, likeliest first.
 
     `tried` first guesses were made with each interpretation. If the choice is not `clear`, another
-    interpretation is about as good, and the file's likeliest was kept.
+    interpretation is about as good, and the interpretation that is likeliest from the file alone
+    was kept.
     """
 
     spec: HeadSpec
@@ -178,7 +179,7 @@ class _Trial:
 
 
 def _decide(found: list[Matches], tried: int) -> ReadingChoice:
-    """Choose by the first guesses; if interpretations share them, choose by the later guesses."""
+    """Choose by the first guesses; if these do not differ, choose by the later guesses."""
     best, clear = _best(found, [each.first for each in found], _first_guess)
     alike = [each for each in found if _first_guess(each) == _first_guess(best)]
     if len(alike) > 1:
@@ -201,14 +202,14 @@ def _decide(found: list[Matches], tried: int) -> ReadingChoice:
 
 
 def _first_guess(found: Matches) -> HeadSpec:
-    """Return the parts that decide a first guess: all but how the head recycles its states."""
+    """Return an interpretation without its recycling of states, which affects no first guess."""
     return replace(found.spec, recycle_normed=False)
 
 
 def _best(
     found: Sequence[Matches], counts: Sequence[int], kind: Callable[[Matches], HeadSpec]
 ) -> tuple[Matches, bool]:
-    """Return the interpretation with the most right guesses, unless the first is about as good.
+    """Return the interpretation with the most right guesses, or the first if it is about as good.
 
     Also return whether the choice is clear, compared with the best interpretation of another kind.
     """

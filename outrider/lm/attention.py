@@ -199,7 +199,7 @@ class LayerCache:
         # Imported here, because not every machine has Triton.
         from outrider.lm.gpu import triton_attention
 
-        # A further kernel, say for batches without trees, is chosen here.
+        # A new kernel for some batches, such as batches without trees, would be chosen here.
         kernel: PagedKernel = triton_attention.paged_attention
         return kernel(
             query_THD,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Configurations, keys, certificates and templates are kilobytes; a tokenizer has up to 40 MB.
 MOST_BYTES = 256 * 2**20
-# A model's files whose names end so are read whole.
+# A file of a model is read whole if its name ends in one of these suffixes.
 _READ_WHOLE = {".json", ".jinja", ".txt", ".model", ".py", ".yaml"}
 
 

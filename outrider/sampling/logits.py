@@ -21,7 +21,7 @@ from outrider.sampling.tensors import Staged, Staging
 
 
 def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-    """Return logits [R, V] after the settings and masks of `contexts`, the rows' sequences.
+    """Apply each row's settings and mask to logits [R, V]; `contexts` has one context per row.
 
     This is `Adjustments.apply` for sequences that are seen once.
     """

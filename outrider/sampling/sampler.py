@@ -156,9 +156,9 @@ class TargetProbs:
 
 
 def note_short(whole: dict[int, list[int]], sufficed: Iterable[tuple[int, np.ndarray]]) -> bool:
-    """Add rows whose candidates did not suffice to `whole`; return True if some rows are new.
+    """Add to `whole` the rows whose candidates did not suffice; return True if any row is new.
 
-    A row that was sorted whole may still be short of candidates.
+    A row that is already in `whole` may be short of candidates again; it does not count as new.
     """
     are_new = False
     for step, enough_R in sufficed:

@@ -531,9 +531,10 @@ class SpeculationOptions(_message.Message):
     Range [0, 1]; unset means 0.6.
     """
     always_draft: _builtins.bool
-    """Drafts even where that is slower, and waits up to 50 ms a step for the drafts. It takes effect
-    only while every sequence of the batch belongs to requests of one tenant that set this field.
-    Otherwise drafts are used where they pay, so no other request is slowed down.
+    """Uses drafts even where plain decoding is faster, and waits up to 50 ms for drafts in each step.
+    It takes effect only while every sequence of the batch belongs to requests of one tenant that
+    set this field. In any other batch, drafts are used where they pay, so that no other request is
+    slowed down.
     """
     def __init__(
         self,

@@ -131,7 +131,7 @@ class Tool(_message.Message):
     name: _builtins.str
     """1 to 128 letters, digits, underscores, dashes and dots; no two tools have the same name."""
     description: _builtins.str
-    """What the tool does, for the model."""
+    """A description of what the tool does; the model reads it."""
     parameters: _builtins.str
     """A JSON schema of the arguments, which are an object; empty for any object."""
     strict: _builtins.bool

@@ -99,7 +99,8 @@ def _is_near(fault: Event, request: Event) -> bool:
 def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
     """True if no verifier could be reached at some moment of the request.
 
-    If the answer has started, this must last as long as such an answer waits for a verifier.
+    If the answer has started, verifiers must be out of reach for at least the time that a started
+    answer waits for another verifier.
     """
     least_s = _RESUME_S if event["answer"]["choices"] else 0.0
     for moment in [event["began"], *(fault["began"] for fault in faults)]:

@@ -55,7 +55,7 @@ class Dial:
 def verifier_launch(
     target: Target, model: Path, endpoint: Endpoint, own: Sequence[DrafterSpec] = ()
 ) -> Launch:
-    """Return the command line of a verifier, with the drafters `own` in its process.
+    """Return the command line of a verifier. The drafters of the list `own` run in its process.
 
     Raises OutriderError(INVALID_VALUE) for a wrong setting.
     """

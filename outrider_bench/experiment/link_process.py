@@ -1,7 +1,7 @@
 """Runs a link in its own process, so that no other work delays it.
 
-The control port takes JSON objects that change the link, one per line. The answer to each has the
-link's traffic.
+The control port takes JSON objects that change the link, one per line. The process answers each
+object with the link's traffic.
 """
 
 from __future__ import annotations

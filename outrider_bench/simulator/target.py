@@ -74,8 +74,9 @@ class SimulatedTarget:
         """From now, let a drafter compute for `seconds` on the target's cores.
 
         The time that overlaps with this forward makes the next forward of its kind longer, because
-        this forward's end is already an event. The kinds (with or without drafts) are separate, so
-        that the planner sees the same steps slow down as on a real machine.
+        this forward's end is already an event. Forwards with drafts and forwards without drafts
+        lose time separately, so that the planner sees the same steps slow down as on a real
+        machine.
         """
         left_s = self._ends_at - self._events.now
         self._lost_s[self._drafted] += max(0.0, min(seconds, left_s))

@@ -77,10 +77,10 @@ async def line_peer(
 
 
 def _vllm_threads(python: Path) -> dict[str, str]:
-    """Return variables for threads as vLLM's server has them on CPUs: Intel's OpenMP, pinned.
+    """Return the environment variables that pin vLLM's threads, with Intel's OpenMP, on CPUs.
 
-    With another OpenMP, vLLM warns of slow speculation. A vLLM without that library gets no
-    variables.
+    vLLM's server uses the same variables. With another OpenMP, vLLM warns of slow speculation. If
+    Intel's OpenMP is not installed beside vLLM, there are no variables.
     """
     library = python.parents[1] / "lib" / "libiomp5.so"
     if not library.exists():

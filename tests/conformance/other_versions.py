@@ -41,7 +41,7 @@ _REMOVED = {
 
 
 def _make_older(file: FileDescriptorProto) -> None:
-    """Remove the parts that an older version lacks from a file of the protos."""
+    """Remove the fields of `_REMOVED` from a file of the protos."""
     for message in file.message_type:
         removed = _REMOVED.get(message.name, ())
         kept = [field for field in message.field if field.name not in removed]
@@ -50,7 +50,7 @@ def _make_older(file: FileDescriptorProto) -> None:
 
 
 def _make_newer(file: FileDescriptorProto) -> None:
-    """Add a field to each message of a file of the protos, and a kind of message to each stream."""
+    """Add a field to each message in a file of the protos, and a kind of message to each stream."""
     for message in file.message_type if file.package == "outrider.v1" else ():
         message.field.add(
             name="later",

@@ -26,7 +26,7 @@ STRANGE = OutriderError(Reason.TOKENIZER_MISMATCH, "the drafter's tokenizer is a
 
 @dataclass
 class Name:
-    """A name of verifiers, and the drafter that follows it."""
+    """A DNS name with the addresses of verifiers, and the streams of a drafter that follows it."""
 
     listed: list[ScriptedVerifier] = field(default_factory=list)
     made: list[str] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """The same seed gives the same text with any drafters and in any batch.
 
-A text may differ where the two best candidates of a draw are as close as float32 rounding. None of
-these prompts has such a draw.
+A text may differ where the two best candidates of a draw are as close as float32 rounding. The
+prompts of this test lead to no such draw.
 """
 
 from __future__ import annotations

@@ -156,9 +156,9 @@ async def test_litellm_and_langchain_recognise_a_context_overflow(
 ) -> None:
     error = (await rig.http.post(path, json=body)).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    # litellm 1.106, is_error_str_context_window_exceeded, falls back to a larger model.
+    # If litellm 1.106 finds this text in an error, it falls back to a larger model.
     assert error["message"].startswith("This model's maximum context length is 2048 tokens. ")
-    # langchain-openai 1.7, _handle_openai_bad_request, searches the exception's text.
+    # langchain-openai 1.7 looks for this code in the exception's text.
     assert "context_length_exceeded" in error["message"]
 
 

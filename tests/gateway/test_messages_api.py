@@ -287,7 +287,7 @@ async def test_what_clients_send_along_is_ignored(rig: Rig) -> None:
 
 
 def error_of(response: Any, status: int) -> dict[str, str]:
-    """Return the error of an answer, valid by Anthropic's type."""
+    """Return the error object of a response, after checking the response with Anthropic's type."""
     assert response.status_code == status, response.text
     body = response.json()
     assert body.keys() == {"type", "error", "request_id"}

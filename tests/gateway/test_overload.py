@@ -254,7 +254,7 @@ async def test_callers_that_name_no_timeout_have_a_minute_until_their_first_toke
 
 
 async def test_refusals_take_milliseconds(rig: Rig) -> None:
-    """`pytest -s` prints how much each of 200 refusals in a row took.
+    """With `pytest -s`, the test prints the median, p90 and p99 time of 200 refusals in a row.
 
     The test checks the processor time of client and gateway, on which the machine's load has
     little effect.

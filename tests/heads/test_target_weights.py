@@ -148,7 +148,7 @@ class OwnModel(LlamaForCausalLM):
 
 
 def with_own_code(folder: Path) -> Path:
-    """Return the bundled target under a type that only the code in its folder knows."""
+    """Copy the bundled target, and give it a model type that only code in the copy defines."""
     shutil.copytree(TARGET, folder)
     config = json.loads((folder / "config.json").read_text())
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}

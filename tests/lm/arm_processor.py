@@ -333,7 +333,7 @@ class _Function:
         more: int,
         limit: int,
     ) -> Arguments:
-        """Send the data for forwards of `more` further tokens below `limit`."""
+        """Send the data that the batch and `more` further tokens, with ids below `limit`, need."""
         width, page_size = self._width, _layers(decoder)[0].cache.page_size
         ids = (ctypes.c_int64 * batch.token_count).from_address(step.token_ids)
         held = memory.put(bytes(decoder))

@@ -141,7 +141,7 @@ class Batch:
         column: Sequence[int],
         holds: Callable[[int, int, int], bool],
     ) -> Probs:
-        """Return for each trial the greatest value of one coin for which `holds` is true, [N].
+        """Find the greatest value of one coin for which `holds` is true, in each trial; return [N].
 
         The coin is in the trial's `column` of `table`, which is a part of `coins`. `holds` gets the
         trial's number and its result.

@@ -114,7 +114,7 @@ def test_every_make_target_named_exists(path: Path) -> None:
 def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
     flags = re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", path.read_text())
     named = {flag.removeprefix("no-") for flag in flags} - {"help"}
-    # protoc's flags are names of languages.
+    # Flags of other programs; `grpc` and `ruby` are flags of protoc.
     others = {
         "days",
         "limit",

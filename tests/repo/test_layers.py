@@ -1,4 +1,7 @@
-"""Modules load few packages, and the package lists what it needs. `make lint` checks layers."""
+"""Modules load no library that they do not need, and an installation has no other packages.
+
+`make lint` checks layers.
+"""
 
 import subprocess
 import sys

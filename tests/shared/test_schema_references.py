@@ -90,7 +90,7 @@ def test_no_reference_of_any_draft_is_followed_out_of_a_schema(
                 assert error is None or error.field == "grammar.json_schema", name
                 assert SECRET not in str(error), name
                 assert traps.read == [], (name, whole)
-    # A few forms name the place but do not refer to it.
+    # A few forms contain the place's name without a reference to the place; they are not refused.
     assert refused > 0.85 * len(traps.places) * len(NESTS) * len(forms(""))
 
 

@@ -38,7 +38,7 @@ def scenario_of(
 
 
 def text(prompt: list[int], output: list[int], **guesses: str) -> dict[str, Any]:
-    """Return a recorded request, with tokens beyond its end."""
+    """Return a recorded request. Its `output_ids` go on for 32 tokens beyond `output`."""
     tail = list(range(5000, 5032))
     sizes = {"prompt_tokens": len(prompt), "output_tokens": len(output)}
     return {**sizes, "prompt_ids": prompt, "output_ids": output + tail, "guesses": guesses}

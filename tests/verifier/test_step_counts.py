@@ -109,7 +109,11 @@ class Batch:
         return self._random.integers(0, VOCAB, count).tolist()
 
     def logits(self) -> torch.Tensor:
-        """Return the logits of a step; the first tokens are likely, as the drafts' tokens are."""
+        """Return the logits of a step.
+
+        The vocabulary's first 8 tokens are likely, unless the case is flat; drafts consist of these
+        tokens.
+        """
         rows = len(self._sequences) * (1 + DRAFTED)
         scale = 0.01 if self._case.flat else 1.0
         logits = scale * self._random.standard_normal((rows, VOCAB))

@@ -365,9 +365,9 @@ class DraftExchange:
         assignment.drafter.outbox.verdicts.append(verdict)
         if assignment.held_features:
             send_held_features(assignment)
-        # A drafter that was not asked for a while has to read new tokens first, so its answer says
-        # little about its speed. The answer to a probe is timed all the same, because probes are
-        # sent to measure.
+        # A drafter that was not asked for a while must first compute the tokens committed
+        # meanwhile, so the time of its answer says little about its speed. The answer to a probe is
+        # timed nevertheless, because the purpose of a probe is to measure.
         must_draft = assignment.answered_length > 0 and assignment.trie.node_count == 0
         if must_draft and (was_asked or wanted == 0):
             assignment.expect_answer(length)
@@ -419,7 +419,7 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
 def _observe_siblings(
     sequence: Sequence, verified: Assignment, new_token_ids: list[int], threshold: float
 ) -> None:
-    """Measure whether siblings of main guesses were right, or absent, before the roots move."""
+    """Measure how often a sibling of a wrong main guess was right. Call this before roots move."""
     if is_sampled(sequence):
         return  # its drafts stay chains
     if is_branched(sequence):

@@ -143,7 +143,8 @@ class FeatureSender:
         name = request.projection if projects else ""
         take = self._source.share_states if is_local else self._source.copy_states
         data = take(request.states, rows, request.dtype.name.lower(), name)
-        # Of `data`, each token has `size` bytes, or one entry if `data` is a tensor.
+        # `data` has `size` bytes for each token; if it is a tensor, it has one entry for each
+        # token.
         size = len(data) // len(rows)
         for part in parts:
             end = len(part.rows) * size

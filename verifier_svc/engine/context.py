@@ -1,4 +1,4 @@
-"""The parts of one engine that its intake, its wait for drafts and its commit all use."""
+"""The objects that the intake, the wait for drafts and the commit of one engine share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from verifier_svc.state.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What the parts of one engine share.
+    """The objects that several parts of one engine use.
 
-    Only the engine's thread uses it. `sequences` maps ids to queued and running sequences.
+    Only the engine's thread uses these objects. `sequences` maps ids to queued and running
+    sequences.
     """
 
     sequences: dict[int, Sequence]

@@ -20,7 +20,7 @@ _LARGEST = 50.0
 
 
 class TenantUse:
-    """Measures the tenants of one engine, on its thread. Times are in seconds of its clock."""
+    """Measures how much each tenant uses an engine. Times are seconds of the engine's clock."""
 
     def __init__(self) -> None:
         # Keyed by tenant; the tenant that was served longest ago comes first in `_used`.

@@ -88,16 +88,16 @@ class PayingDrafts(DraftPolicy):
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])
 
     def pick(self, offers: list[Offer]) -> list[Offer]:
-        """Return the best offer: of a proven drafter if there is one, then by the greatest gain.
+        """Return the offer with the greatest gain; offers of proven drafters come before others.
 
-        So a new drafter's first drafts do not displace drafts of drafters that were right before.
+        The first drafts of a new drafter therefore never displace the drafts of proven drafters.
         """
         return [max(offers, key=itemgetter(0, 1))]
 
     def may_await(self, assignment: Assignment, beside_proven: bool) -> bool:
         """True if the drafter has answered before, unless it is on trial beside a proven drafter.
 
-        So such a trial delays no step.
+        A trial beside a proven drafter therefore delays no step.
         """
         # Before its first answer a drafter may still be at the prompt, which can take long.
         return assignment.answered_length > 0 and (assignment.drafter.proven or not beside_proven)

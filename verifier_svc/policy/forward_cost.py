@@ -10,10 +10,11 @@ from itertools import pairwise
 
 # The least duration of a forward, whatever the clock says.
 _LEAST_S = 1e-6
-# A step corrects three kinds of costs by these fractions of its error: the cost of forwards of its
-# own size, of forwards with its number of sequences, and of all other forwards. Whatever slows down
-# one step slows down similar steps. If the costs of similar steps stayed behind, further tokens
-# would seem to cost nothing.
+# When a step took longer or shorter than predicted, all costs are corrected by a fraction of this
+# error: `_OWN` for forwards with the same numbers of sequences and tokens, `_NEAR` for forwards
+# with the same number of sequences, and `_FAR` for all other forwards. Whatever slows down one step
+# slows down similar steps. If the costs of similar steps stayed behind, further tokens would seem
+# to cost nothing.
 _OWN = 0.3
 _NEAR = 0.2
 _FAR = 0.05

@@ -132,8 +132,8 @@ def max_wait_s(
         return 0.0
     now, promised = gain
     steps = steps_meanwhile(due_s, decode_step_s)
-    # This compares and does not call `max` and `min`: the calls would take longer than all other
-    # lines of this function.
+    # The lines below use comparisons, because calls of `max` and `min` would take longer than all
+    # other lines of this function.
     rest_s = due_s - steps * decode_step_s
     missed_s = decode_step_s / batch - now / batch_rate
     going_on_s = steps * missed_s if missed_s > 0.0 else 0.0

@@ -1,8 +1,9 @@
 """Measures whether speculation is a loss, and limits how much such a loss may cost.
 
 Drafters that compute on the target's cores, or take its memory bandwidth, slow down plain steps as
-well, so the costs of forwards do not show the harm. This module compares whole steps: steps while
-drafters compute against *baseline* steps, during which no drafter computes.
+well, so the costs of forwards do not show the harm. This module therefore compares whole steps. In
+a *baseline* step no drafter computes; the module compares the duration of other steps with the
+duration of baseline steps.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ class _Budget:
 
     steps: float
     most: float
-    """Its capacity."""
+    """The capacity: the maximum of `steps`."""
     open: bool = True
     """True if drafting may go on. An exhausted budget opens again at `_REOPEN_STEPS`."""
 
     def add(self, steps: float) -> None:
-        """Add steps that were gained; a negative number of steps was lost."""
+        """Add a number of gained steps; a negative number stands for lost steps."""
         self.steps += steps
         if self.steps > self.most:
             self.most = min(self.most + _SAVED * (self.steps - self.most), _MOST_STEPS)

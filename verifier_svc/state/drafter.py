@@ -33,8 +33,8 @@ _RECENT_ANSWER = 0.05
 # slow down the target in that time.
 _QUICK_SHARE = 0.05
 # A message takes `_MESSAGE_BYTES` of memory besides its size on the wire, `_TOKEN_BYTES` for each
-# token, and `_ENTRY_BYTES` for each proposal and skip. If the engine takes no messages, a message
-# of 4096 skips fills the budget of its stream.
+# token, and `_ENTRY_BYTES` for each proposal and skip. A message of 4096 skips fills its stream's
+# budget until the engine takes the message.
 _MESSAGE_BYTES = 1024
 _TOKEN_BYTES = 16
 _ENTRY_BYTES = 256

@@ -179,10 +179,10 @@ class Assignment:
         return wanted, self.ready_tokens(wanted) if self.trie.ready(wanted) else 0
 
     def observe_length(self, wanted: int, length: int, right: int) -> None:
-        """Count the `final_length` of a draft whose first `right` tokens were committed.
+        """Count the asked and the final length of a draft, as `final_length` returned them.
 
-        Drafts that are right for long are longer than others, so a place after a wrong token does
-        not count.
+        The draft's first `right` tokens were committed. Drafts with many right tokens are longer
+        than other drafts, so positions after the first wrong token do not count.
         """
         if length:
             seen = min(wanted, right + 1)

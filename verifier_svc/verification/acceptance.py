@@ -90,9 +90,9 @@ class Acceptance:
     ) -> tuple[list[AcceptResult], list[np.ndarray]]:
         """Return each draft's result, and the tensors of `beside`, with one wait for the device.
 
-        `logits_RV` are the model's, float32, with R = sum of (draft length + 1), sequence by
-        sequence; `masks` has the mask of each sequence, as in `Context`. If truncation has to sort
-        whole rows, there is another wait.
+        `logits_RV` are the model's logits in float32, sequence by sequence. R is the sum of (draft
+        length + 1) over all sequences. `masks` has the grammar mask of each sequence, as in
+        `Context`. If truncation has to sort whole rows, the method waits for the device again.
         """
         if not self._drafts and beside is None:
             return [], []

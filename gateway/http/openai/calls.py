@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, in the form for the gateway's request flow, see `TextCall`."""
+"""Requests of OpenAI's API as `TextCall`, the form that the gateway's request flow takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from outrider.process.observability.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
 
 MAX_SEQUENCES = 64
-"""The maximum number of sequences of a request (prompts times n): a verifier's default batch."""
+"""The maximum number of sequences (prompts times n) of a request.
+
+It equals the verifier's default for the sequences of a batch.
+"""
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody)
 
@@ -69,7 +72,10 @@ class HttpCall(TextCall, Generic[_Body]):
 
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:
-        """Write HTTP's attributes to a span. The status is 200, or that of the block's error."""
+        """Write HTTP's attributes to a span.
+
+        The status is 200, or the status of the block's error.
+        """
         path = self.request.url.path
         span.set(
             http__request__method=self.request.method,
@@ -103,7 +109,8 @@ class CompletionCall(HttpCall[CompletionBody]):
     def writer(self, answer: TextAnswer) -> AnswerWriter:
         """Return the writer for completions.
 
-        It lists an echo's log probabilities with the answer's.
+        If the request echoes its prompt, the writer lists the log probabilities of prompt and
+        answer.
         """
         shape = CompletionShape(answer.model, self.request_id)
         lists_prompt = bool(self.body.echo) and self.body.logprobs is not None
@@ -163,9 +170,9 @@ def client_timeout(
 ) -> ClientTimeout:
     """Return the timeout of a request with this `timeout` in its body and these headers.
 
-    OpenAI's clients wait for the first byte as long as their header says. Without `stream`, the
-    first byte comes only when the whole answer is there. Raises OutriderError(INVALID_VALUE) for a
-    timeout below LEAST_TIMEOUT_S.
+    OpenAI's clients send a header with the time that they wait for the first byte. Without
+    `stream`, the first byte comes only when the whole answer is there. Raises
+    OutriderError(INVALID_VALUE) for a timeout below LEAST_TIMEOUT_S.
     """
     if timeout is not None and not timeout >= LEAST_TIMEOUT_S:
         raise invalid("timeout", f"must be at least {LEAST_TIMEOUT_S} (seconds), not {timeout}")

@@ -273,7 +273,7 @@ def _grammars(body: GenerationBody) -> dict[str, Grammar]:
 
 
 def _json(value: JsonValue | None) -> str | None:
-    """Return the value as JSON. A string is JSON already."""
+    """Return a schema or a structural tag as JSON. A string is taken to be JSON already."""
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value)

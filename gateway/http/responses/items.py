@@ -166,7 +166,7 @@ _INPUT_ITEMS: dict[str, type[InputItem]] = {**_ITEMS, "item_reference": ItemRefe
 def input_items(value: object) -> list[InputItem]:
     """Return the items of `input`; a text is one item.
 
-    Raises OutriderError that names the place.
+    Raises OutriderError that names the place of a wrong item.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]

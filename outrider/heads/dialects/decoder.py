@@ -310,8 +310,8 @@ def possible_aux_layers(
     """Return the auxiliary layers that the ids of a file may mean, the likeliest first.
 
     `stated` are auxiliary layers, but heads that were converted to that form often kept the ids of
-    layers. `of_layers` are ids of layers, whose outputs enter the layers after them. A file without
-    ids means `default`.
+    layers. `of_layers` are ids of layers; the output of each of them is the input of the next
+    layer, which is the auxiliary layer. A file without ids means `default`.
     """
     if stated:
         return [stated, after(stated), default]
@@ -331,7 +331,8 @@ def check_target_size(keys: Keys, target: TargetShape) -> None:
 def mask_token(keys: Keys, most: int, *sections: Keys) -> int | None:
     """Return the token that stands for unknown tokens; each dialect has a key for it.
 
-    `most` is the last token with an embedding. Raises OutriderError for a later token.
+    `most` is the last token with an embedding. Raises OutriderError if the file names a token above
+    `most`.
     """
     for part in (*sections, keys):
         for name in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"):

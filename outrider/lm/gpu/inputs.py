@@ -43,7 +43,7 @@ class Bucket:
 
 
 class BlockTable:
-    """A row with the pages of each of the last `most` sequences that ran, and a row for padding.
+    """A table with the pages of the last `most` sequences that ran, and a row for padding.
 
     A sequence keeps its row until another sequence needs the room; then the sequence that ran
     longest ago loses its row.
@@ -81,7 +81,7 @@ class BlockTable:
         """Return each slice's row, after sending the pages that the rows lack.
 
         The pages of `ahead` tokens after each slice are sent too. A slice without a `kv` gets the
-        row of a new sequence. There may be at most `most` slices.
+        row of a new sequence. The table has rows for at most `most` slices.
         """
         sequences = [part.kv or KVSequence(part.pages) for part in slices]
         rows = self._rows_of(sequences)

@@ -29,11 +29,11 @@ _WORD_BYTES = 8
 def _move(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and numbers
     addresses, widths, moves, count, MOVES: tl.constexpr, LANES: tl.constexpr
 ):
-    """Move the same 64-bit words of all moved slots, in one array.
+    """Move some 64-bit words of every moved slot of one array, the same words in each slot.
 
-    In each slot all moves of a program touch the same words, and no other program touches these. So
-    programs may run in any order. Within a program, the barriers order the threads: a chunk's
-    sources are read before its targets are written, and then the next chunk's sources are read.
+    No other program touches these words, so programs may run in any order. Within a program, the
+    barriers order the threads: a chunk's sources are read before its targets are written, and then
+    the next chunk's sources are read.
     """
     array = tl.program_id(0)
     base = tl.load(addresses + array).to(tl.pointer_type(tl.int64))

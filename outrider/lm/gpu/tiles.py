@@ -142,7 +142,7 @@ def part_of(slot: int) -> int:
 
 
 def doubling_count(keys: int) -> int:
-    """Return how often the length of the first `PARTS` parts doubles before it holds `keys`."""
+    """Return how many times the length of the first `PARTS` parts must double to hold all keys."""
     return ((keys - 1) // (PART * PARTS)).bit_length()
 
 

@@ -463,8 +463,8 @@ def paged_attention(
         _join[(tokens * query_heads,)](
             parts, log_totals, out, sinks, batch.slots, batch.positions, tokens * query_heads,
             window, HEADS=query_heads, SIZE=value_size, LANES=heads.value_lanes,
-            # A program has one row: more warps would wait for each other at barriers, and fewer
-            # programs would fit a multiprocessor.
+            # A program joins the parts of one row, so one warp suffices. More warps would wait for
+            # each other at barriers, and fewer programs would fit a multiprocessor.
             DOUBLINGS=doublings, num_warps=1, **how,
         )  # fmt: skip
     return out

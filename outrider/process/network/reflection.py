@@ -35,7 +35,7 @@ def serve_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
 
 def _described(services: Iterable[str]) -> descriptor_pool.DescriptorPool:
-    """Return a pool with the files of the services, the errors' details and the newer reflection.
+    """Return a descriptor pool with the services, the error details and the newer reflection.
 
     The pool is the server's own. In the process's pool, the file of the newer reflection would
     clash with a library that brings this file itself.

@@ -23,10 +23,11 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen 
 
     Neither redis-py nor hiredis has a setting for this. hiredis bounds only the nesting. It
     allocates a list as soon as it has read the head: 8 bytes an element, for a head of a dozen
-    bytes. Freeing a list of a thousand million elements takes seconds, in which nothing else runs:
-    a hostile Redis would stop a drafter. redis-py's parser in Python, which is private too, reads a
-    value of any size. The class overrides the methods in which redis-py's parser reads its stream;
-    tests/ngram/test_lying_redis.py fails if they change, and if hiredis gets a bound of its own.
+    bytes. A hostile Redis could stop a drafter with a list of a thousand million elements: nothing
+    else runs during the seconds in which Python frees the list. redis-py also has a parser written
+    in Python, but that parser is private too, and reads a value of any size. The class overrides
+    the methods in which redis-py's parser reads its stream; tests/ngram/test_lying_redis.py fails
+    if they change, and if hiredis gets a bound of its own.
     """
 
     __slots__ = ("_byte_count", "_tail")

@@ -211,9 +211,10 @@ struct attention_split {
   int64_t kv_heads, parts, count;
 };
 
-// Splits a batch for `threads` threads. Key/value heads are adjacent in the cache and read faster
-// together, so an item has several of them if their rows are few and all threads still have enough
-// items. A long prompt's rows are divided among items.
+// Splits a batch for `threads` threads. The key/value heads of a position are adjacent in the
+// cache, so a thread reads several heads faster together. An item therefore has several heads if
+// they have few rows and all threads still have enough items. A long prompt's rows are divided
+// among items.
 INLINE struct attention_split split_attention(const struct layer *layer, const struct batch *batch,
                                               int64_t threads) {
   int64_t longest = 1;

@@ -30,9 +30,9 @@ typedef float element;
 #define LINES (TILE_DEPTH / PAIR)
 #define DEPTH_BYTES (TILE_DEPTH * BLOCK * (INT8 ? 1 : (int)sizeof(element)))
 
-// A layer's weights [out, in], in the order [blocks of 32 out][blocks of 32 in][parts of a line]
-// [lines][LINE columns][pair]; zeros pad `out` to a whole block. The bias, if any, is padded too,
-// and so are the factors of the columns of int8 weights.
+// A layer's weights of the shape [out, in]. Memory has them in the order [blocks of 32 out][blocks
+// of 32 in][parts of a line][lines][LINE columns][pair]. Zeros pad `out` to a whole block. The
+// bias, if any, is padded too, and so are the factors of the columns of int8 weights.
 struct linear {
   const void *tiles;
   const element *bias;
