@@ -81,8 +81,8 @@ build_kernels() {
   [ ! -d bench/out/lib ] || cp bench/out/lib/outrider/lm/cpu/*.so outrider/lm/cpu/
 }
 
-# Compiles the engine's step and the kernels into bench/wheels. The GPU's machine has no compiler of
-# the step, and its time is dear.
+# Compiles the engine's step and the kernels into bench/wheels. The GPU's machine has no compiler
+# for the step, and time on it is expensive.
 compile() {
   local work=bench/out/compiled
   rm -rf "$work"
@@ -129,7 +129,7 @@ first)
   nvidia-smi || true
   # The tests must not import libraries that `grow` is unpacking.
   [ ! -f "$(compiled)" ] || build_kernels
-  # No part may cost the parts after it.
+  # If one part fails or takes too long, the next parts still run.
   "$0" grow > "$OUT/grow.txt" 2>&1 &
   timeout 80 "$0" test -k "on_a_gpu or split_into_parts or bits_of_torchs" || true
   wait

@@ -102,7 +102,7 @@ class Load:
         for choice in chunk["choices"]:
             self.texts[index] += choice["text"]
             self.reasons[index] = choice["finish_reason"] or ""
-        # A token has at least two characters.
+        # A token has at least two characters, so half of the tokens are there at this length.
         if all(self.texts) and sum(map(len, self.texts)) >= _STREAMS * _TOKENS:
             self.halfway.set()
         speculative = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
@@ -176,8 +176,8 @@ async def crash(
 async def scale(client: httpx.AsyncClient, model: str, expected: list[str], service: str) -> str:
     """Scale a swarm's verifiers from 2 to 3 to 1 and update them while requests stream.
 
-    All requests must complete with plain decoding's texts. Few have to move to another verifier:
-    Swarm takes a task's address away two seconds before it sends SIGTERM.
+    All requests must complete with plain decoding's texts. Few requests have to move to another
+    verifier: Swarm takes a task's address away two seconds before it sends SIGTERM.
     """
     load = Load(client, model, {"metrics": True})
     await _have_verifiers(client, 2)

@@ -99,7 +99,7 @@ class Attacker:
 
     @asynccontextmanager
     async def _verifier(self) -> AsyncIterator[tuple[Any, verifier_pb2.GetModelResponse]]:
-        """The verifier's service, and what it says of its model."""
+        """Yield the verifier's stub, and its answer to GetModel."""
         address = f"127.0.0.1:{self.given.verifier_port}"
         async with grpc.aio.insecure_channel(address) as channel:
             stub = verifier_pb2_grpc.VerifierServiceStub(channel)
@@ -145,7 +145,7 @@ class Attacker:
 
 
 def grammar_workers(stack: int) -> Iterator[int]:
-    """Processes below the stack in which grammars are compiled."""
+    """Yield the processes below the process `stack` in which grammars are compiled."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -85,7 +85,7 @@ class Verifier:
         self._folder = None if pid is None else Path(f"/proc/{pid}")
 
     def now(self) -> Moment:
-        """The present moment; without a process, its processor time is 0."""
+        """The present time, and the process's processor time: 0 without a process."""
         ticks = 0
         if self._folder is not None:
             # The name before the last parenthesis may have spaces.

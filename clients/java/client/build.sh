@@ -11,7 +11,7 @@ protoc -I ../../../protos -I "$rpc" -I /usr/share/grpc-proto \
   --plugin=protoc-gen-grpc-java="$(command -v grpc_java_plugin)" \
   $(cd ../../../protos && echo outrider/v1/*.proto) google/rpc/{status,error_details}.proto \
   grpc/health/v1/health.proto grpc/reflection/v1/reflection.proto
-# Remove an annotation from the generated code that no Debian package has and that nothing reads.
+# Remove from the generated code an annotation that no Debian package has and that nothing reads.
 find build/java -name '*Grpc.java' \
   -exec sed -i '/^@javax.annotation.Generated(/,/^ *comments = /d' {} +
 javac -nowarn -Xlint:none -cp "$(./classpath.sh)" -d build/classes \

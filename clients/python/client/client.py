@@ -98,7 +98,7 @@ def check_texts(text: generation_pb2_grpc.GenerationServiceStub) -> None:
     call.cancel()
     check("cancel", call.code() is grpc.StatusCode.CANCELLED)
 
-    # Set a deadline. The server stops at it as well.
+    # Set a deadline. The server stops at the deadline as well.
     call = text.GenerateText(request(max_tokens=1900), timeout=0.05)
     check("deadline", call.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -160,7 +160,7 @@ def main(gateway: str, verifier: str, unavailable: str, certs: str = "") -> None
     check_texts(text)
     check_errors(text, stub(unavailable, certs))
     check_services(dial(gateway, certs))
-    # A verifier's certificate has the name verifier.outrider, not that of its host.
+    # A verifier's certificate has the name verifier.outrider, not the name of its host.
     check_tokens(dial(verifier, certs, ("grpc.ssl_target_name_override", "verifier.outrider")))
 
 
