@@ -1,6 +1,6 @@
 """The entry point: `outrider drafter`, or `python -m drafter_svc`.
 
-It pins the process to its cores, loads the family, and drafts until SIGTERM or SIGINT.
+The command pins the process to its cores, loads the family, and drafts until SIGTERM or SIGINT.
 `outrider drafter erase` deletes a tenant's n-grams from Redis instead.
 """
 
@@ -50,7 +50,7 @@ def run(settings: DrafterSettings) -> None:
 
     After an error that a retry cannot cure, print it and exit with status 1.
     """
-    # Loaded only here, so that `--help` answers at once.
+    # This import is not at the top, so that `--help` answers at once.
     import uvloop
 
     from drafter_svc.check import check

@@ -60,7 +60,8 @@ class GrammarState:
         """Return the bit mask, [1, mask_width], of the tokens that may follow `output`.
 
         Return None, so that nothing is masked, if the grammar forbids `output`, has ended, or
-        allows no token. After it has forbidden an output, the state masks no later output either.
+        allows no token. Once the grammar has forbidden an output, the state masks no later output
+        either.
         """
         began = self._cpu_clock()
         mask = self._mask(output)

@@ -17,7 +17,7 @@ _SERVICE_NAME = "outrider-gateway"
 
 def run(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT; exit with status 1 and one sentence if that is impossible."""
-    # Loaded only here, so that `--help` answers at once.
+    # This import is not at the top, so that `--help` answers at once.
     import uvloop
 
     from gateway.check import check

@@ -87,7 +87,10 @@ def begin(access: Access) -> None:
 
 
 def current() -> Access:
-    """Return the access of the current task's request. Raises LookupError if it has none."""
+    """Return the access of the current task's request.
+
+    Raises LookupError if the task serves no request.
+    """
     return _current.get()
 
 

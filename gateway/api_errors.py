@@ -91,7 +91,10 @@ def body_for(path: str, error: OutriderError, request_id: str) -> dict[str, obje
 
 
 class AsciiResponse(JSONResponse):
-    """Compact JSON in ASCII. It may quote invalid Unicode, such as half of a surrogate pair."""
+    """Compact JSON in ASCII.
+
+    The error may quote invalid Unicode, such as half of a surrogate pair.
+    """
 
     def render(self, content: object) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode()

@@ -185,7 +185,8 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Otherwise the kernel would take megabytes of an answer that the client does not read.
+        # Without this bound, the kernel would take megabytes of an answer that the client does not
+        # read.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         listener.bind((host, port))
         listener.listen(2048)

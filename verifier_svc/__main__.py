@@ -34,7 +34,7 @@ def run(
 
     `check` is what `--check-config` calls.
     """
-    # Loaded only here, so that `--help` answers at once.
+    # This import is not at the top, so that `--help` answers at once.
     import uvloop
 
     from outrider.process.observability import telemetry

@@ -142,7 +142,7 @@ class _ShapeMetrics:
 class VerifierMetrics:
     """The metrics of one verifier, in their own registry.
 
-    The engine's thread calls it. Counts of drafts are gathered until `flush`.
+    The engine's thread calls the methods. Counts of drafts are gathered until `flush`.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -392,7 +392,7 @@ class VerifierMetrics:
     def step(self, times: StepTimes, isolated_forward_s: float, sequence_count: int) -> None:
         """Record an engine step.
 
-        Its forward takes `isolated_forward_s` on an idle machine; 0 if that is unknown.
+        The step's forward takes `isolated_forward_s` on an idle machine; 0 if that is unknown.
         """
         self._step_seconds.observe(times.step_s)
         self._batch.observe(sequence_count)

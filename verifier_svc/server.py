@@ -53,7 +53,8 @@ _TRIAL_CONTEXT = 256
 # Processor seconds that a request's masks may take beyond 20 ms each: a grammar that needs more is
 # an attack or a mistake.
 _MASK_S = 2.0
-# Reasoning models write a thought between these tokens. Relaxed acceptance applies only there.
+# Reasoning models write a thought between these tokens. Relaxed acceptance applies only within a
+# thought.
 _THINKING = ("<think>", "</think>")
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ def _loader(
 
 
 class EngineLoader(Protocol):
-    """Builds an engine on its thread. After that, `info` and `grammars` are the model's."""
+    """Builds an engine on its thread. After the build, `info` and `grammars` are the model's."""
 
     info: ModelInfo
     grammars: GrammarCompiler | None

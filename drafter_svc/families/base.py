@@ -19,7 +19,7 @@ __all__ = ["Family", "FamilySettings", "Loaded"]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A family that is loaded, once for the process and all its connections.
+    """A loaded family: one object for the process and all its connections.
 
     The event loop calls `make` for each new connection, with the model that the verifier serves.
     `tokenizer_fingerprint` is the fingerprint of the family's tokenizer; empty if the family works

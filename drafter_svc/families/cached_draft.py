@@ -1,6 +1,6 @@
 """The state that the draft model keeps for a sequence, or for a branch beside its guesses.
 
-Knows token ids and page tables; no model and no torch.
+This module works with token ids and page tables, without a model or torch.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class CachedDraft:
 
     @property
     def distribution(self) -> DraftDistribution:
-        """The way to choose tokens: the verifier's choice, or ONE_HOT, the likeliest token.
+        """How tokens are chosen: as the verifier asked, or ONE_HOT, which is the likeliest token.
 
         Greedy requests need only the likeliest token. Branches are never sampled.
         """
@@ -182,7 +182,7 @@ class CachedDraft:
         return [*committed[start : start + limit], *guessed][:limit]
 
     def extend(self, guesses: Sequence[Guess]) -> None:
-        """Add guesses. Either all have distributions or none has; the same holds for `shares`."""
+        """Add guesses. All guesses have distributions, or none has; so too with `shares`."""
         tokens = [guess.token for guess in guesses]
         distributions = [guess.distribution for guess in guesses if guess.distribution is not None]
         self.draw_count += len(distributions)

@@ -23,7 +23,7 @@ from outrider.lm.runner import ModelRunner
 class _Round:
     """The drafts that one connection wants to grow now.
 
-    `urgent` says that its verifier may wait.
+    `urgent` says that the connection's verifier may be waiting for the drafts.
     """
 
     drafts: list[CachedDraft]
@@ -76,7 +76,7 @@ class DraftModel:
         self._forwards = Forwards(
             runner, self.pool, max_batch_tokens, max_entries, grammars, vocabulary
         )
-        # The event loop appends to it, the model's thread takes from it.
+        # The event loop appends rounds to this queue, and the model's thread takes rounds from it.
         self._arriving: deque[_Round] = deque()
         self._turn = 0
 
@@ -94,8 +94,8 @@ class DraftModel:
 
         The round ends when every draft has reached its goal, or after the forward in which
         `interrupted` became true. Only then is the future done, and no forward touches these drafts
-        any more. If a forward failed for them, the future has its exception; tokens guessed before
-        are kept.
+        any more. If a forward for these drafts failed, the future has its exception; tokens guessed
+        before are kept.
         """
         arrived = _Round(drafts, urgent, interrupted)
         self._arriving.append(arrived)

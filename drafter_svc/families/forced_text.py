@@ -1,6 +1,6 @@
 """Finds the text that a grammar forces, in the tokens in which a model would write it.
 
-Knows grammars, layouts and tokens; not sequences and streams.
+This module works with grammars, layouts and tokens, not with sequences or streams.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from outrider.grammar.backends import MaskLimit, TextMatcher
 # The maximum number of continuations that are guessed, such as the values of an enum or the names
 # of tools.
 _MOST_CHOICES = 8
-# These bytes are more than `_MOST_CHOICES`. Where each of these bytes may follow, there are too
-# many ways to go on. Then no mask is computed, because masks of free text take longest.
+# There are more than `_MOST_CHOICES` of these bytes. If each of them may follow, the text can go on
+# in too many ways, and no mask is computed, because masks of free text take longest.
 _PROBES = b"abcdefghi"
 # The maximum numbers of paths, and of masks that are computed to find them.
 _MOST_PATHS = 8
@@ -35,7 +35,7 @@ class Path:
 
     `chances` has the probability of the byte at each offset where the grammar left a choice. `ends`
     says that the text ends after the path, and `is_cut` that the grammar forces more text after it.
-    Otherwise any text may follow, so that the path's last token may become a longer token.
+    If neither is true, any text may follow, and the path's last token may become a longer token.
     """
 
     matcher: TextMatcher
@@ -134,7 +134,8 @@ class ForcedText:
     def _allowed(self, matcher: TextMatcher) -> tuple[bytes, bool]:
         """Return the bytes that may follow, and whether the text may end.
 
-        The mask bits of one-byte tokens show this. A byte without such a token counts as forbidden.
+        The mask bits of tokens of one byte show which bytes may follow. A byte that is not a token
+        counts as forbidden.
         """
         self._mask[0] = 0
         with suppress(MaskLimit):

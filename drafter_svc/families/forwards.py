@@ -110,10 +110,9 @@ class Forwards:
         """Guess all wanted tokens with one forward of a PARD model (arXiv 2504.18583).
 
         Mask tokens, in place of the tokens not guessed yet, follow each sequence; each of them
-        predicts the token after it. Their keys and values are not kept. Returns False, with nothing
-        guessed, if the model is no PARD model, or if this is impossible for a draft: its guesses
-        depend on the guesses before them, its prompt has to be read in chunks, or it lacks pages or
-        context.
+        predicts the token after it. Their keys and values are not kept. Guesses nothing and returns
+        False if the model is no PARD model, if a draft's guesses depend on the guesses before them,
+        if its prompt has to be read in chunks, or if it lacks pages or context.
         """
         unknown = self._runner.parallel_token_id
         if unknown is None or not all(_is_independent(draft) for draft in drafts):
@@ -258,7 +257,10 @@ class Forwards:
         return self._of_target(self._runner.forward(slices))
 
     def _of_target(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V] of the target's tokens; the model's own for one vocabulary."""
+        """Return logits [R, V] of the target's tokens.
+
+        Without another vocabulary, these are the model's.
+        """
         return logits_RV if self._columns is None else self._columns.pick(logits_RV)
 
     def _cache_pages(self, draft: CachedDraft) -> None:
@@ -373,7 +375,7 @@ class Columns:
         return picked.masked_fill_(self._missing, float("-inf"))
 
     def agreed(self, guesses: list[Guess], own: list[int]) -> list[Guess]:
-        """Return the guesses up to, and with, the first that is not the model's own next token."""
+        """Return the guesses up to and including the first that is not the model's next token."""
         goes_on = [self._own_of[guess.token] == i for guess, i in zip(guesses, own, strict=True)]
         return guesses[: goes_on.index(False) + 1] if False in goes_on else guesses
 

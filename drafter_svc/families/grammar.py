@@ -86,14 +86,14 @@ class Grammars:
         return b"".join([self.token_bytes[token] for token in tokens])
 
     def end_of(self, tokens: Sequence[int]) -> int:
-        """Return the token that ends a text: the prompt's last such token, else the first stop."""
+        """Return the end token that occurs last in the prompt, or else the first of `stops`."""
         ends = [token for token in tokens[-_PROMPT_TOKENS:] if token in self.stops]
         return ends[-1] if ends else self.stops[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """A token that may follow. `of` is its class, and `chance` its probability by the grammar."""
+    """A token that may follow. `of` is the guess's class, `chance` its probability."""
 
     token: int
     chance: float
@@ -157,7 +157,7 @@ class GrammarFamily(Family):
     async def load(
         cls, settings: GrammarSettings, place: PlacementPlan, metrics: DrafterMetrics
     ) -> Loaded:
-        """Load the libraries that know grammars, and the target's tokenizer."""
+        """Load the grammar libraries and the target's tokenizer."""
         need_models()
         if not settings.target:
             raise invalid("target", "must be given: the drafter reads the target's tokenizer")

@@ -83,7 +83,10 @@ class Offer:
 
 @dataclass(eq=False, slots=True)
 class HeadDraft:
-    """A sequence, with its news for the head. The field `read` belongs to the head's thread."""
+    """A sequence, and the tokens and features that the head has not read yet.
+
+    Only the head's thread uses the field `read`.
+    """
 
     sequence: DraftSequence
     seed: int
@@ -176,7 +179,7 @@ class HeadWorker:
     ) -> HeadWorker:
         """Load the head, on `thread`. Raises OutriderError(INVALID_VALUE) that says what is wrong.
 
-        `dtype` auto is bfloat16, and on a CPU without our kernels for it float32.
+        The `dtype` "auto" means bfloat16, or float32 on a CPU without our kernels for bfloat16.
         """
         from outrider.grammar.compiler import GrammarCompiler
 
@@ -328,7 +331,7 @@ class HeadWorker:
             for draft, extension in batch:
                 self._extend_alone(draft, extension)
         except Exception:  # the caller gets it from its future
-            # The head may have read a part of the news.
+            # The head may have read a part of the new tokens and features.
             self._forget(news)
             raise
 

@@ -1,7 +1,7 @@
 """Learns and guesses the blanks between the words of a structured text.
 
 A grammar mostly allows blanks at each joint of a JSON text, and a model mostly writes the same
-blanks each time. So the family learns them from the text so far.
+blanks each time. The family therefore learns the blanks from the text so far.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ BLANKS = b" \t\n\r"
 _MARKS = b"{}[],:"
 # This many bytes of a text are kept, to tell the indentation of its last line.
 _KEPT_BYTES = 1024
-# The step by which one outcome at a joint moves the trust in it, and the trust after the first
-# outcome.
+# How far one outcome at a joint moves the trust in the joint's blanks, and the trust after the
+# first outcome.
 _STEP = 0.5
 _FIRST_TRUST = 0.9
 
@@ -71,7 +71,7 @@ class Place:
 
 
 class AfterThought:
-    """Leaves out a thought before an answer, whose blanks say nothing about the answer's blanks."""
+    """Removes the thought before an answer: its blanks say nothing about the answer's blanks."""
 
     def __init__(self, thought: FreeThought | None) -> None:
         """Without a `thought` all text is the answer."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from drafter_svc.families.draft_model import DraftModel
     from outrider.lm.runner import ModelRunner
 
-# Maps the setting to whether weights are in int8; None means where int8 is faster.
+# Maps the setting to whether weights are in int8; None means int8 where it is faster.
 _INT8: Mapping[Weights, bool | None] = {"auto": None, "int8": True, "dtype": False}
 # On a GPU, forwards of up to this many sequences and branches are captured as CUDA graphs.
 _GRAPHED_SEQUENCES = 64
@@ -57,9 +57,9 @@ class ModelFamily(Family):
     def __init__(
         self, model: DraftModel, vocab_size: int, *, branch_count: int = _BRANCHES
     ) -> None:
-        """`vocab_size` is the target's: ids from it on are never proposed.
+        """`vocab_size` is the size of the target's vocabulary; no id outside it is proposed.
 
-        `branch_count` branches at most are prepared while a draft is verified.
+        At most `branch_count` branches are prepared while a draft is verified.
         """
         from outrider.lm.devices import gpu_uuid
 
@@ -84,8 +84,8 @@ class ModelFamily(Family):
         from drafter_svc.families.vocabulary import load_vocabulary
         from outrider.grammar.compiler import GrammarCompiler
 
-        # Load on the thread that will compute. OpenMP keeps a team of workers for each thread that
-        # ever computed, and two teams on the same cores slow a small model down.
+        # Load the model on the thread that will compute. OpenMP keeps a team of workers for each
+        # thread that ever computed, and two teams on the same cores slow a small model down.
         thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
         runner = await asyncio.get_running_loop().run_in_executor(
             thread, _load_runner, settings, place
@@ -149,7 +149,8 @@ class ModelFamily(Family):
             # No alternatives were remembered for the guesses of a branch.
             draft.alternatives = [[] for _ in sequence.guesses]
         if branch is not None:
-            # The branch was committed. Its cache goes on where the chain's would be rewound.
+            # The branch was committed. The branch's cache goes on at the place to which the chain's
+            # cache would be rewound.
             draft.kv, branch.kv = branch.kv, draft.kv
             held += branch.run
         if not draft.has_unknown_ids:
@@ -280,7 +281,7 @@ class ModelFamily(Family):
     def _offer_leaves(self, draft: CachedDraft) -> None:
         """Offer the best tokens beside this round's guesses, where trees are verified.
 
-        It offers none beside a sampled chain, whose tokens carry distributions and which is
+        Beside a sampled chain it offers none, because such a chain carries distributions and is
         verified without branches.
         """
         sequence = draft.sequence

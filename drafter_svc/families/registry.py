@@ -40,7 +40,7 @@ def find_family(name: str) -> type[Family]:
     Raises OutriderError(INVALID_VALUE) that lists the names, or says why the class cannot be
     imported.
     """
-    # Loaded only here: the command line names families before it needs any.
+    # This import is not at the top, because the command line lists families without loading any.
     from drafter_svc.families.base import Family
 
     known = known_families()
@@ -49,7 +49,8 @@ def find_family(name: str) -> type[Family]:
     if not (module and colon and attribute):
         raise invalid("family", f"must be {', '.join(known)} or package.module:Class, not {name!r}")
     if name not in known and os.getcwd() not in sys.path:
-        # `python -m` does this too. Here it lets `outrider serve` find the same families.
+        # `python -m` puts the working directory on the path, too. With this line, `outrider serve`
+        # finds the same families as `python -m`.
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(import_module(module), attribute)

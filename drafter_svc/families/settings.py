@@ -1,4 +1,4 @@
-"""The settings of the families. They load nothing else, so that `--help` answers at once."""
+"""The settings of the families. This module imports no family, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RedisSettings(FamilySettings):
         """
         if self.redis is None:
             return None
-        # Loaded only here, so that `--help` answers at once.
+        # This import is not at the top, so that `--help` answers at once.
         from outrider.process.redis.server import RedisServer
 
         # A process's schema adds the files of TLS to these settings.

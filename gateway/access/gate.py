@@ -61,7 +61,7 @@ class Gate:
         self._asks_for_certificates = settings.public_tls_ca is not None
 
     def identify(self, headers: Mapping[str, str], peer: Peer | None = None) -> Identity:
-        """Return the caller with these headers, whose names are lower-case, and certificate.
+        """Return the caller with these headers (names in lower case) and this certificate.
 
         Raises OutriderError(INVALID_API_KEY) if there are keys and the caller has no valid key.
         """
@@ -88,8 +88,9 @@ class Gate:
 def tenant_of(headers: Mapping[str, str]) -> str:
     """Return the tenant of a request with `authorization: Bearer KEY`, else with `x-api-key: KEY`.
 
-    It is empty (the default) without a key. The name is `key-` and the first 32 hex digits of the
-    key's SHA-256, so logs, traces and Redis do not reveal keys. `headers` have lower-case names.
+    Without a key the tenant is empty (the default). The name is `key-` and the first 32 hex digits
+    of the key's SHA-256, so logs, traces and Redis do not reveal keys. `headers` have lower-case
+    names.
     """
     key = _bearer(headers.get("authorization", "")) or _plain_key(headers)
     if not key:
@@ -119,7 +120,7 @@ def key_in(authorization: str) -> str:
         return _bearer(authorization)
     try:
         return base64.b64decode(value, validate=True).decode().partition(":")[2]
-    # It is not base64 or not UTF-8, or it has characters outside of ASCII.
+    # The value is not base64 or not UTF-8, or it has characters outside of ASCII.
     except ValueError:
         return ""
 

@@ -1,8 +1,8 @@
 """The file of API keys: it has a hash, a tenant, a limit and an expiry, but never a key itself.
 
 A key is 256 random bits, so nobody can find it by trying, and one SHA-256 hides it. A slow hash
-such as bcrypt protects passwords, which people choose. Here it would cost each request 100 ms of a
-core, and callers without a key could spend that time as well.
+such as bcrypt protects passwords, which people choose. For API keys, such a hash would cost each
+request 100 ms of a core, and callers without a key could spend that time as well.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Role = Literal["tenant", "operator"]
 
 
 class KeyEntry(BaseModel):
-    """One API key. Without `concurrent_sequences` it may run any number of sequences."""
+    """One API key. A key without `concurrent_sequences` may run any number of sequences."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -77,7 +77,7 @@ class KeyEntry(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_minutes(cls, given: Any) -> Any:
-        """Refuse an older file's limit per minute, and name it: nothing enforces it any more."""
+        """Refuse a limit per minute in an older file: nothing enforces such limits any more."""
         for name in _OF_A_MINUTE:
             if isinstance(given, dict) and name in given:
                 raise ValueError(

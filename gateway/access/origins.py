@@ -68,8 +68,8 @@ class CheckOrigin:
 def allowed_hosts(settings: GatewaySettings) -> list[str]:
     """Return the patterns, in lower case, that name this gateway.
 
-    The pattern "" allows every name without a dot, such as a container's name in its network. It is
-    added unless the gateway listens only on the loopback interface.
+    The pattern "" allows every name without a dot, such as a container's name in its network. This
+    pattern is added unless the gateway listens only on the loopback interface.
     """
     patterns = [*_LOOPBACK, settings.http_host.lower(), socket.gethostname().lower()]
     patterns += [name.lower() for name in settings.allowed_hosts]

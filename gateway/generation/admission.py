@@ -1,6 +1,6 @@
 """Refuses requests for which the verifiers have no room or no time, before working on them.
 
-The verifiers report their load with each poll. Between two polls, a gateway knows its own
+The verifiers report their load with each poll. Between two polls, a gateway counts its own
 sequences. A verifier decides in the end: it refuses requests if several gateways together send too
 many.
 """
@@ -21,10 +21,10 @@ from outrider.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load, retry_after_s, wait_s
 
 # Safety factor on both estimates, because recent answers may have been measured in smaller batches.
-# Without it, a verifier that became slower would make every admitted answer late.
+# Without this factor, a verifier that became slower would make every admitted answer late.
 _MARGIN = 2.0
 # The clients of OpenAI and Anthropic send this timeout (seconds) if nobody has chosen a timeout.
-# Perhaps nobody wants to wait for so long.
+# Perhaps nobody wants to wait for that long.
 _UNCHOSEN_S = 600.0
 
 
@@ -37,10 +37,7 @@ class ClientTimeout:
 
     @property
     def is_chosen(self) -> bool:
-        """True if a caller chose the timeout.
-
-        Otherwise the caller waits for `--patience-seconds`.
-        """
+        """True if a caller chose the timeout. Any other caller waits for `--patience-seconds`."""
         return not {self.total_s, self.first_s} <= {None, _UNCHOSEN_S}
 
     def ends_at(self, now: float) -> float:
@@ -118,7 +115,7 @@ class AdmissionSlots:
     def acquire_again(self) -> None:
         """Count a sequence that `release` stopped counting.
 
-        It has started, so it is not refused.
+        The sequence has started, so it is not refused.
         """
         self._add(1)
 
@@ -136,7 +133,7 @@ class AdmissionSlots:
 
 
 class TotalLoad(NamedTuple):
-    """The load of a model's verifiers together. The counts are of sequences."""
+    """The load of a model's verifiers together. All counts are numbers of sequences."""
 
     places: int
     """The number of sequences that run at once."""
@@ -200,7 +197,7 @@ def check(
 
 
 def fair_share(places: int, rivals: Sequence[int]) -> float:
-    """Return how many places a tenant gets if it wants all, and its rivals want `rivals` places.
+    """Return how many places a tenant gets if it wants all; `rivals` has what each rival wants.
 
     The verifier gives a free place to the tenant with the fewest places. So a rival that wants less
     than an equal share gets what it wants, and the other tenants share the rest.

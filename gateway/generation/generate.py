@@ -1,4 +1,4 @@
-"""Runs a request's sequences on one of the verifier's replicas. Independent of HTTP and gRPC."""
+"""Runs a request's sequences on a verifier's replicas, for HTTP and gRPC alike."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class Generation:
             pick = self.router.pick(model, prefixes)
             # Build the request once for all sequences that move to the same replica.
             built: Build = cache(build)
-            # All sequences count as running from here on. Otherwise requests that arrive together
-            # would all pick the same replica.
+            # All sequences count as running from here on. If they counted later, requests that
+            # arrive together would all pick the same replica.
             tokens = [request.tokens for request in built(pick.info)]
             for index in range(len(tokens)):
                 sequence = _Sequence(self, operation, built, index, pick, admitted, prefixes)
@@ -135,7 +135,7 @@ async def _only(stream: AsyncGenerator[TextDelta, None]) -> AsyncGenerator[Event
 
 
 class _Sequence:
-    """One sequence of a request. It counts as running at its replica until `deltas` ends.
+    """One sequence of a request. The sequence counts as running at its replica until `deltas` ends.
 
     Prompt, committed tokens and seed are all that another replica needs to continue it.
     """
@@ -169,8 +169,8 @@ class _Sequence:
         self._scored = 0
         self._scored_again = 0
         self._lost_count = 0
-        # These two count from the last token: how many replicas refused the sequence (other than
-        # for a full queue), and when it stops waiting for a replica.
+        # Two values that count from the last token: how many replicas refused the sequence (other
+        # than for a full queue), and when it stops waiting for a replica.
         self._refused_count = 0
         self._deadline: float | None = None
         self._go_to(pick)
@@ -328,7 +328,7 @@ class _Sequence:
         return self._builder is not None or not all(pick.busyness()[0] for pick in picks)
 
     async def _fail_over(self, error: OutriderError) -> None:
-        """Go to another replica after `error`. Raises it if there is none.
+        """Go to another replica after `error`. Raises `error` if there is no other replica.
 
         A sequence that has a chunk waits for a replica. A sequence without a chunk does not wait,
         since its caller has received nothing and can ask again.

@@ -126,7 +126,7 @@ async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[Te
     model, info = generation.router.lookup(call.model)
     prompt_count, n, timeout = call.demand()
     # AdmissionMiddleware has counted the request as one sequence. From here on, `admitted` counts
-    # each of its sequences instead.
+    # each of the request's sequences instead.
     call.release_slots()
     admitted = generation.admission.admit(model, tenant, prompt_count * n, timeout)
     span = begin(call.headers, model, call.operation, n, stream=call.streams)

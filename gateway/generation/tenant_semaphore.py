@@ -2,8 +2,8 @@
 
 To parse, check and tokenise a request takes milliseconds of the event loop. In a burst, requests
 that are refused must not wait for that work on accepted requests, and a tenant's requests must not
-wait for another tenant's. Answers under way must not wait for it either: each of their tokens
-passes through the loop several times.
+wait for another tenant's. Answers in progress must not wait for that work either: each of their
+tokens passes through the loop several times.
 
 uvloop accepts one connection in each round of the event loop, in order of arrival. So after a
 tenant's burst, another tenant's connection would wait for the work on the whole burst. Slots are
@@ -23,9 +23,9 @@ AT_ONCE = 8
 OF_A_TENANT = 2
 """How many of these may be a single tenant's. Each adds its work to a round of the event loop."""
 # While requests come in, round after round, no slots are given for at most `_HOLD_S`: enough time
-# to accept some thousand connections. Then slots are given for `_GIVE_S` all the same, since
-# requests may never stop coming in. Both are seconds of processor time, because a busy machine
-# takes longer to accept requests.
+# to accept some thousand connections. After that time slots are given for `_GIVE_S` even while
+# requests come in, since requests may never stop. Both are seconds of processor time, because a
+# busy machine takes longer to accept requests.
 _HOLD_S = 0.4
 _GIVE_S = 0.1
 
@@ -42,7 +42,8 @@ class TenantSemaphore:
         self._under_way: Counter[str] = Counter()
         # Keyed by tenant; the tenant that got a slot longest ago is first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        # True if a request has arrived since the last check; true if another check is scheduled.
+        # `_has_come` says that a request has arrived since the last check, and `_looks` that
+        # another check is scheduled.
         self._has_come = False
         self._looks = False
         # The time until which slots are held back at most, and the time until which they are given

@@ -1,6 +1,6 @@
 """Stops the work for a client that disconnects before its answer streams.
 
-`gateway.http.streaming.EventStream` does so for an answer that streams.
+`gateway.http.streaming.EventStream` does the same for an answer that streams.
 """
 
 from __future__ import annotations

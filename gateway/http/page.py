@@ -132,7 +132,8 @@ class _Feeds:
     def _event(self, identity: Identity, most_age_s: float) -> bytes:
         """Return the encoded state for the caller.
 
-        It may be a state that was encoded less than `most_age_s` ago for the same rights.
+        The state may have been encoded up to `most_age_s` ago, for another caller with the same
+        rights.
         """
         rights = None if identity.is_operator else identity.tenant
         made_at, made = self._made.get(rights, (-math.inf, b""))

@@ -117,7 +117,7 @@ class _Call(TextCall):
         return Demand(1, 1, self._timeout)
 
     def release_slots(self) -> None:
-        """Do nothing: the call holds no place before it is parsed."""
+        """Do nothing: the call holds no slot before it is parsed."""
 
     @contextmanager
     def responding(self, span: Span) -> Iterator[None]:

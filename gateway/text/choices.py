@@ -1,6 +1,6 @@
 """Merges a request's sequences into one stream of events, and adds up their usage.
 
-Independent of the shape of any API.
+This module is independent of the shape of any API.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns the token chunks of one sequence into text deltas. Independent of replicas and APIs."""
+"""Turns the token chunks of one sequence into text deltas, for any replica and API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request for one sequence, checked against a model's limits. Independent of HTTP and gRPC."""
+"""The request for one sequence, checked against a model's limits, for HTTP and gRPC alike."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class PromptInput:
 class Prompt:
     """A tokenised prompt. `field_name` is the caller's name for it, in errors.
 
-    `echo` is its text if the answer repeats it; `prediction` has the tokens that the caller
-    expects. `end` is the end of a conversation's text, and `call_count` counts the calls in it.
+    `echo` is the prompt's text if the answer repeats it; `prediction` has the tokens that the
+    caller expects. `end` is the end of a conversation's text, and `call_count` counts the calls in
+    it.
     """
 
     token_ids: list[int]

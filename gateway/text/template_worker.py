@@ -20,10 +20,10 @@ HANDLER = f"{__name__}:renderer"
 
 
 def renderer(sources: dict[str, str]) -> Callable[[bytes], bytes]:
-    """Return a handler that renders the named template. It takes [name, variables] in JSON.
+    """Return a handler that renders the named template.
 
-    It answers with JSON: {"text": …}, or {"error": …} with the template's message. If the variables
-    are null, it only compiles the template.
+    The handler takes [name, variables] in JSON. It answers with JSON: {"text": …}, or {"error": …}
+    with the template's message. If the variables are null, it only compiles the template.
     """
     compiled: dict[str, jinja2.Template] = {}
 

@@ -23,7 +23,7 @@ _PROMPT_SEARCH = 1024
 class Detokenizer:
     """Decodes a growing sequence of ids without splitting a character.
 
-    A push decodes only the last tokens, from the last whole character but one on, so its cost does
+    A push decodes only the last tokens, from the second last whole character on, so its cost does
     not grow with the text. `tokenizers.decoders.DecodeStream` also decodes in this way, but raises
     on invalid UTF-8 and cannot return the text that it holds back.
     """

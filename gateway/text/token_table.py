@@ -64,7 +64,7 @@ class TokenTable:
         return []
 
     def hidden_ids(self, shown: Sequence[str] = ()) -> frozenset[int]:
-        """Return the special tokens without text: those whose name is in no text of `shown`."""
+        """Return the special tokens without text: tokens whose name is in no text of `shown`."""
         known = self._hidden.get(tuple(shown))
         if known is None:
             names = {index: self.token_text(index) for index in self._special}
@@ -102,7 +102,10 @@ class TokenTable:
         return text, self._bytes(token_id, text)
 
     def _bytes(self, token_id: int, text: str) -> bytes:
-        """Return the bytes of a token's text; if it is not whole, those that its name spells."""
+        """Return the bytes of a token.
+
+        If `text` is not whole, its bytes come from the token's name.
+        """
         if REPLACEMENT not in text:
             return text.encode()
         name: str = self._tokenizer.id_to_token(token_id) or ""

@@ -25,7 +25,7 @@ Mode = Literal["auto", "required", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The rule whether the model must call, and which of the request's tools it may call.
+    """Whether the model must call a tool, and which of the request's tools it may call.
 
     With `auto` the model decides, `required` demands a call, and `none` allows no call.
     """

@@ -1,7 +1,7 @@
 """Writes the grammar of an answer that may call tools, as a structural tag.
 
-It forces the texts around a call. If the call is forced or the tool is strict, it holds the
-arguments to the tool's schema, and otherwise to an object.
+The grammar forces the texts around a call. If the call is forced or the tool is strict, the grammar
+holds the arguments to the tool's schema, and otherwise to an object.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def calls_grammar(
     answer: Grammar | None = None,
     field: str = "tools",
 ) -> Grammar:
-    """Return the grammar of an answer by this format.
+    """Return the grammar of an answer in this format.
 
     An answer without calls is free text, or a text of the grammar `answer`. Raises
     OutriderError(INVALID_VALUE) that names `field` if `answer` is no JSON.

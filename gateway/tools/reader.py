@@ -1,7 +1,7 @@
 """Splits a model's answer into content, thought and calls while it grows.
 
 The answer's grammar forces the texts around a call, so the reader walks those texts. It does not
-look for them within a call's arguments or a thought, and stop strings see only content.
+look for these texts within a call's arguments or a thought, and stop strings apply only to content.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The begin of a call of a tool. Calls of an answer are numbered from 0."""
+    """The beginning of a call of a tool. Calls of an answer are numbered from 0."""
 
     index: int
     call_id: str

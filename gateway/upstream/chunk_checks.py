@@ -1,6 +1,6 @@
 """Checks a verifier's messages: a broken verifier harms only its own requests.
 
-Knows nothing of requests, replicas and texts.
+This module works without requests, replicas and texts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Records to which replica each prefix of a prompt was last sent: it is probably cached there.
+"""Records to which replica each prefix of a prompt was last sent, and is probably cached.
 
-It knows replicas only by their addresses, and knows no requests.
+A replica is only an address here, and there are no requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def prefixes(tenant: str, token_ids: Sequence[int]) -> list[bytes]:
 class PrefixRecord:
     """Maps each prefix to the address where it was last sent.
 
-    The least recently used drops first.
+    The least recently used prefix is dropped first.
     """
 
     def __init__(self, most: int = _MOST_PREFIXES) -> None:
@@ -46,7 +46,8 @@ class PrefixRecord:
 
     def note(self, prefixes: Sequence[bytes], address: str) -> None:
         """Note that a prompt with these prefixes goes to a replica."""
-        # The longest prefix first, so that it is forgotten before the prefixes that it contains.
+        # The longest prefix comes first, so that it is forgotten before the prefixes that it
+        # contains.
         for prefix in reversed(prefixes):
             self._address_of[prefix] = address
             self._address_of.move_to_end(prefix)

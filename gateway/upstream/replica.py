@@ -33,7 +33,10 @@ _SHOWN_TO_CALLERS = {
 
 
 class Replica:
-    """One verifier. `problem` says why it cannot take requests; None means that it can."""
+    """One verifier.
+
+    `problem` says why the verifier cannot take requests; None means that it can.
+    """
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
         self.address = address
@@ -112,7 +115,7 @@ class Replica:
     async def refresh(self, fingerprint: str) -> None:
         """Ask the verifier for its model and stage, and update `info` and `problem`.
 
-        `fingerprint` is the gateway's tokenizer's, and must equal the verifier's.
+        `fingerprint` is the fingerprint of the gateway's tokenizer, and must equal the verifier's.
         """
         if self._files is not None and self._files.refresh():
             # A channel keeps its first certificate, so changed files need a new channel.
@@ -209,7 +212,7 @@ def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError |
 def for_callers(problem: OutriderError) -> OutriderError:
     """Return a new error with the same reason, without addresses, files and causes.
 
-    Any tenant may see it. The log and /readyz have the rest.
+    Any tenant may see it. The log and /readyz have what is left out.
     """
     message = f"{_SHOWN_TO_CALLERS[problem.reason]}; operators see why at /readyz"
     return OutriderError(problem.reason, message, retry_after_s=problem.retry_after_s)

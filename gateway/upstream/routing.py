@@ -257,7 +257,8 @@ class Router:
     def lookup(self, model: str | None) -> tuple[str, ModelInfo]:
         """Return the name of a model, and the info of its replica with the longest context.
 
-        None or "" stands for any model. Use it to bound a request before a replica is picked.
+        None or "" stands for any model. The context length bounds a request before a replica is
+        picked.
         Raises OutriderError as `pick` does.
         """
         picks = self._picks(model)
@@ -296,10 +297,11 @@ class Router:
     ) -> Pick:
         """Pick a ready replica of the model after `lost` failed with `error`.
 
-        It may be the lost replica, if a poll has found it ready again. A sequence that has started
-        gives its `length`, see `Pick.continues`, and does not go to a full replica before the next
-        poll. Raises `error` if no replica is ready for `wait_s`, or MODEL_CHANGED if every ready
-        replica would write another continuation. A gateway that shuts down does not wait.
+        The picked replica may be the lost one, if a poll has found it ready again. A sequence that
+        has started gives its `length`, see `Pick.continues`, and does not go to a full replica
+        before the next poll. Raises `error` if no replica is ready for `wait_s`, or MODEL_CHANGED
+        if every ready replica would write another continuation. A gateway that shuts down does not
+        wait.
         """
         deadline = time.monotonic() + wait_s
         while not self._cut_off:
@@ -336,7 +338,7 @@ class Router:
             problems = [each.problem for each in self.replicas if each.problem is not None]
             raise for_callers(problems[0] if problems else unknown)
         serving = [pick for pick in ready if model in (None, "", pick.model)]
-        # A model whose own name this is comes before models with this name as an alias.
+        # A model with this own name comes before models with this name as an alias.
         serving = serving or [pick for pick in ready if model in pick.info.aliases]
         if not serving:
             names = ", ".join(sorted({name for pick in ready for name in pick.info.names}))

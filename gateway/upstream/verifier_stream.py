@@ -42,7 +42,7 @@ _HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 
 
 class VerifierStream:
-    """The stream to one verifier. A request opens it if it is not open or has broken."""
+    """The stream to one verifier. A request opens the stream if it is not open or has broken."""
 
     def __init__(
         self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost, on_draining: Callable[[], None]
@@ -167,7 +167,7 @@ class _StreamCall:
         return self._last_id, chunks
 
     def end(self, call_id: int) -> None:
-        """Forget a sequence. If it still runs, cancel it at the verifier."""
+        """Forget a sequence. If the sequence still runs, cancel it at the verifier."""
         if self._forget(call_id):
             cancel = token_streams_pb2.CancelTokens()
             self._send(token_streams_pb2.SequenceRequest(call_id=call_id, cancel=cancel))
@@ -187,7 +187,7 @@ class _StreamCall:
         self._has_unsent.set()
 
     def _forget(self, call_id: int) -> bool:
-        """Forget a sequence. Return whether it was running."""
+        """Forget a sequence. Return whether the sequence was running."""
         self._waiting.discard(call_id)
         deadline = self._deadlines.pop(call_id, None)
         if deadline is not None:
@@ -252,8 +252,8 @@ class _StreamCall:
             if gone and error.reason is Reason.VERIFIER_UNAVAILABLE:
                 error = self._on_lost(error)
             elif error.reason is Reason.SLOW_READER:
-                # The gateway read too slowly, not the clients. So the sequences go on in a new
-                # call.
+                # The gateway read too slowly, not the clients. The sequences therefore go on in a
+                # new call.
                 error = replace(error, reason=Reason.VERIFIER_UNAVAILABLE)
         except OutriderError as violation:
             # The gateway's caller is not at fault.

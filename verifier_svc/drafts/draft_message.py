@@ -153,7 +153,8 @@ def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: l
 class JudgedDraft:
     """A verified draft, whose `rows` were accepted; `judge_draft` makes it.
 
-    It is kept until `record`. Until then the sequence goes on, and drafters may leave it.
+    The object is kept until `record` is called. Meanwhile the sequence goes on, and drafters may
+    leave it.
     """
 
     assignment: Assignment

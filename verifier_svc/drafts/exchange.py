@@ -127,7 +127,7 @@ class DraftExchange:
         """End the drafter's stream with `error`, and count a protocol violation.
 
         INTERNAL is a fault of this verifier and does not count. The drafter's sequences go to other
-        drafters. No effect if the drafter is not connected.
+        drafters. This has no effect if the drafter is not connected.
         """
         if self.roster.connected.get(drafter.id) is not drafter:
             return
@@ -160,10 +160,7 @@ class DraftExchange:
                 self._open(sequence, assignment, wanted)
 
     def close(self, sequence: Sequence) -> None:
-        """Tell the sequence's drafters that its present id has ended.
-
-        It may go on under a new id.
-        """
+        """Tell the sequence's drafters that its present id has ended; a new id may follow."""
         for assignment in sequence.assignments.values():
             _tell_closed(sequence, assignment)
         sequence.assignments.clear()
@@ -235,7 +232,7 @@ class DraftExchange:
     ) -> None:
         """Move every trie's root along the committed tokens, and send verdicts as the plan says.
 
-        `verified` is the assignment whose draft the step verified; `span` is the step's.
+        `verified` is the assignment whose draft the step verified; `span` is the step's span.
         `record_walks` later counts which of these tokens the tries had.
         """
         lookups: list[str] = []
@@ -437,5 +434,6 @@ def _mark_sent(assignment: Assignment, now: float) -> None:
         done_at = now + drafter.latency(assignment.window.depth)
         drafter.busy_until = max(drafter.busy_until, done_at)
     elif drafter.busy_until == 0.0 or drafter.on_target_device:
-        # Its speed is not known yet. A drafter that never answers must not count as busy for ever.
+        # The drafter's speed is not known yet. A drafter that never answers must not count as busy
+        # for ever.
         drafter.busy_until = now + _FIRST_ANSWER_S

@@ -19,11 +19,11 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Assignment
 from verifier_svc.verification.batch import Verified
 
-# The largest entry of a message. It is so small that a message with such an entry has room for the
-# rest of its step.
+# The largest entry of a message. An entry is so small that a message with one entry has room for
+# the rest of its step.
 _MAX_ENTRY_BYTES = 2**20
 # Features of at most this many tokens wait for a drafter that is not asked; further features are
-# dropped. Two probes are often further apart.
+# dropped. Two probes are often further apart than this.
 _MAX_HELD_TOKENS = 64
 
 

@@ -23,7 +23,7 @@ _KNOWN_POSITIONS = 16
 
 
 def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -> Assignment:
-    """Return a new assignment, of which the drafter has not been told yet.
+    """Return a new assignment; the drafter has not been told of it yet.
 
     `sampled_drafts` says whether the verifier accepts sampled drafts at all.
     """

@@ -102,7 +102,10 @@ class Roster:
         return forgotten
 
     def count_fault(self, drafter: Drafter) -> None:
-        """Record a violation. After several in a short time, `join` refuses the drafter."""
+        """Record a violation.
+
+        After several violations in a short time, `join` refuses the drafter.
+        """
         faults = [*self._faults.pop(drafter.blamed, []), self._clock()]
         self._faults[drafter.blamed] = faults[-_FAULTS_TO_QUARANTINE:]
         _drop_oldest(self._faults)
@@ -168,8 +171,8 @@ class Roster:
     def check_known(self, options: SpeculationOptions) -> None:
         """Raises OutriderError(DRAFTER_NOT_FOUND) if no drafter has the named id or family.
 
-        Drafters that were lost a short while ago count. Options without a name pass. The error
-        does not name other drafters, because any tenant may see it.
+        Drafters that were lost a short while ago count as well. Options that name no drafter and no
+        family are accepted. The error does not name other drafters, because any tenant may see it.
         """
         known = [*self.connected.values(), *self._missed()]
         field = "speculation.drafter_id"

@@ -1,4 +1,4 @@
-"""Finds where a sequence ends and builds the chunk of a step. Knows no pages or drafters' state."""
+"""Finds where a sequence ends and builds the chunk of a step, from tokens and requests alone."""
 
 from __future__ import annotations
 

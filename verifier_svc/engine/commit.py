@@ -55,7 +55,7 @@ class Committer:
         self._spans = spans
         self._eos_token_ids = frozenset(eos_token_ids)
         self._token_count = 0
-        # What `record` still has to do, in the order of the commits.
+        # The work that `record` still has to do, in the order of the commits.
         self._unrecorded: list[_Committed] = []
 
     def commit(
@@ -173,8 +173,8 @@ class Committer:
         """
         may_end = finish_reason is not None or not self._eos_token_ids.isdisjoint(new)
         if has_slow_masks(sequence) and not may_end:
-            # Advancing the grammar here would delay every sequence. So the work of computing the
-            # next mask also advances it.
+            # Advancing the grammar here would delay every sequence. The work that computes the next
+            # mask therefore advances the grammar too.
             sequence.grammar_lag = len(new)
             return False
         return cut_at_grammars_end(matcher, new)

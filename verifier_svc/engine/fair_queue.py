@@ -47,7 +47,7 @@ class FairQueue:
         return min(heads, key=lambda head: (running.get(head.request.tenant, 0), head.arrival))
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out. Does nothing if it is not in the queue."""
+        """Take a sequence out. Does nothing if the sequence is not in the queue."""
         tenant = sequence.request.tenant
         own = self._by_tenant.get(tenant)
         if own is not None and sequence in own:

@@ -68,8 +68,8 @@ class LoadMeter:
     def load(self) -> Load:
         """Return the engine's present load.
 
-        Some sequences may have ended since the last admission. Waiting sequences count as running
-        in their places, because they will be in the next step.
+        Some sequences may have ended since the last admission. The waiting sequences that take
+        their places in the next step count as running.
         """
         total = len(self._running) + len(self._waiting)
         running = min(max(len(self._running), self._admitted_count), total)
@@ -77,10 +77,10 @@ class LoadMeter:
         return replace(load, sequence_s=self._sequence_s_at(load.places))
 
     def _sequence_s_at(self, places: int) -> float | None:
-        """Return how long a sequence is in a batch of `places` sequences.
+        """Return how long a sequence stays in a batch of `places` sequences.
 
         Return None if nothing was timed. Recent sequences may have run alone, far faster than in a
-        full batch. So the result is at least the time of their number of forwards with a full
+        full batch. The result is therefore at least the time that as many forwards take with a full
         batch, plus the time of one prompt for each place.
         """
         if not self._cost.known:

@@ -3,7 +3,7 @@
 The engine runs on its own thread; other threads only `post` work to it. It sends messages through
 sinks: to drafters after each step, to clients when the next forward begins. With a device that
 computes asynchronously, the forward is launched first, and meanwhile the host does the work that no
-step waits for. The engine knows token ids and drafters; not text, protobuf or grpc.
+step waits for. The engine works with token ids and drafters, without text, protobuf or gRPC.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ log = logging.getLogger(__name__)
 
 _CONFIG = EngineConfig()
 _INLINE = Inline()
-# How often the engine looks at masks that take long, while no sequence has a step (seconds).
+# The interval at which the engine looks at masks that take long, while no sequence has a step
+# (seconds).
 _MASK_POLL_S = 0.05
 
 
@@ -459,7 +460,7 @@ class Engine:
 
 
 def _may_succeed_without_draft(error: OutriderError, draft: DraftTree) -> bool:
-    """Return whether a step may go well without its draft, and may be repeated without it.
+    """Return whether a failed step may be repeated without its draft, and may then succeed.
 
     Dropping a sampled token because of its value would bias the token that is drawn instead.
     """

@@ -37,7 +37,7 @@ class Outbox:
         return bool(self._to_clients or self._later)
 
     def later(self, work: Callable[[], object]) -> None:
-        """Keep work for `catch_up`, since nothing waits for it; it may `add` client messages."""
+        """Keep work for `catch_up`, as nothing waits for it; the work may `add` client messages."""
         self._later.append(work)
 
     def catch_up(self) -> None:

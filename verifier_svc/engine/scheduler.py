@@ -1,6 +1,6 @@
 """Chooses the tokens of the next forward: continuous batching, chunked prefill, preemption.
 
-Knows sequences and pages; not the model, the acceptance rule or any stream.
+This module works with sequences and pages, not with the model, acceptance rules or streams.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         EngineConfig,  # imports torch, which the metrics do not need
     )
 
-# Share of a step's tokens that drafts leave to prompts. Without it the deep drafts of a few
-# requests would keep all other requests from beginning.
+# Share of a step's tokens that drafts leave to prompts. Without this share, the deep drafts of a
+# few requests would keep all other requests from beginning.
 _PROMPTS_SHARE = 0.25
 _LOGIT_BYTES = 4
 _NO_DRAFT: ChosenDraft = (None, NO_DRAFT)
@@ -276,8 +276,8 @@ class Scheduler:
             draft = draft.first(len(main_path(draft.parents)))
             if self.pool.reserve(kv, end + len(draft.token_ids)):
                 return draft
-        # A draft is no reason to preempt another sequence. It is cut rather than dropped: how many
-        # tokens follow a sampled token must not decide whether that token is verified.
+        # A draft is no reason to preempt another sequence. The draft is cut rather than dropped:
+        # how many tokens follow a sampled token must not decide whether that token is verified.
         draft = draft.first(max(0, self.pool.room(kv) - end))
         return draft if self.pool.reserve(kv, end + len(draft.token_ids)) else NO_DRAFT
 
@@ -371,8 +371,8 @@ class Scheduler:
     def _page_victims_for_admission(self, sequence: Sequence) -> list[Sequence]:
         """Choose the sequences to preempt so that `sequence` gets pages; none if it must wait.
 
-        A tenant that loses pages must keep at least as many pages as the tenant of `sequence` then
-        has. The same holds for places.
+        A tenant that loses pages must keep at least as many pages, and at least as many places, as
+        the tenant of `sequence` then has.
         """
         held = self._pages_held()
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)

@@ -1,7 +1,7 @@
 """Divides a step between tenants: whose sequences to decode, and how much of whose prompts.
 
-A tenant that has used little goes first. Each of its tokens takes a step, so the time that other
-tenants add to its steps is bounded. With one tenant, a step takes all it can.
+A tenant that has used little goes first. Each of this tenant's tokens takes a step, so the time
+that other tenants add to such a step is bounded. With one tenant, a step takes all it can.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StepShares:
     def _bounded(self, parts: StepParts, light: frozenset[str], drafted: Drafted) -> StepParts:
         """Return a step of bounded time.
 
-        It has all that light tenants want, and then what adds little time to it.
+        The step has all work of light tenants, and then work that lengthens it little.
         """
         fill = _Fill(self._cost, self._max_batch_tokens, drafted)
         room_s = _LONGEST * self._cost.estimate(1, 1)
@@ -93,7 +93,7 @@ class StepShares:
 
 
 class _Fill:
-    """A step that is filled up to a time limit. Even beyond the limit it takes some work."""
+    """A step that is filled up to a time limit. Even beyond the limit, the step takes some work."""
 
     def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
         self.decoding: list[Sequence] = []
@@ -115,8 +115,8 @@ class _Fill:
     def add(self, parts: StepParts, room_s: float, last_id: int) -> int:
         """Add work that lengthens the step by at most `room_s`.
 
-        If there are prompts, they get half. Decoding begins after the sequence `last_id`. Returns
-        the id of the last sequence that had room, or `last_id` if all had room.
+        If there are prompts, they get half of this time. Decoding begins after the sequence
+        `last_id`. Returns the id of the last sequence that had room, or `last_id` if all had room.
         """
         before_s = self.seconds
         decoding_s = room_s / 2 if parts.prefill else room_s

@@ -1,7 +1,8 @@
 """Measures how much of the steps each tenant has used recently; tenants with little use go first.
 
 The measure is the time of steps, as in a fair-share scheduler: it counts prompts, decoding and
-drafts alike. It decays, so that use of long ago is forgotten and no tenant can save up time.
+drafts alike. The measure decays, so that use of long ago is forgotten and no tenant can save up
+time.
 """
 
 from __future__ import annotations

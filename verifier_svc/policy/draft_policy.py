@@ -1,7 +1,7 @@
-"""Decides when an engine drafts: where drafts pay, or always. It is chosen when the engine starts.
+"""Decides when an engine drafts: where drafts pay, or always.
 
-A request may ask for every draft too (`always_draft` in protos/outrider/v1/common.proto). Its steps
-are planned by `EveryDraft`.
+The policy is chosen when the engine starts. A request may ask for every draft too (`always_draft`
+in protos/outrider/v1/common.proto); `EveryDraft` plans the steps of such requests.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class TreeBuilder:
     def _token_cost(self) -> float:
         """Return how many committed tokens the next draft token costs.
 
-        It rises with the number of tokens taken.
+        The cost rises with the number of tokens taken.
         """
         last = len(self._costs) - 1
         while self._cost_index < last and self._taken >= self._costs[self._cost_index][0]:
@@ -213,7 +213,7 @@ def tree_tokens(
 
     `drafts` are (sequence, assignment, draft tokens). `asks` has the draft tokens of one path to
     ask for. A drafter is asked for a chain if siblings of its main guesses are not worth their
-    cost. From time to time it is asked for a tree all the same, to see whether its siblings
+    cost. From time to time such a drafter is asked for a tree, to see whether its siblings
     improved.
     """
     probed = step % _TREE_PROBE_STEPS == 0

@@ -160,7 +160,7 @@ def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
 def _neighbours(xs: list[float], x: float) -> list[float]:
     """Return the two neighbours of `x` in the sorted `xs`, clamped at the ends of `xs`.
 
-    Return only one if `xs` has only one.
+    If `xs` has only one number, return only this one.
     """
     i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
     return xs[max(i - 1, 0) : i + 1]
@@ -184,7 +184,7 @@ def _interpolate(xs: list[float], points: dict[float, float], x: float) -> float
 def _shares(points: list[float], x: float) -> dict[float, float]:
     """Return how far the points around `x` must move to move the line between them by 1 at `x`.
 
-    It is the least-squares solution.
+    The result is the least-squares solution.
     """
     xs = _neighbours(points, x)
     if len(xs) == 1:

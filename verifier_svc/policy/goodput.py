@@ -92,9 +92,9 @@ def goodput(
 ) -> tuple[float, bool]:
     """Return tokens a second with drafts that arrive after `wait_s`, and whether to wait for them.
 
-    Compares two plans. The first waits before each forward of `forward_s` seconds, which commits
-    `tokens`. Meanwhile the second takes plain steps, `plain` = (tokens, seconds) each, and then
-    waits for the rest of `wait_s`. Then the draft is still right with the probability
+    Compares two plans. The first plan waits before each forward of `forward_s` seconds, which
+    commits `tokens`. The second plan takes plain steps meanwhile, `plain` = (tokens, seconds) each,
+    and then waits for the rest of `wait_s`. Then the draft is still right with the probability
     `prob_all_accepted`; otherwise the drafter is asked anew. Drafting on the target's own cores
     costs the second plan `busy_s`; the first plan waits for it anyway.
     """

@@ -1,7 +1,7 @@
 """Plans each step's drafts: how many tokens, from which drafters, and how long to wait for them.
 
-Maximises goodput. Reads sequences and measured numbers and writes nothing. It looks at no token, so
-it cannot bias the output.
+Maximises goodput. Reads sequences and measured numbers and writes nothing. The planner looks at no
+token, so it cannot bias the output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from verifier_svc.state.sequence import Assignment, Sequence
 _COMPARED_TOKENS = 4
 # The longest wait of a step for drafts if its requests have `always_draft`.
 _ALWAYS_DRAFT_WAIT_S = 0.05
-# Drafts must make the batch faster than plain steps by this factor; otherwise drafters rest.
+# Unless drafts make the batch faster than plain steps by this factor, no drafter is asked.
 _MARGIN = 1.01
 # Drafts that no step waits for speed up few sequences and slow down all, and the first rows of a
 # block cost more than the rest. So the gain of these drafts must be this many times their cost.
@@ -276,8 +276,8 @@ class Planner:
         """Return the drafters that may be asked for drafts, and not only probed or tried.
 
         Beside proven drafters, the high prior of a drafter on trial would displace drafts that
-        work. So it is tried in `asks.trials`, except on the target's cores, where a trial costs
-        time.
+        work. Such a drafter is tried in `asks.trials` instead, except on the target's cores, where
+        a trial costs time.
         """
         known = [drafter for drafter in drafters if self._draft_policy.may_draft(drafter)]
         if self._draft_policy.takes_all or not any(drafter.proven for drafter in known):

@@ -19,8 +19,8 @@ _FIRST_STEPS = 6.0
 _PROBE_STEPS = 2.0
 # Exhausted budgets regain this share of the time.
 _REFILL = 0.005
-# A budget's capacity grows by this share of its gains, up to `_MOST_STEPS`. Otherwise one run of
-# bad luck would stop a drafter set that pays.
+# A budget's capacity grows by this share of its gains, up to `_MOST_STEPS`. With a small capacity,
+# one run of bad luck would stop a drafter set that pays.
 _SAVED = 0.125
 _MOST_STEPS = 32.0
 # An exhausted budget opens again when it has this many steps. The number is small, so that drafting
@@ -44,7 +44,8 @@ _BASELINE_WEIGHT = 1 / 32
 _LOAD_STEPS = 16
 _GROWN = 1.25
 # A reset halves a budget's capacity and fills the budget, unless half the capacity is less than
-# `_LEAST_STEPS`. So a load that comes and goes does not cancel a loss again and again.
+# `_LEAST_STEPS`. Because of this limit, a load that comes and goes does not cancel a loss again and
+# again.
 _LEAST_STEPS = 1.0
 
 

@@ -60,8 +60,8 @@ class AcceptanceRate:
 
         If the prior is an AcceptanceRate, each position uses the same position of the prior, even
         after the prior has changed. If the prior is a number, or lacks the position, a position
-        without data inherits the estimate of the position before it. Otherwise positions that are
-        never reached would keep an optimistic prior.
+        without data inherits the estimate of the position before it. Without this rule, positions
+        that are never reached would keep an optimistic prior.
         """
         self._prior = _FixedRate(prior) if isinstance(prior, float) else prior
         self._decay = decay
@@ -191,10 +191,10 @@ class SiblingRates:
         return min(claim * factor, 1.0)
 
     def added_tokens(self, prob_wrong: float) -> float:
-        """Return how many tokens a tree adds on average to a path that is wrong with `prob_wrong`.
+        """Return the mean number of tokens that a tree adds to its main path.
 
-        Only the first token beside the path counts. Later tokens would add more, but each has its
-        cost too.
+        The main path is wrong with the probability `prob_wrong`. Only the first token beside it
+        counts. Later tokens would add more, but each has its cost too.
         """
         return prob_wrong * self.rescued_share
 

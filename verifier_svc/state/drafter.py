@@ -1,4 +1,4 @@
-"""A connected drafter and its measurements. Knows no stream and no policy."""
+"""A connected drafter and its measurements. This module uses no stream and no policy."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class Drafter:
     busy_until: float = 0.0
     """The time by which it should have filled all windows that it was told (seconds)."""
     draining: bool = False
-    # One more entry than the messages to the drafter allow. So an id that was never opened gets the
-    # error about ids.
+    # At first a drafter may send one entry, although no message to it has allowed one. An entry
+    # with an id that was never opened then gets the error about ids.
     proposals_left: int = 1
     """The number of proposals that it may send before it gets a further message."""
     skips_left: int = 1
@@ -149,7 +149,7 @@ class Drafter:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if the drafter fell silent, or failed its trial by being late, wrong or skipped.
+        """True if the drafter fell silent, or failed its trial: it was late or wrong, or skipped.
 
         A doubtful drafter is only probed, on one sequence at a time.
         """
@@ -160,7 +160,7 @@ class Drafter:
 
     @property
     def merit(self) -> float:
-        """How often asking the drafter yields a right first token, to compare drafters.
+        """The probability that asking the drafter yields a right first token, to compare drafters.
 
         Quick drafters are right more often within a run, which does not count here.
         """
@@ -171,8 +171,8 @@ class Drafter:
         """Count a step of `step_s` seconds, which sent the drafter a message at `now` (seconds)."""
         self.told_steps += not self.proven
         if self.silent_at == math.inf:
-            # A wait that ends without a draft raises the drafter's latency afterwards. It must
-            # not postpone this deadline too.
+            # A wait that ends without a draft raises the drafter's latency afterwards. Such a wait
+            # must not postpone this deadline too.
             patience_s = max(_SILENT_STEPS * step_s, _SILENT_LATENCIES * self.latency(1))
             self.silent_at = now + max(patience_s, _SILENT_S)
 
@@ -234,7 +234,7 @@ class Drafter:
     def busy_s(self, draft_tokens: float) -> float:
         """Return how many seconds the target loses while the drafter drafts `draft_tokens`.
 
-        They are above 0 if both compute on one device.
+        The number is above 0 if both compute on one device.
         """
         return draft_tokens * self.token_time.value if self.on_target_device else 0.0
 

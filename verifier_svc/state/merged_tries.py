@@ -47,7 +47,7 @@ def is_branched(sequence: Sequence) -> bool:
 def is_sampled(sequence: Sequence) -> bool:
     """Return whether one of the sequence's drafters samples its drafts.
 
-    The rules for sampled drafts know only chains.
+    The rules for sampled drafts verify only chains.
     """
     assignments = sequence.assignments.values()
     return any(each.distribution is DraftDistribution.SPARSE for each in assignments)

@@ -140,7 +140,7 @@ class Assignment:
 
     @property
     def takes_features(self) -> bool:
-        """Whether its drafter gets features of the sequence."""
+        """True if the assignment's drafter gets features of the sequence."""
         return self.opened and self.drafter.feature_width > 0
 
     def back_off(self) -> None:
@@ -232,8 +232,8 @@ class Assignment:
     def on_answer(self, at: float, base_length: int, *, drafted: bool) -> float | None:
         """Take a message about a committed length that arrived `at` (seconds).
 
-        It is a proposal if `drafted`, else a skip. Returns the seconds since the drafter was asked,
-        or None unless this is its first answer to that length.
+        The message is a proposal if `drafted`, else a skip. Returns the seconds since the drafter
+        was asked, or None unless this is its first answer to that length.
         """
         self.answered_length = max(self.answered_length, base_length)
         asked_at = self.asked_at.pop(base_length, None)
@@ -263,15 +263,15 @@ class Assignment:
     def chance(self) -> float:
         """The probability that asking yields a draft, to compare drafters.
 
-        It is never near 0, because a drafter whose texts are hard for a while costs little and
-        should still be asked.
+        The probability is never near 0, because a drafter whose texts are hard for a while costs
+        little and should still be asked.
         """
         return max(self.answer_rate, _LEAST_CHANCE)
 
     def due_s(self, now: float) -> float:
         """Return in how many seconds the drafter's next message should arrive.
 
-        The number is below 0 when it is late.
+        The number is below 0 when the message is late.
         """
         since = min(self.asked_at.values(), default=self.told_at)
         drafted, _ = self.promise(self.draft_tokens)

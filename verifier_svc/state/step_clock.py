@@ -81,5 +81,5 @@ class StepClock:
         return busy_until <= self._ended[0]
 
     def times(self) -> StepTimes:
-        """Return the times of the step. They change if a further phase of the step ends."""
+        """Return the times of the step. The times change if a further phase of the step ends."""
         return StepTimes(self.wait_s, self.phases_s)

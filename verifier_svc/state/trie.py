@@ -1,8 +1,8 @@
 """The verifier's copy of one drafter's guesses for one sequence.
 
-The trie's root is the last committed token. It knows tokens and committed lengths; not models,
-streams or drafters. The contract is in protos/outrider/v1/drafts.proto. `DraftTree` is the part of
-a trie that one forward verifies.
+The trie's root is the last committed token. A trie has tokens and committed lengths, and nothing of
+models, streams or drafters. The contract is in protos/outrider/v1/drafts.proto. `DraftTree` is the
+part of a trie that one forward verifies.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class Trie:
         added = AddResult()
         parents = proposal.parents
         # `depth` and `node` belong to the next token's parent. A committed token has a depth of at
-        # most 0, and the root as its node. `places` has both for each token of a tree.
+        # most 0, and the root as its node. `places` has the depth and the node of each token of a
+        # tree.
         depth = proposal.base_length - len(committed)
         node = self._root
         places = [(depth, node)]

@@ -29,9 +29,9 @@ from verifier_svc.streams.unread_steps import UnreadSteps
 _HELLO_S = 10.0
 # The largest message that opens several sequences: half of gRPC clients' default limit of 4 MiB.
 _MAX_MESSAGE_BYTES = 2 * 2**20
-# The maximum number of received bytes that the engine has not taken yet. As objects they need many
-# times that memory, so the stream stops reading at this number, and further messages wait at the
-# drafter.
+# The maximum number of received bytes that the engine has not taken yet. As Python objects, the
+# messages need many times that memory, so the stream stops reading at this number, and further
+# messages wait at the drafter.
 _MAX_UNTAKEN_BYTES = 2**20
 _POLL_S = 0.005
 # The distributions of a larger message take longer to check than other streams may wait.

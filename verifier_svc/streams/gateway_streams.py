@@ -2,7 +2,7 @@
 
 Each message costs the event loops at both ends some hundred microseconds, many times the cost of
 its content. If verifier and gateway share the target's cores, the forward loses that time. This
-module knows no engine: a call is any generator of responses.
+module works without an engine: a call is any generator of responses.
 """
 
 from __future__ import annotations

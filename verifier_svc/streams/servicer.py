@@ -191,7 +191,7 @@ class VerifierServicer(
         While the caller does not read, the sequence has no steps; after MOST_UNREAD_S it ends.
         """
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
-        # The message's own id comes first.
+        # An id in the message comes before an id in the metadata.
         own = {HEADER: request.request_id or metadata.get(HEADER, "")}
         found = request_id(own, "tokens")
         request.request_id = request.request_id or found

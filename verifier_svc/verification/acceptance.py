@@ -1,6 +1,6 @@
 """Accepts or rejects draft tokens, for a whole batch at once.
 
-Knows logits, drafts and noise; not sequences, pages or streams.
+This module works with logits, drafts and noise, not with sequences, pages or streams.
 
 The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) are in this file. They draw
 the target's own token at every position, with noise that depends only on seed and position, and
@@ -48,8 +48,8 @@ Beside = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 class Acceptance:
     """Accepts or rejects every draft of a batch.
 
-    It is laid out on the host before the forward. So there is one copy to the device, before the
-    logits are there, and one copy back.
+    The batch is laid out on the host before the forward. One copy then goes to the device before
+    the logits are there, and one copy comes back.
     """
 
     def __init__(

@@ -40,9 +40,10 @@ class GrammarMasks:
 
     A sequence whose masks are not there in time is left out of the step: nothing of it is accepted
     or drawn. It comes back with the same draft when the masks are there, and the same noise, which
-    depends only on seed and position. So its text does not depend on how long masks take, even
-    where that time depends on the values of sampled draft tokens. Whether later steps draft at all
-    may depend on that time. This is harmless, because their drafts are sampled only afterwards.
+    depends only on seed and position. The sequence's text therefore does not depend on how long
+    masks take, even where that time depends on the values of sampled draft tokens. Whether later
+    steps draft at all may depend on that time. This is harmless, because their drafts are sampled
+    only afterwards.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class GrammarMasks:
         found: list[ScheduledSequence] = []
         for scheduled in batch:
             matcher = scheduled.sequence.matcher
-            # Masks that were asked for in an earlier step belong to this draft.
+            # Masks that were requested in an earlier step belong to this draft.
             if matcher is not None and scheduled.sequence.mask_work is None:
                 scheduled = self._cut(scheduled, matcher)
             found.append(scheduled)
@@ -160,7 +161,7 @@ def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment |
 
 
 def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
-    """Return the draft for which a sequence's masks were asked.
+    """Return the draft for which a sequence's masks were requested.
 
     Return an empty draft if one of its drafters has left.
     """
@@ -200,7 +201,10 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
 
 
 def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
-    """Cut a tree to the tokens that `kept` marks. It leaves out at least one, but no parent."""
+    """Cut a tree to the tokens that `kept` marks.
+
+    At least one token is left out, but no parent of a kept token.
+    """
     token_ids: list[int] = []
     parents: list[int] = []
     drafter_ids = list(compress(draft.drafter_ids, kept))

@@ -27,8 +27,8 @@ PATHS = _GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 _SCOPE_KEY = "outrider.admitted"
 _ENDLESS = ClientTimeout(total_s=math.inf)
 # A body may name a longer timeout than its headers. So the gateway reads the bodies of this many
-# requests of a tenant at a time before it refuses them as late. It must not read all bodies of a
-# burst that is late.
+# requests of a tenant at a time before it refuses them as late. The gateway must not read all
+# bodies of a burst that is late.
 _READ_AT_ONCE = 8
 # OpenAI's clients send their timeout in these headers: the Python client in the first, the clients
 # in other languages in the second.

@@ -59,7 +59,7 @@ class Body(BaseModel):
 
 
 def check_unicode(text: str) -> str:
-    """Return the text itself. Raises ValueError if it has half of a surrogate pair.
+    """Return the text itself. Raises ValueError if the text has half of a surrogate pair.
 
     JSON can spell such a half with an escape, but no tokenizer takes it.
     """
@@ -105,8 +105,8 @@ def with_declared(
 ) -> Callable[[type[_Body]], type[_Body]]:
     """Add an optional parameter to a body for each number and flag of a dataclass.
 
-    It has the name and the type of the dataclass's field, and the range of that name if there is
-    a range. A class derived from the body may declare a parameter again in another form.
+    A parameter has the name and the type of the dataclass's field, and the range of that name if
+    there is a range. A class derived from the body may declare a parameter again in another form.
     """
     types = get_type_hints(settings)
 

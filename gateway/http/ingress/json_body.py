@@ -54,7 +54,7 @@ class _JsonRequest(Request):
 
 
 def _text(body: bytes) -> str:
-    """Return the body as text. It must be UTF-8; `json` would take UTF-16 and UTF-32 too."""
+    """Return the body as text. The body must be UTF-8; `json` would take UTF-16 and UTF-32 too."""
     try:
         return body.decode("utf-8-sig")
     except UnicodeDecodeError as cause:

@@ -41,7 +41,7 @@ class TextBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """The thought of an answer of the history."""
+    """The thought of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -56,7 +56,7 @@ class RedactedThinkingBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A call that an answer of the history made."""
+    """A call that an earlier answer made."""
 
     type: Literal["tool_use"]
     id: Text
@@ -226,7 +226,8 @@ class MessagesBody(CountTokensBody):
     top_p: float | None = None
     top_k: int | None = None
     structured_outputs: StructuredOutputs | None = Field(default=None, description="As in chats.")
-    # This is refused by name, since a request that continues a thread has only the newest messages.
+    # The field is refused by name, since a request that continues a thread has only the newest
+    # messages.
     thread: Annotated[Any, AfterValidator(_refuse_thread)] = Field(
         default=None, description="Not supported: each request must have all messages."
     )

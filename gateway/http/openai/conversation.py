@@ -161,7 +161,7 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call that an answer of the history made."""
+    """A call that an earlier answer made."""
 
     id: Text
     type: Literal["function"] = "function"

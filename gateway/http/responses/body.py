@@ -50,7 +50,10 @@ _NAMES = {
 
 
 class TextFormat(Body):
-    """The format that the answer must have. It always follows a schema, whatever `strict` is."""
+    """The format that the answer must have.
+
+    The answer always follows a schema, whatever `strict` is.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[Text, Field(max_length=MAX_NAME_LENGTH)] | None = None

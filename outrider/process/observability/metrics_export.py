@@ -103,7 +103,7 @@ def pushing_metrics(
     if os.environ.get("OTEL_METRICS_EXPORTER") != "otlp":
         yield
         return
-    # Loaded only here, so that a process that pushes no metrics starts faster.
+    # This import is not at the top, so that a process that pushes no metrics starts faster.
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader

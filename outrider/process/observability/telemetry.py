@@ -136,7 +136,7 @@ def setup(service: str, processor: SpanProcessor | None = None, *, instance: str
     if processor is None and not any(os.environ.get(name) for name in _ENDPOINTS):
         return
     if processor is None:
-        # Loaded only here, so that a process without tracing starts faster.
+        # This import is not at the top, so that a process without tracing starts faster.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         processor = BatchSpanProcessor(OTLPSpanExporter(timeout=LAST_SEND_S))

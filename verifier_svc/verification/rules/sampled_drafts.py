@@ -18,7 +18,10 @@ _TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True, slots=True)
 class SparseDrafts:
-    """B drafts of at most K tokens, padded with zeros; float64 but for the lengths."""
+    """B drafts of at most K tokens, padded with zeros.
+
+    All fields except the lengths are float64.
+    """
 
     lengths_B: torch.Tensor
     """The number of tokens of each draft, int64."""
