@@ -1,6 +1,6 @@
 """The table of all errors that a caller can see.
 
-Each has a reason, a gRPC status, a retry rule, an HTTP status and an OpenAI type.
+Each error has a reason, a gRPC status, a retry rule, an HTTP status and an OpenAI type.
 """
 
 from __future__ import annotations

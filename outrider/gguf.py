@@ -1,4 +1,4 @@
-"""Finds the checkpoint to which a GGUF file was unpacked. The first time, it has the file unpacked.
+"""Finds the checkpoint to which a GGUF file was unpacked, and first has a new file unpacked.
 
 No engine of ours computes GGUF's blocks. So the file's weights are dequantised once into a
 directory that every process reads like any other model. `outrider.lm.gguf` does that in a process

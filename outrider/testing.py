@@ -200,7 +200,7 @@ class ScriptedVerifier:
         )
 
     async def _refuse(self, context: Any) -> None:
-        """End the call with the refusal that is set, if any."""
+        """End the call with the refusal that the test has set, if any."""
         if self.refusal is not None:
             await context.abort_with_status(rpc_status.to_status(self.refusal))
 

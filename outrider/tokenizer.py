@@ -1,6 +1,6 @@
 """Loads a model's fast tokenizer without torch and computes its fingerprint.
 
-Knows no chat templates and no limits of texts.
+Chat templates and limits of texts are elsewhere.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Records one draft stream and checks a drafter's messages against the contract.
 
-Knows no sockets.
+This module uses no sockets.
 """
 
 from __future__ import annotations

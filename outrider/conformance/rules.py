@@ -17,7 +17,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule: `says` states it, and `mend` says where to look when it is broken."""
+    """One rule. `says` states the rule, and `mend` says where to look when the rule is broken."""
 
     says: str
     mend: str

@@ -1,4 +1,7 @@
-"""The scripted verifier's scenes. Each tests some rules and raises Broken when a rule is broken."""
+"""The scripted verifier's scenes.
+
+Each scene tests some rules and raises Broken when a rule is broken.
+"""
 
 from __future__ import annotations
 

@@ -22,15 +22,15 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.testing import DraftStream, ScriptedVerifier
 from outrider.v1 import drafts_pb2, verifier_pb2
 
-# Only this many last tokens of a prompt get features. With more, a long prompt would make a long
-# message.
+# Only this many last tokens of a prompt get features. With more tokens, a long prompt would make a
+# long message.
 _PROMPT_FEATURES = 32
 Note = Callable[[str, dict[str, Any]], None]
 """Takes the sender's name and its message, for the transcript."""
 
 
 class Broken(Exception):
-    """A scene found a broken rule. `ended` is True if the end of the stream broke it."""
+    """A scene found a broken rule. `ended` is True if the end of the stream broke the rule."""
 
     def __init__(self, rule: str, reason: str, ended: bool = False) -> None:
         super().__init__(f"{rule}: {reason}")

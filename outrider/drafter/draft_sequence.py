@@ -1,6 +1,7 @@
 """A drafter's state of one sequence: committed tokens, and the tree of guesses after them.
 
-All families share it. Knows tokens and the rules of the draft stream; not models, pools or streams.
+All families share it. This module works with tokens and the rules of the draft stream, not with
+models, pools or streams.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tree of a drafter's guesses after the committed tokens: a chain with branches beside it.
 
-Knows only tokens; not windows, messages from the verifier, models or pools.
+This module works with tokens alone, not with windows, messages from the verifier, models or pools.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GuessTree:
 
     @property
     def acceptance(self) -> float:
-        """The estimated probability that a chain's guess is committed if those before it are."""
+        """The estimated probability that a chain's guess is committed after right guesses."""
         return (self._hits + 2.0) / (self._hits + self._misses + 3.0)
 
     @property
@@ -185,9 +185,9 @@ class GuessTree:
     def take(self, sequence_id: int, base_length: int) -> Proposal | None:
         """Return a proposal of the chain and of the branches' new guesses; None if nothing is new.
 
-        It repeats the chain from the root, so that it needs no earlier proposal. If only some
-        guesses have a confidence, other main guesses get `acceptance`, and the guesses beside them
-        get half of `1 - acceptance`.
+        The proposal repeats the chain from the root, so that it needs no earlier proposal. If only
+        some guesses have a confidence, other main guesses get `acceptance`, and the guesses beside
+        them get half of `1 - acceptance`.
         """
         if not self.has_unsent:
             return None

@@ -196,7 +196,7 @@ class DraftStreams:
 
 
 def own_id(wanted: str, tls: Tls | None) -> str:
-    """Return a drafter's id. With TLS it begins with the certificate's common name and a slash.
+    """Return a drafter's id. With TLS the id begins with the certificate's common name and a slash.
 
     Raises OutriderError(INVALID_VALUE) if the certificate has no common name.
     """

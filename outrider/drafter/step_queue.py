@@ -13,8 +13,8 @@ MAX_FEATURE_BYTES = 16 * 2**20
 class StepQueue(asyncio.Queue[StepBatch | None]):
     """A bounded queue; each side of a draft stream has one, since either may be the slower side.
 
-    When features are dropped, the drafter sees a gap in them. Its guesses may be worse; nothing
-    else changes. A None in the queue is no step, but wakes the reader.
+    When features are dropped, the drafter sees a gap in them. The drafter's guesses may be worse;
+    nothing else changes. A None in the queue is no step, but wakes the reader.
     """
 
     _feature_bytes = 0

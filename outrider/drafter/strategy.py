@@ -60,9 +60,9 @@ class Strategy(ABC):
     def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
         """Take the features of the tokens from `first_position` on, if some were requested.
 
-        They come before the call of `committed` for these tokens. For a prompt they come in parts.
-        `rows` has the features of one token after the other, little endian, of the requested type.
-        Only a strategy that runs in the verifier's process gets a tensor instead.
+        Features come before the call of `committed` for their tokens. A prompt's features come in
+        parts. `rows` has the features of one token after the other, little endian, of the requested
+        type. Only a strategy that runs in the verifier's process gets a tensor instead.
         """
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:

@@ -1,7 +1,7 @@
 """A drafter's end of the draft stream: introduces itself, and serves a DraftSession.
 
-Receiving and drafting are separate tasks, so that a full send buffer never stops the reading. Knows
-no drafting method and no transport.
+Receiving and drafting are separate tasks, so that a full send buffer never stops the reading. This
+module works with any drafting method and any transport.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_UNREAD_STEPS = 256
 
 
 class Observer:
-    """Callbacks of a stream. They do nothing; override the callbacks that you need."""
+    """Callbacks of a stream. All callbacks do nothing; override those that you need."""
 
     async def registered(self, address: str) -> None:
         """Note that a verifier registered this drafter."""

@@ -1,4 +1,7 @@
-"""The interfaces between a DraftStream and its verifier. Messages cross them as plain data."""
+"""The interfaces between a DraftStream and its verifier.
+
+Messages cross these interfaces as plain data.
+"""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class _LLMatcher:
     def _restore(self) -> bool:
         """If the lexer has failed, restore this state with a new lexer.
 
-        Return True if it had failed.
+        Return True if the lexer had failed.
         """
         if self._matcher.is_error():
             self._lexer.has_failed = True

@@ -1,6 +1,7 @@
 """Takes a JSON schema apart: the types of its values, and its alternatives.
 
-Knows only JSON Schema. A schema may be hostile here, as nobody has checked it yet.
+This module works with JSON Schema alone. A schema may be hostile here, as nobody has checked it
+yet.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Types:
 
     def _of_reference(self, reference: str, depth: int) -> frozenset[str]:
         if reference not in self._found:
-            # A reference within its own schema finds this.
+            # If the schema refers to itself, the inner reference finds this empty set.
             self._found[reference] = frozenset()
             self._found[reference] = self.of(resolved(self._root, reference), depth + 1)
         return self._found[reference]

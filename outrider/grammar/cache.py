@@ -1,4 +1,7 @@
-"""A cache of compiled grammars with a bound in bytes. Evicts the least recently used first."""
+"""A cache of compiled grammars with a bound in bytes.
+
+Evicts the least recently used grammars first.
+"""
 
 from __future__ import annotations
 

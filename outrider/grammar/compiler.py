@@ -1,7 +1,7 @@
 """Compiles grammars within a time limit and caches them.
 
 An untrusted grammar is first checked and compiled in a worker process, which is killed if it takes
-too long. Knows token ids and grammars; not sequences, streams or logits.
+too long. This module works with token ids and grammars, not with sequences, streams or logits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GrammarCompiler:
         weakref.finalize(self, self._threads.close)
 
     def start_workers(self) -> None:
-        """Wait until the worker processes run; otherwise the first grammars wait for them."""
+        """Wait until the worker processes run, so that the first grammars need not wait."""
         if self._workers is not None:
             for _ in range(_THREAD_COUNT):
                 own = self._workers.get()

@@ -58,9 +58,9 @@ class GemmaRules:
     def _with_pair(
         self, name: str, schema: Any, tails: dict[bool, str], required: bool
     ) -> dict[bool, str]:
-        """Put this property before `tails`.
+        """Put this property before each of `tails`, the rules for the rest of the object.
 
-        The key is True if no property comes before the rule.
+        The key of a rule is True if no property comes before the rule.
         """
         if not re.fullmatch(_KEY, name):
             raise self._refused(f"has the property {name[:40]!r}")

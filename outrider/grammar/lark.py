@@ -61,7 +61,7 @@ def regex_rule(pattern: str) -> str:
 class SpecialTokens:
     """A tokenizer's special tokens.
 
-    A grammar matches them by id, since their bytes match no text.
+    A grammar matches special tokens by id, since their bytes match no text.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:

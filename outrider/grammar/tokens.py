@@ -56,7 +56,7 @@ def token_bytes(model: str) -> list[bytes]:
     """Return the bytes of each token of a model's tokenizer; for special tokens, their names.
 
     `model` is a directory, GGUF file or hub id. An id without a token has no bytes. Raises
-    OutriderError(MODEL_NOT_FOUND) if it has no tokenizer.
+    OutriderError(MODEL_NOT_FOUND) if the model has no tokenizer.
     """
     tokenizer = load_tokenizer(model)
     count = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -54,7 +54,7 @@ class Keys:
     ) -> int:
         """Return a whole number from `least` to `most`.
 
-        Raises OutriderError, also if it is missing.
+        Raises OutriderError, also if the key is missing.
         """
         value = self._keys.get(name)
         value = default if value is None else value
@@ -68,7 +68,7 @@ class Keys:
     def number(self, name: str, default: float | None = None, *, zero: bool = False) -> float:
         """Return a number above 0, or from 0 on with `zero`.
 
-        Raises OutriderError, also if missing.
+        Raises OutriderError, also if the key is missing.
         """
         value = self._keys.get(name)
         value = default if value is None else value
@@ -113,7 +113,10 @@ class Keys:
 
 
 class Weights:
-    """The tensors of a head's files. `take` moves one to the normal form; none may be left."""
+    """The tensors of a head's files.
+
+    `take` moves a tensor to the normal form; no tensor may be left in the end.
+    """
 
     def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         self.path = path
@@ -132,7 +135,7 @@ class Weights:
     def width(self, name: str) -> int:
         """Return the last dimension of a tensor [rows, columns].
 
-        Raises OutriderError if it is missing.
+        Raises OutriderError if the tensor is missing.
         """
         return self._matrix(name)[1]
 
@@ -158,7 +161,7 @@ class Weights:
     def take(self, name: str, *shape: int, to: str | None = None) -> None:
         """Move a tensor of floats to the normal form, under the name `to` or its own name.
 
-        Raises OutriderError if it is missing or has another shape.
+        Raises OutriderError if the tensor is missing or has another shape.
         """
         self.taken[to or name] = self._pop(name, shape, _FLOATS)
 

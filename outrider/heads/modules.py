@@ -20,8 +20,8 @@ from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.softmax import Softmax
 
-# The number of positions whose cosines and sines are computed at first. A longer sequence makes it
-# grow.
+# The number of positions whose cosines and sines are computed at first. A longer sequence makes the
+# number grow.
 _FIRST_TURNS = 1024
 
 
@@ -119,7 +119,7 @@ class HeadCache:
     def _turns(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines [count, 1, head size] of the positions from 0 on.
 
-        They are kept, because a forward of few rows would spend much of its time on them.
+        The results are kept, because a forward of few rows would spend much of its time on them.
         """
         like = torch.empty(0, dtype=self._dtype, device=self._device)
         cos, sin = self._rotary(like, torch.arange(count, device=self._device).unsqueeze(0))
@@ -237,7 +237,7 @@ class Mlp(Module):
 
 
 class Layer(Module):
-    """One decoder layer. Its attention reads `input_size` numbers for each row.
+    """One decoder layer. The layer's attention reads `input_size` numbers for each row.
 
     The caller adds up the residual: `attention` and `finish` are the two halves of the layer.
     """

@@ -76,7 +76,10 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """The computation of a head. After `final_state`, a field's text begins with its kinds."""
+    """The computation of a head.
+
+    If only some kinds of heads have a field, its text begins with these kinds.
+    """
 
     kind: Kind
     target: TargetShape

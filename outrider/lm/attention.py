@@ -113,7 +113,8 @@ class LayerCache:
         if self.shape is None:
             raise RuntimeError("allocate before the trial forward")
         size = (page_count, page_size, self.shape.heads)
-        # Zeros, because masks hide the scores of slots without a token but not 0 * NaN.
+        # The caches begin with zeros, because masks hide the scores of slots without a token but
+        # not 0 * NaN.
         keys = torch.zeros(*size, self.shape.key_size, dtype=dtype, device=device)
         values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
         self._store = _Store(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
@@ -196,7 +197,7 @@ class LayerCache:
         query_THD: torch.Tensor,
         softmax: Softmax,
     ) -> torch.Tensor:
-        # Imported here, because not every machine has Triton.
+        # This import is not at the top, because not every machine has Triton.
         from outrider.lm.gpu import triton_attention
 
         # A new kernel for some batches, such as batches without trees, would be chosen here.

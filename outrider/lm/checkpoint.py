@@ -90,8 +90,8 @@ def _dequantizing(model: str, config: Any) -> dict[str, Any]:
 def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) -> None:
     """Raise OutriderError unless the files have exactly the tensors of the model's parts.
 
-    `report` is what `transformers` reports about the load. It leaves out tied tensors, and names
-    that the model's type declares as ignorable.
+    `report` is what `transformers` reports about the load. The report leaves out tied tensors, and
+    names that the model's type declares as ignorable.
     """
     shapes = [f"{key} {list(of)}, not {list(to)}" for key, of, to in report["mismatched_keys"]]
     unread = {each for each in report["unexpected_keys"] if _COMPUTED.search(each) is None}
@@ -119,8 +119,8 @@ def _some(names: Collection[str]) -> str:
 def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
     """Return the unread tensors that belong to something besides the text model.
 
-    Such a part is a vision tower, a value head, or layers for multi-token prediction. It lies in a
-    module of its own, next to the list of the decoder's layers or further out.
+    Such a part is a vision tower, a value head, or layers for multi-token prediction. The part is
+    in a module of its own, next to the list of the decoder's layers or further out.
     """
     modules = dict(model.named_modules())
     lists = [path for path, module in modules.items() if isinstance(module, torch.nn.ModuleList)]

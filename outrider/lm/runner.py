@@ -145,7 +145,7 @@ class ModelRunner:
 
     def _fuse(self, texts: Texts, own: OwnLogits) -> None:
         """Let a GPU compute with fewer kernels, unless they give other logits than the model."""
-        # Imported here, because not every machine has Triton.
+        # This import is not at the top, because not every machine has Triton.
         from outrider.lm.gpu.fused_layers import FusedForward, join_projections
 
         fused = FusedForward.of(self._model, self._name, self._layers, self._states)
@@ -406,7 +406,7 @@ class ModelRunner:
         """Return a mover of tokens in all layers at once; None where Triton does not run."""
         if not triton_works(self.device):
             return None
-        # Imported here, because not every machine has Triton.
+        # This import is not at the top, because not every machine has Triton.
         from outrider.lm.gpu.move_tokens import TokenMover
 
         return TokenMover.of(self._cache_arrays())

@@ -1,8 +1,8 @@
 """Gives a process's threads CUDA streams, and orders the tensors that pass between them.
 
 A thread computes on one stream, by default the legacy default stream, which all threads share. On
-it, a drafter's kernels would wait for a forward of the target in the same process. So each drafter
-has a stream of its own. Nothing but an event orders kernels of two streams.
+this stream, a drafter's kernels would wait for a forward of the target in the same process. So each
+drafter has a stream of its own. Nothing but an event orders kernels of two streams.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class SharedRows:
         stream = _stream_of(self._tensor)
         if stream is not None:
             stream.wait_event(self._ready)
-            # Otherwise the allocator could give the memory to the maker's stream before this stream
-            # has read it.
+            # Without this call, the allocator could give the memory to the maker's stream before
+            # this stream has read the memory.
             _keep(self._tensor, stream)
         return self._tensor
 

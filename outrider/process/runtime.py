@@ -25,8 +25,8 @@ def _set_defaults() -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     # gRPC's core writes each failed handshake to standard error, in a format of its own.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    # Torch allocates weights and caches in huge pages. A CPU that reads a whole model for each
-    # token otherwise spends much of its time in address translation.
+    # Torch allocates weights and caches in huge pages. With small pages, a CPU that reads a whole
+    # model for each token spends much of its time in address translation.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # A progress bar rewrites its line, which fills a log file with fragments.
     if sys.stderr is None or not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Range checks that HTTP and gRPC share. Knows no protobuf and no HTTP.
+"""Range checks that HTTP and gRPC share, without protobuf and HTTP.
 
 Each check raises OutriderError(INVALID_VALUE) that names the field and the limit, unless its
 docstring says otherwise.
@@ -73,7 +73,7 @@ def _check_ranges(settings: object, ranges: Mapping[str, Range], prefix: str) ->
 
 
 def check_grammar(grammar: Grammar, field: str = "") -> None:
-    """Check a grammar's size. The compiler checks its syntax."""
+    """Check a grammar's size. The grammar compiler checks the syntax later."""
     field = field or f"grammar.{grammar.kind.value}"
     if grammar.kind is GrammarKind.CHOICE:
         if not 1 <= len(grammar.choices) <= MAX_CHOICES or not all(grammar.choices):

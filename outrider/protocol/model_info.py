@@ -50,7 +50,7 @@ class DrafterInfo:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A verifier's load. The counts are of sequences."""
+    """A verifier's load. All counts are numbers of sequences."""
 
     running: int
     waiting: int

@@ -1,7 +1,7 @@
 """Counter-based randomness: a random number is a pure function of (seed, position, purpose, step).
 
-docs/protocol.md specifies the noise for other languages. Needs only numpy, so that drafters can
-draw with it without torch.
+docs/protocol.md specifies the noise for other languages. This module needs only numpy, so that
+drafters can draw without torch.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def uniforms(
 ) -> npt.NDArray[np.float64]:
     """Return uniform numbers in [0, 1), float64 [N], for each (seed, position, step).
 
-    They have 53 random bits. `seeds` have 64 bits; `positions` count a sequence's tokens from 0,
-    prompt included; `steps` are below 2^32.
+    Each number has 53 random bits. `seeds` have 64 bits; `positions` count a sequence's tokens from
+    0, prompt included; `steps` are below 2^32.
     """
     words = _words(seeds, positions, purpose, steps)
     bits = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))

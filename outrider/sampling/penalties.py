@@ -50,13 +50,13 @@ class TokenCounts:
 
     A sequence is recognised by the identity of its list of tokens, which may only grow; a list that
     became shorter is counted anew. The table has rows for twice as many sequences as a batch ever
-    had. In a full table the least recently used sequence loses its row. It is counted anew when it
-    comes back, for example after a preemption.
+    had. In a full table the least recently used sequence loses its row. Such a sequence is counted
+    anew when it comes back, for example after a preemption.
     """
 
     def __init__(self) -> None:
         self._texts: dict[tuple[int, int], _Text] = {}
-        # Work that `table` has yet to do. If a forward fails, the next forward does its work.
+        # Work that `table` has yet to do. If a forward fails, the next forward does the work.
         self._changes: list[_Change] = []
         self._table_SV = torch.empty(0, 0, dtype=torch.int32)
 
@@ -101,7 +101,7 @@ class TokenCounts:
     def _free_row(self, most: int) -> int:
         """Return a free row for a new sequence.
 
-        Beyond `most` rows, it is the row of the least recent sequence.
+        Beyond `most` rows, this is the row of the least recent sequence.
         """
         if len(self._texts) < most:
             return len(self._texts)

@@ -1,7 +1,7 @@
 """Turns logits into tokens: temperature, truncation and sampling for a batch of rows.
 
-Every random number is a pure function of (seed, position, purpose). So batch composition,
-preemption and the order of requests change nothing, and no two purposes share noise. Draft tokens
+Every random number is a pure function of (seed, position, purpose). Batch composition, preemption
+and the order of requests therefore change nothing, and no two purposes share noise. Draft tokens
 and acceptance coins depend on the step as well: an acceptance rule may look at all tokens and coins
 of a draft, so the tokens and coins of a rejected draft must not be used again. docs/protocol.md
 specifies the noise for other languages.
@@ -77,8 +77,8 @@ def coupled_top(
 
     Tokens are int64 [R, K], and shares float64 [R, K]. K is `count`, or V if that is less. A
     token's share is its part of the sum of probability / exponential over all tokens: the softmax
-    of the perturbed logits. It estimates how probably another party with these keys and similar
-    probabilities draws the token.
+    of the perturbed logits. The share estimates how probably another party with these keys and
+    similar probabilities draws the token.
     """
     size = probs_RV.shape[-1]
     tokens, shares = [], []
@@ -268,7 +268,7 @@ def _min_p(logits_RV: torch.Tensor, shares_R1: torch.Tensor) -> torch.Tensor:
 def _nucleus(
     logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [R, V]: those of the nucleus among the `count` likeliest tokens, else -inf.
+    """Return logits [R, V], -inf outside of the nucleus among the `count` likeliest tokens.
 
     The nucleus has the likeliest tokens up to a mass (Holtzman et al., arXiv 1904.09751). If tokens
     tie at its edge, the lowest ids stay. Also returns whether `count` tokens were enough, bool [R].
@@ -301,7 +301,7 @@ def _typical_set(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `_nucleus`, for locally typical sampling (Meister et al., arXiv 2202.00666).
 
-    It takes the tokens whose surprise is closest to the entropy, and keeps all ties.
+    This sampling takes the tokens whose surprise is closest to the entropy, and keeps all ties.
     """
     log_probs = logits_RV.log_softmax(-1)
     probs = log_probs.exp()

@@ -50,7 +50,10 @@ class Staging:
         self._parts: list[tuple[Staged, npt.NDArray[np.generic]]] = []
 
     def add(self, numbers: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Staged:
-        """Add an array, of `dtype` or the numbers' own type. It must not change afterwards."""
+        """Add an array, of `dtype` or the numbers' own type.
+
+        The array must not change afterwards.
+        """
         array = np.ascontiguousarray(numbers, dtype)
         staged = Staged()
         if self._device.type == "cpu":
@@ -91,8 +94,8 @@ def argmax(numbers_RN: torch.Tensor) -> torch.Tensor:
 def fetch(tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[np.generic]]:
     """Copy tensors of one device to the host with one wait for the device.
 
-    They hold int64, bool or float numbers. From a GPU, bool tensors arrive as int64 and float32
-    tensors as float64.
+    The tensors hold int64, bool or float numbers. From a GPU, bool tensors arrive as int64 and
+    float32 tensors as float64.
     """
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
@@ -143,7 +146,7 @@ def kernel_problem(device: torch.device) -> str | None:
     when a kernel runs. Raises torch.AcceleratorError if the device failed.
     """
     try:
-        # Imported here, because not every machine has Triton.
+        # This import is not at the top, because not every machine has Triton.
         from outrider.sampling import noise_kernel
 
         probs, keys = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)

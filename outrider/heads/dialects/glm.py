@@ -1,6 +1,6 @@
 """The MTP layer of GLM-4.5 and 4.6 (glm4_moe): a layer of `transformers`, with experts.
 
-It lies in the target's own files, as one layer more than the target has.
+The target's own files contain the MTP layer, as one layer more than the target has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dynamic draft trees, which grow by level, as in EAGLE-2 (arXiv 2406.16858).
 
 A forward follows the main guess of a level and the likeliest others: those with the greatest
-product of shares along their path. Its rows are the whole tree so far, because a row of a tree sees
-only the text and rows of its own forward.
+product of shares along their path. The forward's rows are the whole tree so far, because a row of a
+tree sees only the text and rows of its own forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ With 8, tokens per forward rise by at most 2 %.
 
 
 class Node(NamedTuple):
-    """A guess. Its path from the text has the tokens `path`.
+    """A guess. `path` has the tokens from the text to this guess.
 
     `shares` are the head's estimated probabilities of these tokens. `parent` is the row of the
     guess before it, from 1 on; 0 is the text. The path's first `at` guesses are the chain's.
@@ -72,7 +72,7 @@ class Tree:
         return new
 
     def slice(self, new: int) -> SequenceSlice:
-        """Return all rows, of which the last `new` are read."""
+        """Return all rows; the forward reads out the last `new` rows."""
         kv = self._sequence.kv
         tokens = [node.path[-1] for node in self.rows]
         parents = [node.parent for node in self.rows]

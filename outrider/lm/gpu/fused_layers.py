@@ -179,7 +179,7 @@ def join_projections(model: torch.nn.Module) -> None:
 def _return_memory() -> None:
     """Return the memory of layers that were joined.
 
-    Otherwise memory that held parts of two layers would stay reserved, and neither could use it.
+    If this memory stayed reserved, nothing could use the parts that lie between two layers.
     """
     # This call does nothing where no GPU is used.
     torch.cuda.empty_cache()

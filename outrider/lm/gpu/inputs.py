@@ -132,8 +132,8 @@ class BlockTable:
 class Inputs:
     """Inputs of one bucket's forwards at fixed addresses.
 
-    Padding tokens write to the spare page. Each is a one-token sequence while batch slots remain;
-    further padding rows hold arbitrary values. Nothing reads padding.
+    Padding tokens write to the spare page. A padding token is a sequence of one token while batch
+    slots remain; further padding rows hold arbitrary values. Nothing reads padding.
     """
 
     def __init__(self, bucket: Bucket, table: BlockTable) -> None:

@@ -26,8 +26,9 @@ _SAMPLING = SamplingParams(0.7, top_k=50, top_p=0.9, repetition_penalty=1.1, pre
 def cache_bytes(total: int, free: int, own: int, step: int, share: float) -> int:
     """Return the bytes that are left for the KV cache, negative if there are too few.
 
-    This process may use a `share` of the card's `total` bytes. It already holds `own` bytes of its
-    share, and keeps `step` bytes for its largest step. It takes no more than is `free`.
+    This process may use a `share` of the card's `total` bytes. The process already holds `own`
+    bytes of its share, and keeps `step` bytes for its largest step. It takes at most the `free`
+    bytes.
     """
     return min(int(total * share) - own - _CONTEXT_BYTES, free) - step
 

@@ -154,7 +154,7 @@ def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are T
 ):
     """Return which keys in the slots `at` come before the tree or are a row's ancestors.
 
-    The result is [rows, keys]. It is arbitrary for keys after the tree, which no row sees.
+    The result is [rows, keys]. The result is arbitrary for keys after the tree, which no row sees.
     """
     # Shifts by less than 0 or more than 63 are undefined.
     bit = ((at - tree_start) & 63).to(tl.int64)
@@ -296,7 +296,7 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     The programs of a tile share its parts: program p takes part p and every n-th part after it,
     where n is the second size of the grid.
 
-    Without SPLIT all keys are one part, and results go to `out`. Otherwise the result of a part,
+    Without SPLIT all keys are one part, and results go to `out`. With SPLIT, the result of a part,
     normalised by itself, goes to `parts` [parts, T, heads, value size], and the logarithm of its
     divisor to `log_totals` [parts, T, heads]; `_join` adds the sinks. A long slice is not split:
     its results go to `out`, and infinity as the last logarithm of a row marks it.

@@ -29,10 +29,10 @@ answers, without error details."""
 MAX_STREAMS = 4096
 
 # Both ends notice within 12 s that the other has vanished: after 4 s without data they send a ping,
-# and wait 8 s for its answer. gRPC also sends pings that measure the link. Their time-out is 60 s
-# by default, and no other ping is sent while a ping is in flight, so their time-out must be as
-# short. The server must allow frequent pings: by default it answers pings more frequent than every
-# 5 minutes with GOAWAY "too_many_pings".
+# and wait 8 s for its answer. gRPC also sends pings that measure the link. The time-out of such
+# pings is 60 s by default, and no other ping is sent while a ping is in flight, so their time-out
+# must be as short. The server must allow frequent pings: by default it answers pings more frequent
+# than every 5 minutes with GOAWAY "too_many_pings".
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 4_000),
@@ -57,8 +57,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
-    # Otherwise a new channel would reuse an older channel's connection to the same address, which
-    # may be half open.
+    # Without this option, a new channel would reuse an older channel's connection to the same
+    # address, which may be half open.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 

@@ -23,8 +23,8 @@ def keep_status(channel: grpc.aio.Channel) -> grpc.aio.Channel:
     """Let bidirectional calls of this channel keep their peer's status; return the channel.
 
     A write to a call that has ended then raises AioRpcError with that status, or returns if the
-    status is OK. It raises UNAVAILABLE if no status comes within STATUS_WAIT_S, because messages
-    before it are unread; reading them gives the status.
+    status is OK. The write raises UNAVAILABLE if no status comes within STATUS_WAIT_S, because
+    earlier messages are unread; reading these messages gives the status.
     """
     make: Any = channel.stream_stream
 

@@ -12,8 +12,8 @@ from redis.exceptions import InvalidResponse
 
 # The longest valid reply answers a lookup for some thousand sequences.
 _MAX_REPLY_BYTES = 16 * 2**20
-# The head of a list of a million elements or more. It cannot occur in a value: four ASCII digits
-# read as a token id exceed every vocabulary.
+# The head of a list of a million elements or more. Such a head cannot occur in a value: four ASCII
+# digits read as a token id exceed every vocabulary.
 _VAST_LIST = re.compile(rb"[*%~>|]\d{7}")
 _HEAD_BYTES = 8
 
@@ -26,8 +26,9 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen 
     bytes. A hostile Redis could stop a drafter with a list of a thousand million elements: nothing
     else runs during the seconds in which Python frees the list. redis-py also has a parser written
     in Python, but that parser is private too, and reads a value of any size. The class overrides
-    the methods in which redis-py's parser reads its stream; tests/ngram/test_lying_redis.py fails
-    if they change, and if hiredis gets a bound of its own.
+    the methods in which redis-py's parser reads its stream. The test
+    tests/ngram/test_lying_redis.py fails if these methods change, or if hiredis gets a bound of its
+    own.
     """
 
     __slots__ = ("_byte_count", "_tail")

@@ -46,7 +46,10 @@ class Authority:
 
     @classmethod
     def new(cls) -> Authority:
-        """Make an authority. Each has a unique name, so that errors distinguish two authorities."""
+        """Make an authority.
+
+        Each authority has a unique name, so that errors distinguish two authorities.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         name = _subject(f"Outrider authority {secrets.token_hex(4)}")
         usages = x509.KeyUsage(
@@ -86,8 +89,8 @@ class Authority:
 
         `name` is its common name. `hosts` are DNS names and IP addresses, besides `LOCAL_NAMES` and
         the name of its role. A drafter's certificate has only the name of its role. For tests, the
-        certificate may have expired already. It ends when the authority's certificate ends, or
-        earlier.
+        certificate may have expired already. The certificate ends when the authority's certificate
+        ends, or earlier.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         role = Role(kind)

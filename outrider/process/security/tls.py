@@ -1,6 +1,6 @@
 """Reads the files of mutual TLS, reads them again when they change, and explains refusals.
 
-Knows neither gRPC nor roles. Python's `ssl` and `cryptography` parse the files.
+This module uses no gRPC and no roles. Python's `ssl` and `cryptography` parse the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.process.files import read_file
 from outrider.process.security.roles import Role, peer_of
 
 if TYPE_CHECKING:
-    # This is loaded when a certificate's contents are needed, which is seldom.
+    # The package is loaded only when a certificate's contents are needed, which is seldom.
     from cryptography import x509
 
 log = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ def http_context(tls: Tls) -> ssl.SSLContext:
         watched.refresh()
         connection.context = watched.current
 
-    # OpenSSL calls it in each handshake, whether or not the client names a server.
+    # OpenSSL calls `choose` in each handshake, whether or not the client names a server.
     context.sni_callback = choose
     return context
 
@@ -297,7 +297,7 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
 def explain(details: str, tls: Tls | None, *, is_known: bool = False) -> str:
     """Return the details of a failed connection, after its cause in TLS if there is one.
 
-    A peer that `is_known` has accepted a connection before, so that a closed connection needs no
+    If the peer `is_known`, it has accepted a connection before, so a closed connection needs no
     explanation. gRPC tells a client why it refused a server, but not why a server refused the
     client. The client's own files show why.
     """

@@ -97,9 +97,9 @@ def _masked(value: Any) -> Any:
     login, at, rest = url["rest"].rpartition("@")
     user, colon, _ = login.partition(":")
     if re.search(r"[/?#]", login):
-        # Password and name cannot be told apart.
+        # Here the end of the password cannot be told, so all is hidden.
         return f"{url['scheme']}://{_HIDDEN}"
-    # Redis has named users. Elsewhere even a name may be a token.
+    # Redis has named users. In other URLs even the user's name may be a token.
     if not url["scheme"].startswith("redis"):
         user = user and _HIDDEN
     if colon:

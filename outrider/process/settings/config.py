@@ -163,7 +163,7 @@ def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Setti
 def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any]) -> click.Command:
     """Make a click command with the schema's settings as flags.
 
-    It reads the other settings from environment and file, and returns `run(settings)`.
+    The command reads the other settings from environment and file, and returns `run(settings)`.
     """
 
     def called(**values: Any) -> Any:
@@ -263,7 +263,10 @@ def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
 
 
 class _Text(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.4 on
-    """Any text, which the schema checks. A shell completes it to one of `choices`, or to a file."""
+    """Any text, which the schema checks.
+
+    A shell completes the text to one of `choices`, or to a file.
+    """
 
     name = "text"
 

@@ -2,8 +2,9 @@
 
 Work that users or a model's files can make expensive (compiling grammars, masks, chat templates)
 runs here: within limits of processor time and memory, and at a lower priority. All workers of a
-kind are forked from one process that has loaded the code that they need. They end with the process
-that uses them, however it ends. Requests and answers are bytes; nothing is unpickled.
+kind are forked from one process that has loaded the code that they need. The workers end with the
+process that uses them, however that process ends. Requests and answers are bytes; nothing is
+unpickled.
 """
 
 from __future__ import annotations

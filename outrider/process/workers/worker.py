@@ -1,7 +1,8 @@
 """The process that workers are forked from, and the workers: see `outrider.process.workers.pool`.
 
-It loads what all workers need once, so that a worker that was killed is replaced in milliseconds.
-It runs one thread, and reads commands from its socket until the other end closes.
+This process loads once what all workers need, so that a worker that was killed is replaced in
+milliseconds. The process runs one thread, and reads commands from its socket until the other end
+closes.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def _fork(control: socket.socket, descriptor: int, handler: Handler, limits: dic
 
 
 def _bind_to(parent: int) -> None:
-    """End with the parent, however it ends. Systems other than Linux have no such call."""
+    """End when the parent ends, however the parent ends.
+
+    Systems other than Linux have no such call.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:

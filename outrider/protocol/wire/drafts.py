@@ -40,7 +40,10 @@ from outrider.v1 import drafts_pb2
 
 
 def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
-    """Check and convert; raise OutriderError(INVALID_VALUE). Drops unknown distributions."""
+    """Check and convert a Hello; drop distributions that are unknown here.
+
+    Raises OutriderError(INVALID_VALUE).
+    """
     check_name("hello.drafter_id", proto.drafter_id)
     check_name("hello.family", proto.family, longest=MAX_FAMILY_LENGTH)
     check_name("hello.tokenizer_fingerprint", proto.tokenizer_fingerprint)
@@ -98,7 +101,7 @@ def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | No
 
 
 def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
-    """Convert; inverse of `hello_from_proto`."""
+    """Convert a Hello; inverse of `hello_from_proto`."""
     proto = drafts_pb2.Hello(
         drafter_id=hello.drafter_id,
         family=hello.family,
@@ -121,7 +124,7 @@ def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
 
 
 def welcome_to_proto(welcome: d.Welcome) -> drafts_pb2.Welcome:
-    """Convert; inverse of `welcome_from_proto`."""
+    """Convert a Welcome; inverse of `welcome_from_proto`."""
     granted = [drafts_pb2.CAPABILITY_FEATURES] if welcome.feature_width else []
     return drafts_pb2.Welcome(
         model_id=welcome.model_id,
@@ -134,7 +137,7 @@ def welcome_to_proto(welcome: d.Welcome) -> drafts_pb2.Welcome:
 
 
 def welcome_from_proto(proto: drafts_pb2.Welcome) -> d.Welcome:
-    """Check and convert; raise OutriderError(PROTOCOL_VIOLATION)."""
+    """Check and convert a Welcome; raise OutriderError(PROTOCOL_VIOLATION)."""
     width = 0
     if drafts_pb2.CAPABILITY_FEATURES in proto.capabilities:
         width = proto.feature_width
@@ -146,7 +149,7 @@ def welcome_from_proto(proto: drafts_pb2.Welcome) -> d.Welcome:
 
 
 def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> d.DraftBatch:
-    """Check and convert; raise OutriderError(PROTOCOL_VIOLATION).
+    """Check and convert a batch of drafts; raise OutriderError(PROTOCOL_VIOLATION).
 
     Ids must be in [0, vocab_size). Base lengths and windows depend on the committed tokens; the
     trie checks them.
@@ -187,7 +190,7 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> d.Propo
             message = f"must name a token before its child: {limit}"
             raise _violation("parents", message)
     confidences = list(proto.confidences)
-    # Written so that a NaN is refused too.
+    # The comparison is written so that it refuses a NaN too.
     wrong = [value for value in confidences if not 0.0 < value <= 1.0]
     if wrong:
         raise _violation("confidences", f"must be in (0, 1], not {wrong[0]:g}")
@@ -229,7 +232,7 @@ def _distribution(
 
 
 def drafts_to_proto(batch: d.DraftBatch) -> drafts_pb2.DraftBatch:
-    """Convert; inverse of `drafts_from_proto`. Probabilities become float32."""
+    """Convert a batch of drafts; inverse of `drafts_from_proto`. Probabilities become float32."""
     proto = drafts_pb2.DraftBatch()
     for proposal in batch.proposals:
         out = proto.proposals.add(
@@ -254,7 +257,7 @@ def drafts_to_proto(batch: d.DraftBatch) -> drafts_pb2.DraftBatch:
 
 
 def step_to_proto(step: d.StepBatch) -> drafts_pb2.StepBatch:
-    """Convert; inverse of `step_from_proto`."""
+    """Convert a step; inverse of `step_from_proto`."""
     return drafts_pb2.StepBatch(
         opened=[_opened_to_proto(opened) for opened in step.opened],
         features=[
@@ -309,7 +312,7 @@ def _window_to_proto(window: d.Window) -> drafts_pb2.Window:
 
 
 def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> d.StepBatch:
-    """Check and convert; raise OutriderError that names the field.
+    """Check and convert a step; raise OutriderError that names the field.
 
     A later version's values cost guesses at most: an unknown distribution counts as ONE_HOT, and a
     grammar of an unknown kind as no grammar. The reason for closing changes nothing.
@@ -323,7 +326,10 @@ def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> d.StepBatch
 
 
 def _features_from_proto(proto: drafts_pb2.Features) -> d.Features:
-    """Check and convert. The session checks the size of the rows: it knows the width."""
+    """Check and convert features.
+
+    The session, which knows the width, checks the size of the rows.
+    """
     if proto.first_position < 0:
         message = f"must be at least 0, not {proto.first_position}"
         raise _violation("features.first_position", message)

@@ -16,7 +16,7 @@ _MAX_DRAFTER_BYTES = 4 * 2**20
 
 
 def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
-    """Convert; of the drafters, keeps the first that fit in 4 MiB."""
+    """Convert the model's description; of the drafters, keeps the first that fit in 4 MiB."""
     response = verifier_pb2.GetModelResponse(
         model_id=info.model_id,
         stage=proto_enum(info.stage.value),
@@ -135,7 +135,7 @@ def _drafter_from_proto(proto: verifier_pb2.DrafterInfo) -> DrafterInfo:
 
 
 def placement_to_proto(placement: Placement) -> common_pb2.Placement:
-    """Convert; inverse of `placement_from_proto`."""
+    """Convert a placement; inverse of `placement_from_proto`."""
     return common_pb2.Placement(
         kind=placement.kind,
         host=placement.host,
@@ -148,7 +148,7 @@ def placement_to_proto(placement: Placement) -> common_pb2.Placement:
 
 
 def placement_from_proto(proto: common_pb2.Placement) -> Placement:
-    """Check and convert; raise OutriderError(INVALID_VALUE) that names the field."""
+    """Check and convert a placement; raise OutriderError(INVALID_VALUE) that names the field."""
     for name in ("kind", "host", "device", "architecture", "gpu_uuid"):
         check_name(f"placement.{name}", getattr(proto, name), empty=True)
     _check_cores(proto.cores)

@@ -39,7 +39,7 @@ def request_from_proto(
     context_length: int,
     traceparent: str = "",
 ) -> m.TokenRequest:
-    """Check and convert; raise OutriderError that names the field and the limit.
+    """Check and convert a request; raise OutriderError that names the field and the limit.
 
     The reason is CONTEXT_LENGTH_EXCEEDED where prompt and answer do not fit, UNKNOWN_PARAMETER for
     a field that only a later version knows, else INVALID_VALUE.
@@ -113,7 +113,7 @@ def _check_counts(proto: verifier_pb2.GenerateTokensRequest, context_length: int
 
 
 def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequest:
-    """Convert; inverse of `request_from_proto`, without the trace context."""
+    """Convert a request; inverse of `request_from_proto`, without the trace context."""
     return verifier_pb2.GenerateTokensRequest(
         request_id=request.request_id,
         prompt_token_ids=request.prompt,
@@ -135,7 +135,7 @@ def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequ
 
 
 def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
-    """Convert; inverse of `chunk_from_proto`."""
+    """Convert a chunk; inverse of `chunk_from_proto`."""
     response = verifier_pb2.GenerateTokensResponse(
         token_ids=chunk.token_ids,
         sources=[proto_enum(source) for source in chunk.sources],
@@ -173,7 +173,7 @@ def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk
 
 
 def logprob_to_proto(logprob: m.TokenLogprob) -> common_pb2.TokenLogprob:
-    """Convert; inverse of `logprob_from_proto`."""
+    """Convert a token's log probabilities; inverse of `logprob_from_proto`."""
     return common_pb2.TokenLogprob(
         logprob=logprob.logprob,
         top_token_ids=logprob.top_token_ids,
@@ -183,14 +183,14 @@ def logprob_to_proto(logprob: m.TokenLogprob) -> common_pb2.TokenLogprob:
 
 
 def logprob_from_proto(proto: common_pb2.TokenLogprob) -> m.TokenLogprob:
-    """Convert; checks nothing."""
+    """Convert a token's log probabilities; checks nothing."""
     return m.TokenLogprob(
         proto.logprob, tuple(proto.top_token_ids), tuple(proto.top_logprobs), proto.rank
     )
 
 
 def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
-    """Convert; inverse of `stats_from_proto`."""
+    """Convert statistics; inverse of `stats_from_proto`."""
     return common_pb2.SpeculationStats(
         forward_count=stats.forward_count,
         draft_count=stats.draft_count,
@@ -204,7 +204,7 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
 
 
 def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
-    """Convert; leave out a rule that only a later version knows."""
+    """Convert statistics; leave out a rule that only a later version knows."""
     return m.SpeculationStats(
         proto.forward_count,
         proto.draft_count,

@@ -30,20 +30,26 @@ _SPECULATION = tuple(field.name for field in common_pb2.SpeculationOptions.DESCR
 def sampling_from_proto(
     proto: common_pb2.SamplingParams, vocab_size: int, prefix: str = "sampling"
 ) -> m.SamplingParams:
-    """Check and convert; raise OutriderError(INVALID_VALUE) that names `prefix` and the field."""
+    """Check and convert sampling settings.
+
+    Raises OutriderError(INVALID_VALUE) that names `prefix` and the field.
+    """
     sampling = m.SamplingParams(**_set_fields(proto))
     check_sampling(sampling, vocab_size, prefix + ".")
     return sampling
 
 
 def sampling_to_proto(sampling: m.SamplingParams) -> common_pb2.SamplingParams:
-    """Convert; set every field, so that no default matters."""
+    """Convert sampling settings; set every field, so that no default matters."""
     values = {name: getattr(sampling, name) for name in _SAMPLING}
     return common_pb2.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
 
 
 def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.SpeculationOptions:
-    """Check and convert; raise OutriderError(INVALID_VALUE) that names the field."""
+    """Check and convert speculation options.
+
+    Raises OutriderError(INVALID_VALUE) that names the field.
+    """
     name = proto.WhichOneof("drafter")
     if name and not getattr(proto, name):
         raise invalid(f"speculation.{name}", "must have at least 1 character if it is set")
@@ -57,7 +63,7 @@ def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.Speculatio
 
 
 def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.SpeculationOptions:
-    """Convert; `draft_tokens` stays unset when it is None."""
+    """Convert speculation options; `draft_tokens` stays unset when it is None."""
     values = {name: getattr(options, name) for name in _SPECULATION}
     for name in ("drafter_id", "drafter_family"):
         # A field of the oneof is unset, not empty.
@@ -67,10 +73,10 @@ def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.Speculatio
 
 
 def grammar_from_proto(proto: common_pb2.Grammar | None) -> Grammar | None:
-    """Check and convert; raise OutriderError(INVALID_VALUE) that names the field.
+    """Check and convert a grammar; raise OutriderError(INVALID_VALUE) that names the field.
 
-    A grammar without a kind is refused. A kind that only a later version knows looks like no kind,
-    and ignoring it would leave the output unconstrained.
+    A grammar without a kind is refused. A kind that only a later version knows looks like no kind;
+    if it were ignored, the output would be unconstrained.
     """
     if proto is None:
         return None
@@ -93,7 +99,7 @@ def grammar_from_proto(proto: common_pb2.Grammar | None) -> Grammar | None:
 
 
 def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:
-    """Convert; None for no grammar."""
+    """Convert a grammar; None for no grammar."""
     if grammar is None:
         return None
     thought = None
@@ -148,14 +154,14 @@ def proto_enum(value: int) -> Any:
 
 
 def duration(time_s: float | None) -> Duration | None:
-    """Convert; None stays None."""
+    """Convert seconds; None stays None."""
     if time_s is None:
         return None
     return Duration(seconds=int(time_s), nanos=int(time_s % 1 * 1e9))
 
 
 def seconds(proto: Duration | None) -> float | None:
-    """Convert, into 0 to `_MAX_DURATION_S`; None stays None."""
+    """Convert seconds, into 0 to `_MAX_DURATION_S`; None stays None."""
     if proto is None:
         return None
     return min(max(proto.seconds + proto.nanos / 1e9, 0.0), _MAX_DURATION_S)

@@ -19,7 +19,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-// Numbers of a vector. Each kind of processor has its own build, so the compiler knows them.
+// Numbers of a vector. Each kind of processor has its own build, so these numbers are constants.
 #if defined(__AVX512F__)
 #define LANES 16
 #define NUMBERED {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
@@ -61,7 +61,7 @@ struct layer {
 // slot after the slice. Of these slots, token i sees slot tree_starts[s] + j only if bit j of
 // `ancestors[i]` is set. A token is one of its own ancestors, so its position is tree_starts[s] - 1
 // plus its number of ancestors. Words of tokens outside trees are 0. In a batch without trees, both
-// are null.
+// arrays are null.
 struct batch {
   int64_t token_count, slice_count;
   const int64_t *slot_mapping, *first_rows, *lengths, *starts, *page_offsets, *pages, *tree_starts;
@@ -142,8 +142,8 @@ INLINE void interleave(vec a, vec b, vec out[2]) {
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HAS_DOTS 1
-// Rounds to odd twice: the sum of the two products, and the sum with `sum`. Takes subnormal numbers
-// for zero.
+// Rounds to odd twice: the sum of the two products, and the sum with `sum`. The instruction takes
+// subnormal numbers for zero.
 INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
   bfloat16x8_t same = (bfloat16x8_t)vdupq_n_u32(pair);
   return (vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)pairs, same);
@@ -157,8 +157,8 @@ INLINE void interleave(vec a, vec b, vec out[2]) {
 #define HAS_DOTS 0
 INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
   uvec both = pair - (uvec){0};
-  // Else the compiler would split the pair in ordinary registers and move both halves to vectors,
-  // which took a third more time than to split it there.
+  // Without this line, the compiler would split the pair in ordinary registers and move both halves
+  // to vectors. That took a third more time than to split the pair in vectors.
   __asm__("" : IN_VECTOR(both));
   sum += (vec)(both << 16) * (vec)((uvec)pairs << 16);
   return sum + (vec)(both & 0xffff0000) * (vec)((uvec)pairs & 0xffff0000);

@@ -1,11 +1,11 @@
 // A whole forward of Llama, or of a model built like it, in one call.
 //
-// A forward of few tokens reads every weight once and computes little with it. Its time depends
-// on how steadily weights arrive from memory, and on the time between two products. So weights
-// lie in the order in which they are read, and nothing between the products leaves C. Sums are
-// float. Results are rounded to bfloat16 where transformers rounds them, except inside attention
-// and the rotary embedding. This file is compiled for bfloat16, by decoder_float32.c for float,
-// where nothing is rounded, and by decoder_int8.c for bfloat16 with weights in int8.
+// A forward of few tokens reads every weight once and computes little with it. The time of such a
+// forward depends on how steadily weights arrive from memory, and on the time between two products.
+// So weights lie in the order in which they are read, and nothing between the products leaves C.
+// Sums are float. Results are rounded to bfloat16 where transformers rounds them, except inside
+// attention and the rotary embedding. This file is compiled for bfloat16, by decoder_float32.c for
+// float, where nothing is rounded, and by decoder_int8.c for bfloat16 with weights in int8.
 
 #ifndef BFLOAT16
 #define BFLOAT16 1

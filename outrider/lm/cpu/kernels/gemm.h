@@ -87,9 +87,9 @@ INLINE void gemm_and_store(struct gemm_input x, int rows, const struct linear *l
 // Computes out [rows, out] = x [rows, in] · weights. All threads of the pool call this and share
 // the blocks of columns.
 //
-// A thread claims several blocks at a time, so that a long prompt's rows are read less often. They
-// are few enough that all threads end at about the same time. A thread that prefetches the next
-// blocks claims them before it begins with the present ones.
+// A thread claims several blocks at a time, so that a long prompt's rows are read less often. One
+// claim has so few blocks that all threads end at about the same time. A thread that prefetches its
+// next blocks claims them before it begins with the present blocks.
 static void gemm(struct thread_pool *pool, struct gemm_input x, int64_t rows,
                  const struct linear *linear, void *out, enum epilogue epilogue) {
 #if INT8

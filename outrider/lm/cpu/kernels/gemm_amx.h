@@ -19,13 +19,13 @@ INLINE void restore_state(const saved_state *saved) {
     _tile_release();
 }
 
-// Returns the tile_rows of an input with so many rows.
+// Returns the tile_rows of an input with `rows` rows.
 INLINE int64_t choose_tile_rows(int64_t rows) {
   (void)rows;
   return TILE_ROWS;
 }
 
-// Prepares for products of so many rows.
+// Prepares the tiles for products of `rows` rows.
 INLINE void configure_rows(int rows) { configure_tiles(rows); }
 
 // Columns of a line: one row of a tile.

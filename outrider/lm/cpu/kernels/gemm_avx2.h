@@ -37,7 +37,7 @@ INLINE vec load_pair(const element *x) {
   uint32_t pair;
   memcpy(&pair, x, sizeof pair);
   uvec pairs = pair - (uvec){0};
-  // Else the compiler would split the pair in ordinary registers; see add_dots.
+  // Without this line, the compiler would split the pair in ordinary registers; see add_dots.
   __asm__("" : IN_VECTOR(pairs));
   return (vec)pairs;
 }
@@ -66,7 +66,7 @@ INLINE void multiply(struct pass pass, float (*acc)[BLOCK], int n, int vectors) 
       }
       for (int second = 0; second < PAIR; second++) {
         // If the registers do not hold both halves of all pairs beside the sums, this makes the
-        // compiler load the pairs again. Else it would store sums on the stack.
+        // compiler load the pairs again. Otherwise the compiler would store sums on the stack.
         if ((n + PAIR) * vectors > 12) __asm__("" : "+r"(weights), "+r"(x));
         vec some[VECTORS];
         for (int v = 0; v < vectors; v++)
@@ -94,8 +94,9 @@ INLINE void multiply_rows(struct pass pass, float (*acc)[BLOCK], int n) {
   multiply(pass, (float(*)[BLOCK])(acc[0] + BLOCK / 2), n, VECTORS / 2);
 }
 
-// Returns how many of the rows that are left the next pass takes: not so many that one or three
-// rows are left over, for which one or two rows have too few sums.
+// Returns how many of the `left` remaining rows the next pass takes. Usually it takes PASS_ROWS; it
+// takes one row fewer if otherwise a last pass of one or three rows would follow, which has too few
+// sums.
 INLINE int choose_pass_rows(int left) {
   if (left == PASS_ROWS + 1 || left == PASS_ROWS + 3) return PASS_ROWS - 1;
   return left < PASS_ROWS ? left : PASS_ROWS;

@@ -16,7 +16,7 @@
 // Distance in bytes at which weights are prefetched: as in gemm_vector.h, not measured on ARM.
 #define PREFETCH_DISTANCE 8192
 
-// Returns the tile_rows of an input with so many rows.
+// Returns the tile_rows of an input with `rows` rows.
 INLINE int64_t choose_tile_rows(int64_t rows) {
   (void)rows;
   return TILE_ROWS;
@@ -43,7 +43,8 @@ INLINE void add_part(const uint16_t *const (*x)[2], const char *weights, sums_of
       rows[i] = (bfloat16x8_t)vcombine_u16(vld1_u16(x[i][0] + line * PAIR),
                                            vld1_u16(x[i][1] + line * PAIR));
     for (int v = 0; v < LINE_VECTORS; v++) {
-      // Else the compiler loads more weights early than fit the registers beside the sums.
+      // Without this line, the compiler loads more weights early than fit the registers beside the
+      // sums.
       if (n > 1 && v % 2 == 0) __asm__ volatile("" ::: "memory");
       bfloat16x8_t columns = (bfloat16x8_t)vld1q_u16((const uint16_t *)from + v * 2 * PAIR);
       for (int i = 0; i < n; i++) sums[i][v] = vbfmmlaq_f32(sums[i][v], rows[i], columns);
@@ -93,7 +94,7 @@ INLINE void gemm_block(struct gemm_input input, int rows, const struct linear *l
       multiply_pair(x[0][0], x[0][1], step, in, weights, sums, 0);
   } else {
     memset(sums, 0, (size_t)pairs * sizeof sums[0]);
-    // About the same number of pairs at once.
+    // Each turn multiplies about the same number of pairs.
     const int times = (pairs + MOST_PAIRS - 1) / MOST_PAIRS;
     for (int64_t k = 0; k < in / TILE_DEPTH; k++, weights += DEPTH_BYTES) {
       for (int i = 0, pair = 0, some; i < times; i++, pair += some) {

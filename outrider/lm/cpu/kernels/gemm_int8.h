@@ -40,7 +40,7 @@ struct group {
 };
 #define ROW_ELEMENTS(in) ((in) / TILE_DEPTH * (int64_t)(sizeof(struct group) / sizeof(element)))
 
-// Returns the tile_rows of an input with so many rows: the rows of one pass over the weights, about
+// Returns the tile_rows of an input with `rows` rows: the rows of one pass over the weights, about
 // the same number in each pass.
 INLINE int64_t choose_tile_rows(int64_t rows) {
   int64_t passes = (rows + ACC_ROWS - 1) / ACC_ROWS;
@@ -62,7 +62,7 @@ INLINE void quantize_group(const element *from, struct group *to) {
     top = most[i] > top ? most[i] : top;
     zero += nothing[i];
   }
-  // Smaller groups are zero: 127 divided by them would be infinite.
+  // Groups with a smaller maximum count as zero: 127 divided by the maximum would be infinite.
   const int is_zero = top < 1e-30f;
   const float factor = is_zero ? 0 : 127 / top;
   const vec magic = splat(12582912.0f);  // adding this rounds to an integer
@@ -110,8 +110,8 @@ INLINE ivec add_products(ivec sum, weight_vec weights, const number *x) {
   __asm__("" : "+v"(sum));
 #elif LANES == 8
   sum += (ivec)_mm256_madd_epi16((__m256i)weights, (__m256i)same);
-  // Else the compiler would keep the products of several lines and add them up later, for which
-  // there are too few registers: forwards of one thread took up to 1.5 times as long.
+  // Without this line, the compiler would keep the products of several lines and add them up later,
+  // for which there are too few registers: forwards of one thread took up to 1.5 times as long.
   __asm__("" : "+x"(sum));
 #elif defined(__SSE2__)
   sum += (ivec)_mm_madd_epi16((__m128i)weights, (__m128i)same);

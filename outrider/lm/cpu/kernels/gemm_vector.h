@@ -28,7 +28,7 @@
 // the time that they took with 1 KiB, or without prefetching.
 #define PREFETCH_DISTANCE 8192
 
-// Returns the tile_rows of an input with so many rows: the rows of one pass over the weights, about
+// Returns the tile_rows of an input with `rows` rows: the rows of one pass over the weights, about
 // the same number in each pass. A single row waits for the weights as long as six rows do, so 17
 // rows took a tenth more time as 8, 8 and 1. Full passes share tiles of TILE_ROWS: with 8 rows a
 // pass that took a tenth less time than tiles of 8.
