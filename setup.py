@@ -133,7 +133,8 @@ def _compiled_step() -> list[Extension]:
         print("warning: not compiling the engine's step: mypy reports errors", file=sys.stderr)
         return []
     for extension in extensions:
-        # Optional like the kernels; and a compiler's warnings must not stop the build.
+        # The compiled step is optional like the kernels, and a compiler's warnings must not stop
+        # the build.
         extension.optional = True
         extension.extra_compile_args.append("-Wno-error")
     return extensions

@@ -23,7 +23,7 @@ def guess(text: Sequence[int], count: int) -> Sequence[int]:
 def followers(text: Sequence[int], size: int, count: int) -> Sequence[int]:
     """The tokens that followed an earlier occurrence of the last `size` tokens.
 
-    Take the newest occurrence before `count` tokens, else the occurrence before the most tokens.
+    Take the newest occurrence that `count` tokens follow, or the one that most tokens follow.
     """
     best: Sequence[int] = []
     for start in range(len(text) - size - 1, -1, -1):

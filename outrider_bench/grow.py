@@ -159,9 +159,9 @@ def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def grow_head(head: Path, small: Path, large: Path, out: Path) -> None:
     """Make an EAGLE-3 head for the grown target `large` from a head for its original `small`.
 
-    The head reads the first columns of each state, which equal the small target's states. Its file
-    has the small target's embeddings. It never guesses the tokens that the large target has in
-    addition. Raises KeyError for a head of another kind.
+    The head reads the first columns of each state, which equal the small target's states. The
+    head's file has the small target's embeddings. The head never guesses the tokens that the large
+    target has in addition. Raises KeyError for a head of another kind.
     """
     config = json.loads((head / "config.json").read_text())
     target = json.loads((large / "config.json").read_text())
@@ -183,7 +183,7 @@ def grow_head(head: Path, small: Path, large: Path, out: Path) -> None:
 def modest_checkpoint(small: Path, out: Path) -> None:
     """Make the checkpoint of shape MODEST in bfloat16 at `out`, unless it is there already.
 
-    It is made anew if the small model's weights are newer.
+    The checkpoint is made anew if the small model's weights are newer.
     """
     weights = small / "model.safetensors"
     config = out / "config.json"

@@ -1,7 +1,7 @@
 """`outrider lab bench --only host`: the engine's own time for a step; its model costs nothing.
 
-It also measures which part delays the next forward on a GPU; the rest is done while the GPU
-computes.
+The command also measures which part of this time delays the next forward on a GPU; the rest of the
+work is done while the GPU computes.
 """
 
 from __future__ import annotations

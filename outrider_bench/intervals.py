@@ -19,7 +19,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median, by bootstrap over rounds.
 
     The interval depends only on the values, and never leaves their range. Fewer than six values
-    seldom narrow it, and the range of three misses the true median in one of four cases.
+    seldom narrow the interval, and the range of three misses the true median in one of four cases.
     """
     low, high = np.quantile(_medians(values, np.random.default_rng(0)), _QUANTILES)
     return float(low), float(high)
@@ -28,8 +28,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def paired_interval(pairs: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
     """Return the 95 % interval of the ratio of two rates, by bootstrap over pairs of measurements.
 
-    A pair has the amount and the time of the first, then of the second. A rate is the sum of the
-    amounts over the sum of the times.
+    A pair has the amount and the time of the first rate, then of the second rate. A rate is the sum
+    of the amounts over the sum of the times.
     """
     values = np.asarray(pairs, float)
     places = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))

@@ -89,7 +89,7 @@ _FORMATS = ("turns", "question", "conversations", "messages", "prompt")
 def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
     """Return the prompts of these kinds or, without kinds, of all kinds in the file.
 
-    Without a file, they are the bundled prompts. Raises ValueError that names the file's line, or
+    Without a file, the bundled prompts are used. Raises ValueError that names the file's line, or
     the kind.
     """
     if file is None:

@@ -1,8 +1,8 @@
 """`outrider check-head`: describes a draft head, and tells how often its first guesses are right.
 
-This command loads the target, which the process of a head does not. So if the head's file may mean
-several layers of the target, it can tell on which layers the head was trained. A verifier with a
-head in its process finds this out with the same text.
+This command loads the target, which the process of a head does not. If the head's file may mean
+several layers of the target, the command can therefore tell on which layers the head was trained. A
+verifier with a head in its process finds this out with the same text.
 """
 
 from __future__ import annotations

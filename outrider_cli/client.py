@@ -1,6 +1,6 @@
 """A client of the stack on this host, over HTTP: waits until it serves, and sends requests.
 
-For the command line, not for services.
+The command line uses this client; services do not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ async def _state(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
         return "", False
     status = body["status"]
     if status == "unavailable":
-        # The verifier does not listen yet. If it never does, its process ends and says why.
+        # The verifier does not listen yet. If the verifier never listens, its process ends and says
+        # why.
         return "", False
     if status == "loading":
         loading = (v for v in body["verifiers"] if not v["ready"])

@@ -26,7 +26,7 @@ class DrafterSpec:
 
     VALUE is the family's required setting. The keys are the drafter's own settings; their values
     may have commas. The key `place` is not a setting: it says whether the drafter has its own
-    process. It is None if `outrider serve` decides that.
+    process. The place is None if `outrider serve` decides.
     """
 
     family: str

@@ -1,4 +1,7 @@
-"""Asks a process for its health over gRPC. It loads little: containers ask every few seconds."""
+"""Asks a process for its health over gRPC.
+
+This module loads little: containers ask every few seconds.
+"""
 
 from __future__ import annotations
 

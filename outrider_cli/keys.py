@@ -24,7 +24,7 @@ from outrider.errors import OutriderError, invalid
 
 
 def add(path: Path, fields: Mapping[str, Any], days: float | None) -> int:
-    """Add a key with these fields of its entry, and print it. It cannot be shown again."""
+    """Add a key with these fields of its entry, and print it. The key cannot be shown again."""
 
     def work() -> None:
         key = new_key()
@@ -63,7 +63,7 @@ def show(path: Path) -> int:
 
 
 def revoke(path: Path, key_id: str) -> int:
-    """Remove a key. Gateways refuse it within two seconds; its running requests finish."""
+    """Remove a key. Gateways refuse the key within two seconds; its running requests finish."""
 
     def work() -> None:
         with changing_keys(path) as file:

@@ -404,7 +404,7 @@ def keys_list(file: Path) -> int:
 @_FILE
 @click.argument("id")
 def keys_revoke(file: Path, id: str) -> int:
-    """Remove the key ID from FILE. Gateways refuse it within two seconds."""
+    """Remove the key ID from FILE. Gateways refuse the key within two seconds."""
     from outrider_cli.keys import revoke
 
     return revoke(file, id)

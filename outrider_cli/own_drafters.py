@@ -1,6 +1,6 @@
 """Drafters in the verifier's process.
 
-The verifier and the families know nothing of each other; this module joins them. A drafter is the
+The verifier and the families do not import each other; this module joins them. A drafter is the
 same as in a separate process, but its messages do not pass through gRPC, and features are tensors
 on the target's device. On a GPU, two processes would get the device in turns.
 """

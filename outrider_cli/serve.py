@@ -105,7 +105,7 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
 def _shown(name: str, line: str) -> Text:
     """Return a line of a process after its name.
 
-    It is not read as markup, which would change some lines.
+    The line is not read as markup, which would change some lines.
     """
     return Text.assemble((f"{name:>10}", "bold"), f" │ {line}")
 

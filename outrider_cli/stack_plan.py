@@ -267,7 +267,7 @@ def _gateway_arguments(
 def _port(flag: str, host: str, wanted: int) -> int:
     """Return the port, or a free port for 0.
 
-    Raises OutriderError(INVALID_VALUE) if it is in use.
+    Raises OutriderError(INVALID_VALUE) if the port is in use.
     """
     try:
         if wanted == 0:

@@ -1,7 +1,7 @@
 """Runs the stack's processes on this host: starts and stops them, and restarts processes that die.
 
-It passes on the lines that they print. It knows command lines and exit statuses, but no models,
-tokens or protocols.
+The supervisor passes on the lines that they print. It handles command lines and exit statuses, and
+no models, tokens or protocols.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Supervisor:
     async def settle(self, ready: Awaitable[None]) -> None:
         """Wait until `ready`; after that, a child that ends is always restarted.
 
-        Raises StartFailed if a child fails before.
+        Raises StartFailed if a child fails before that.
         """
         waiting = asyncio.ensure_future(ready)
         try:

@@ -1,7 +1,7 @@
 """The chats that `write_chats.py` wrote, as rows of ids with the target's states beside them.
 
-The target runs once over every row. Its states lie in a file, which every head and every epoch
-reads. Without this file, the target's forwards would take a third of a head's training time.
+The target runs once over every row. The target's states are in a file, which every head and every
+epoch reads. Without this file, the target's forwards would take a third of a head's training time.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Train a drafter for a Llama target on chats that the target wrote; write it in bfloat16.
 
-`eagle3` and `mtp` are heads, `draft` a small model with the target's tokens. All learn the target's
-distribution in the answers. A head learns it over several steps of its own drafting, and over the
-ids that the target draws most often. At the end, the script prints how often draft tokens 1 to 4
-are the target's likeliest token in held-out answers, after true tokens of the answer.
+`eagle3` and `mtp` are heads, `draft` a small model with the target's tokens. All three learn the
+target's distribution in the answers. A head learns it over several steps of its own drafting, and
+over the ids that the target draws most often. At the end, the script prints how often draft tokens
+1 to 4 are the target's likeliest token in held-out answers, after true tokens of the answer.
 
 Usage: train.py eagle3|mtp|draft SECONDS --target DIR --chats FILE --out DIR
 The target of a GGUF file lies in the cache that `outrider serve` names.

@@ -509,10 +509,10 @@ class SpeculationOptions(_message.Message):
     enabled: _builtins.bool
     """False decodes plainly; unset means true."""
     drafter_id: _builtins.str
-    """To the drafter with this id, such as "model-1"; 1 to 128 printable characters."""
+    """Only the drafter with this id may draft, such as "model-1"; 1 to 128 printable characters."""
     drafter_family: _builtins.str
-    """To drafters of this family, such as "ngram", "suffix" or "model"; 1 to 64 printable
-    characters.
+    """Only drafters of this family may draft, such as "ngram", "suffix" or "model"; 1 to 64
+    printable characters.
     """
     draft_tokens: _builtins.int
     """Most draft tokens verified in one step. Range [0, 64]; unset takes the verifier's setting."""

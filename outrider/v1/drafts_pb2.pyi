@@ -390,7 +390,7 @@ class Opened(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
-        """The request's sampling settings. A sampling drafter draws its proposals with them."""
+        """The request's sampling settings. A sampling drafter draws its proposals with these settings."""
 
     @_builtins.property
     def window(self) -> Global___Window:

@@ -58,7 +58,7 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Names the call, for the message with its result."""
+    """The id by which the message with the call's result names the call."""
     name: _builtins.str
     """The tool's name."""
     arguments: _builtins.str
@@ -177,7 +177,7 @@ class Chat(_message.Message):
     """
     enable_in_reasoning: _builtins.bool
     """Whether the request's grammar binds the output from its first token, so that the output has no
-    thought before the grammar's text. Else the grammar binds what follows the thought.
+    thought before the grammar's text. If false, the grammar binds the text after the thought.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
@@ -358,7 +358,9 @@ class Usage(_message.Message):
     cached_token_count: _builtins.int
     """Prompt tokens found in the prefix cache."""
     resumed_count: _builtins.int
-    """How often the request went on at another verifier, or at the same verifier after a restart."""
+    """How many times the request went on at another verifier, or at the same verifier after a
+    restart.
+    """
     def __init__(
         self,
         *,
@@ -438,7 +440,7 @@ class GenerateTextResponse(_message.Message):
     text may be an incomplete document. Set on the last message.
     """
     reasoning: _builtins.str
-    """More of the answer's thought, if the model marks its thoughts. It precedes `text`."""
+    """More of the answer's thought, if the model marks its thoughts. The thought precedes `text`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids of the tokens whose text has not been sent before, a stop token included."""
@@ -468,7 +470,7 @@ class GenerateTextResponse(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
-        """Pieces of calls. They follow `text`, except where an answer goes on after a call."""
+        """Pieces of calls. The pieces follow `text`, except where an answer goes on after a call."""
 
     def __init__(
         self,

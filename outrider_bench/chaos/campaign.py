@@ -48,9 +48,11 @@ def round_of(
     overlap: float,
     absent: frozenset[str] = frozenset(),
 ) -> list[Planned]:
-    """Plan one or two faults for one round. They hit different processes or links, none `absent`.
+    """Plan one or two faults for one round.
 
-    Over `len(bag)` rounds, each fault of the bag is once the first of a round, in a random order.
+    The faults hit different processes or links, none of them `absent`.
+
+    In `len(bag)` rounds, each fault of the bag comes first in one round, in a random order.
     """
     turn, place = divmod(number, len(bag))
     order = list(bag)

@@ -1,8 +1,8 @@
 """Checks the history of a campaign, as a pure function of its events.
 
-A request is lost if it has no end, two ends, or an end that no fault explains. It is altered if its
-answer differs from the undisturbed answer. A process leaks if it still holds something
-when all is quiet.
+A request is lost if it has no end, two ends, or an end that no fault explains. A request is altered
+if its answer differs from the undisturbed answer. A process leaks if it still holds something when
+all is quiet.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _differences(
 ) -> Iterator[str]:
     """Yield the places where an answer differs from the undisturbed one.
 
-    Cut parts may be shorter.
+    The parts of an answer that is not whole may be shorter.
     """
     if is_whole and answer["choices"].keys() != wanted["choices"].keys():
         yield "it has other choices"

@@ -21,7 +21,10 @@ _HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localh"
 
 
 class Clients:
-    """Clients of gateways; `gateways` maps names to URLs. They send requests in numerical order."""
+    """Clients of gateways; `gateways` maps names to URLs.
+
+    Clients send the requests in numerical order.
+    """
 
     def __init__(
         self, gateways: Mapping[str, str], trust: ssl.SSLContext | bool, history: History

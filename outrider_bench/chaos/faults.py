@@ -73,7 +73,10 @@ async def _no_files(scene: Scene, target: str, seconds: float) -> None:
 
 
 async def _no_memory(scene: Scene, target: str, seconds: float) -> None:
-    """Keep the process from getting more address space. It may end, as if killed for memory."""
+    """Keep the process from getting more address space.
+
+    The process may end, as if killed for memory.
+    """
     used = address_space(scene.site.pid(target))
     await scene.site.limit(target, resource.RLIMIT_AS, used, seconds)
     await scene.site.start_again_if_ended(target)

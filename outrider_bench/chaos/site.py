@@ -294,7 +294,7 @@ class Site:
 async def running_site(absent: frozenset[str], *, tls: bool) -> AsyncIterator[Site]:
     """Run the stack without the `absent` parts during the context.
 
-    Raises StackFailed if it does not start.
+    Raises StackFailed if the stack does not start.
     """
     with tempfile.TemporaryDirectory(prefix="outrider-chaos-") as directory:
         site = Site(absent, Path(directory), tls=tls)

@@ -1,7 +1,7 @@
 """Measures what serving costs besides forwards, with a fixed load on the whole stack.
 
-The load is the same for all predictions: 1 or 8 requests are in progress at any time. It is played
-without drafters, with n-gram drafters and with a draft model.
+The load is the same for all predictions: 1 or 8 requests are in progress at any time. The load is
+played without drafters, with n-gram drafters and with a draft model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs command lines as child processes on this machine.
 
-Knows command lines, signals and CPU time, but no services.
+This module works with command lines, signals and CPU time, and with no services.
 """
 
 from __future__ import annotations

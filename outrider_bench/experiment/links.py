@@ -1,6 +1,7 @@
 """A proxy that shapes TCP connections: round trip, jitter, bandwidth, loss, outages and resets.
 
-Knows bytes and times, but no protocol. It needs a loop with exact timers, see `exact_loop`.
+The proxy handles bytes and times, and no protocol. It needs a loop with exact timers, see
+`exact_loop`.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class ShapedLink:
     async def forward(self, listen: tuple[str, int], target: tuple[str, int]) -> AsyncIterator[int]:
         """Forward connections from `listen` to `target` until the context ends.
 
-        Yields the port on which it listens: a free port for 0. May be called for several ports.
+        Yields the port on which it listens: a free port for 0. This method may be called for
+        several ports.
         """
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _End(self, target), *listen)

@@ -1,6 +1,6 @@
 """Describes the machine that measures: its hardware, its load and the commit that it runs.
 
-It knows only the cores, NUMA nodes and GPUs of an experiment.
+Of an experiment, this module uses only the cores, NUMA nodes and GPUs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check(experiment: Experiment) -> None:
 
 
 def spread() -> float:
-    """Return a fixed computation's 90th percentile over its median time, within a second."""
+    """Time a computation for a second; return its 90th percentile divided by its median."""
     data = np.ones((_SPREAD_SIZE, _SPREAD_SIZE))
     times: list[float] = []
     while sum(times) < _WATCH_S:

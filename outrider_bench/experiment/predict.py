@@ -146,7 +146,7 @@ def table(
 
 @dataclass(slots=True)
 class Predictor:
-    """Simulates cells. It records texts once for each target, and runs equal simulations once."""
+    """Simulates cells: records texts once for each target, and runs equal simulations once."""
 
     profiles: Sequence[Profile]
     _recorders: dict[str, Recorder] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Records texts for the simulator: the target's answers, and the tokens that drafters guess.
 
-N-gram drafters look up in these tokens. Knows no experiment and no costs.
+N-gram drafters look up in these tokens. This module uses no experiment and no costs.
 """
 
 from __future__ import annotations

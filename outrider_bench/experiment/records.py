@@ -108,7 +108,7 @@ class Folder:
         self._write(self.path / COSTS, sentence)
 
     def about(self) -> dict[str, Any]:
-        """Return the content of `run.json`. Raises OSError if it is missing."""
+        """Return the content of `run.json`. Raises OSError if the file is missing."""
         found: dict[str, Any] = json.loads((self.path / "run.json").read_text())
         return found
 

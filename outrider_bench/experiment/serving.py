@@ -1,6 +1,6 @@
 """The costs of serving: the time of a fixed load beyond an idle machine's forwards.
 
-The costs come only from that load, never from an experiment. They are part of the profile.
+The costs come only from that load, never from an experiment. The costs are a part of the profile.
 """
 
 from __future__ import annotations

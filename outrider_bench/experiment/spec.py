@@ -1,6 +1,6 @@
 """The schema of an experiment file: target, drafters, links, workload and sweep.
 
-Knows no processes and no results. Refuses unknown keys.
+This module uses no processes and no results. It refuses unknown keys.
 """
 
 from __future__ import annotations

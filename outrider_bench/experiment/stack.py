@@ -79,9 +79,9 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
 async def server(
     target: Target, model: Path, own: Sequence[DrafterSpec] = ()
 ) -> AsyncIterator[Server]:
-    """Run a verifier with the drafters `own` in its process during the context.
+    """Run a verifier during the context; the drafters of the list `own` run in its process.
 
-    Raises StackFailed if it fails.
+    Raises StackFailed if the verifier fails.
     """
     processes = Processes()
     with tempfile.TemporaryDirectory(prefix="outrider-experiment-") as sockets:
@@ -186,7 +186,7 @@ async def drafting(experiment: Experiment, server: Server) -> AsyncIterator[Draf
 def own_drafters(experiment: Experiment, model: Path) -> list[DrafterSpec]:
     """Return the drafters in the verifier's process.
 
-    `model` is the directory of the target's model. If that is grown, the heads are grown too.
+    `model` is the directory of the target's model. If the target is grown, the heads are grown too.
     """
     return [
         own_drafter(f"drafters.{name}", name, _grown(drafter, experiment.target, model))

@@ -1,6 +1,6 @@
 """The requests of a workload: prompts and lengths of answers.
 
-All ways of decoding, measurements and predictions have the same requests. Knows no processes.
+All decoding modes, measurements and predictions have the same requests. No processes are used.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
 def warm_up_of(workload: Workload, encoder: Encoder) -> list[Request]:
     """Return requests for warming up; no measurement has their prompts.
 
-    There are two for each request in progress, and at least one of each kind.
+    There are two warm-up requests for each request in progress, and at least one of each kind.
     """
     own = _Prompts(workload)
     found = []

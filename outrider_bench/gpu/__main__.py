@@ -1,7 +1,7 @@
 """`python -m outrider_bench.gpu STEP DIRECTORY`: a step of `bench/gpu.sh`, or its tables.
 
-Lines go to `DIRECTORY/lines.jsonl` as they are measured. Of Outrider's dependencies, it needs only
-torch, transformers and Triton.
+Lines go to `DIRECTORY/lines.jsonl` as they are measured. Of Outrider's dependencies, this command
+needs only torch, transformers and Triton.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import yaml
 
 
 class Lines:
-    """Appends JSON lines to a file. Each is on the disk before the next figure is measured."""
+    """Appends JSON lines to a file. Each line is on the disk before the next figure is measured."""
 
     def __init__(self, path: Path, step: str, seconds: float) -> None:
         """`check` raises TimeoutError after `seconds`."""
@@ -82,7 +82,7 @@ class Device:
         return 1e3 * size / self.limit
 
     def timed(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Return a call's median milliseconds on the device, and until it returned to the host."""
+        """Return the median milliseconds of a call: on the device, and until it returns."""
         times = [self._timed(run) for _ in range(1 + self.sizes.repeats)][1:]
         return median([ms for ms, _ in times]), median([ms for _, ms in times])
 

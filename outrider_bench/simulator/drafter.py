@@ -237,7 +237,10 @@ class DrafterActor:
             self._computes(work.ends[-1])
 
     def _computes(self, seconds: float) -> None:
-        """Record `seconds` of drafting. The target's forward loses the drafter's share of them."""
+        """Record `seconds` of drafting.
+
+        Of these, the drafter's share is lost to the target's forward.
+        """
         self.computed_s += seconds
         self._verifier.target.share_cores(self._share * seconds)
 

@@ -29,7 +29,10 @@ class GatewayActor:
         self._load: TotalLoad | None = None
 
     def enter(self, tenant: str) -> None:
-        """Count a new request. Raises OutriderError(OVERLOADED) if it would end too late."""
+        """Count a new request.
+
+        Raises OutriderError(OVERLOADED) if the request would end too late.
+        """
         if self._timeout_s is not None:
             self._poll()
             if self._load is not None:

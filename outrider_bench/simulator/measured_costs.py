@@ -1,6 +1,7 @@
 """Measures a cost table on this machine.
 
-It times forwards of a target and a draft model, n-gram lookups, and the engine's own work per step.
+This module times forwards of a target and a draft model, n-gram lookups, and the engine's own work
+per step.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
 
 
 def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
-    """Return the seconds that a step with a prompt adds, and those that each of its tokens adds."""
+    """Return the seconds that a step with a prompt adds, and that each of its tokens adds."""
     short, long = (_prompt_s(runner, count) for count in _PROMPTS)
     token_s = max(0.0, long - short) / (_PROMPTS[1] - _PROMPTS[0])
     return max(0.0, short - decode_step_s - _PROMPTS[0] * token_s), token_s

@@ -122,7 +122,7 @@ class SimulatedDraftModel(DraftModel):
     def _next(self) -> None:
         """Start the next forward, if there is anything to guess.
 
-        Its guesses are ready at its end, when this is called again.
+        The forward's guesses are ready at its end, when this is called again.
         """
         for each in self._rounds:
             if each.interrupted():

@@ -279,7 +279,7 @@ class Scenario(_Part):
 
     @property
     def loads(self) -> list[int]:
-        """Numbers of requests under way; each is a simulation."""
+        """Numbers of requests in progress; each is a simulation."""
         return self.sequences if self.arrivals == "closed" else self.sequences[:1]
 
 

@@ -42,8 +42,8 @@ class SimulatedTarget:
         self.lost_s = 0.0
         """Seconds that forwards have lost to drafters."""
         self._ends_at = 0.0
-        # True if the forward in progress verifies drafts; and the seconds that the next forwards
-        # with and without drafts will lose.
+        # `_drafted` says whether the forward in progress verifies drafts. `_lost_s` has the seconds
+        # that the next forwards with and without drafts will lose.
         self._drafted = False
         self._lost_s = {True: 0.0, False: 0.0}
 

@@ -79,7 +79,7 @@ def turns(settings: TableSettings, prompts: Mapping[str, Sequence[Prompt]]) -> I
 
     At batch 1, a turn is a single prompt. At larger batches, a turn has all prompts of a group:
     when an answer ends, the next prompt takes its place. If a turn were one batch, it would end
-    with few answers under way, and its slowest answer would decide how long it takes.
+    with few answers in progress, and its slowest answer would decide how long it takes.
     """
     for number in range(settings.rounds):
         for batch in settings.batches:

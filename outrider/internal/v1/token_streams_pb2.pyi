@@ -69,7 +69,7 @@ class SequenceRequest(_message.Message):
 
     @_builtins.property
     def cancel(self) -> Global___CancelTokens:
-        """Ends the sequence. Messages that the verifier sent before that may still arrive."""
+        """Ends the sequence. Messages that the verifier sent earlier may still arrive."""
 
     @_builtins.property
     def pause(self) -> Global___PauseTokens:
@@ -167,7 +167,7 @@ class StreamTokensResponse(_message.Message):
     """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokensPart]:
-        """In the order of the commits."""
+        """The parts, in the order of the commits."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class TokensPart(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
-    """From the request that began it."""
+    """The call_id of the request that began the sequence."""
     status: _builtins.bytes
     """The serialized google.rpc.Status with which GenerateTokens would have ended."""
     @_builtins.property

@@ -1,4 +1,4 @@
-"""The figures of one measurement. Pure arithmetic: knows no cells, files or pictures.
+"""The figures of one measurement. This is arithmetic without cells, files or pictures.
 
 A figure whose denominator is 0, or whose counters were not recorded, is absent.
 """
@@ -42,7 +42,7 @@ def sample_figures(sample: Sample) -> Figures:
 def groups_of(figures: Iterable[str]) -> list[str]:
     """Return the drafter families and kinds of prompts that these figures' names mention.
 
-    They have the form `family_NAME` and `kind_NAME`.
+    The names have the form `family_NAME` and `kind_NAME`.
     """
     found = [re.fullmatch(r"((?:family|kind)_.+)_acceptance", name) for name in figures]
     return list(dict.fromkeys(match[1] for match in found if match))

@@ -43,7 +43,7 @@ class Spread:
 
     @property
     def shows(self) -> Shown:
-        """Whether the ratio is above or below 1; "" if unclear, as after one repetition."""
+        """Says whether the ratio is above or below 1; "" if unclear, as after one repetition."""
         if self.count == 1 and not self.predicted:
             return ""
         return shown_by(self.low, self.high)

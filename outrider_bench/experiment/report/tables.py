@@ -13,7 +13,7 @@ from outrider_bench.experiment.spec import Cell
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of the report. `note` says how to read it."""
+    """A table of the report. `note` says how to read the table."""
 
     title: str
     note: str

@@ -17,7 +17,7 @@ from outrider_bench.simulator.worlds.target import VOCAB
 
 
 class RandomStrategy(Strategy):
-    """Knows the target's text, and guesses it right as often as its plan says."""
+    """Has the target's text, and guesses right as often as its plan says."""
 
     def __init__(self, plan: DrafterPlan, draw: Random, verifier: CheckedVerifier) -> None:
         self.name = plan.family
