@@ -16,6 +16,8 @@ from sysconfig import get_platform
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 _KERNELS = Path("outrider/lm/cpu/kernels")
 _SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c", "decoder_int8.c"]
@@ -176,6 +178,45 @@ class _BuildExtensions(build_ext):
                 path.unlink(missing_ok=True)
 
 
+def _commit() -> str:
+    """Return the commit of these sources; empty if neither git nor an archive of them tells it."""
+    told = Path("outrider/commit.txt")
+    if told.exists():
+        return told.read_text().strip()
+    if commit := os.environ.get("OUTRIDER_COMMIT"):
+        return commit
+    if not Path(".git").exists():
+        return ""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _write_commit(root: str) -> None:
+    """Write the commit into a package that is being built, for `outrider --version`."""
+    if commit := _commit():
+        Path(root, "outrider/commit.txt").write_text(f"{commit}\n")
+
+
+class _BuildPython(build_py):
+    """Adds the commit, except to an editable package, which asks git."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            _write_commit(self.build_lib)
+
+
+class _ArchiveSources(sdist):
+    """Adds the commit."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        _write_commit(base_dir)
+
+
 def _fetch_plotting_library() -> None:
     """Copy the web page's plotting library from the package `uplot`, a build dependency.
 
@@ -196,4 +237,7 @@ def _fetch_plotting_library() -> None:
 
 _STEP_EXTENSIONS = _compiled_step()
 _fetch_plotting_library()
-setup(ext_modules=[*_kernels(), *_STEP_EXTENSIONS], cmdclass={"build_ext": _BuildExtensions})
+setup(
+    ext_modules=[*_kernels(), *_STEP_EXTENSIONS],
+    cmdclass={"build_ext": _BuildExtensions, "build_py": _BuildPython, "sdist": _ArchiveSources},
+)

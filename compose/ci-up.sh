@@ -180,7 +180,7 @@ build_images() {
   for _ in $(seq 20); do [ -e "$work/secrets/pip" ] && break; sleep 0.5; done
   for target in $targets; do
     DOCKER_BUILDKIT=1 timeout 900 "$docker_build" build --progress plain --network host \
-      --build-arg "BASE=$base" \
+      --build-arg "BASE=$base" --build-arg "COMMIT=$(git rev-parse --short=12 HEAD)" \
       --secret "id=pip,src=$work/secrets/pip" --secret "id=ca,src=$work/secrets/ca" \
       --file compose/Dockerfile --target "$target" --tag "outrider-$target:$OUTRIDER_TAG" .
   done

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import click
 
 from drafter_svc.families.registry import BUILT_IN
-from outrider import __version__
 from outrider.process.settings.usage import invoke, refuse
 
 # Commands of another package, keyed by their names in the entry-point group (pyproject.toml). Their
@@ -49,8 +48,23 @@ class _Later(click.Command):
         return self._load().make_context(info_name, args, *rest, **named)
 
 
+def _print_version(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    if is_wanted and not context.resilient_parsing:
+        from outrider_cli.version import described
+
+        print(described())
+        context.exit()
+
+
 @click.group()
-@click.version_option(__version__, message="%(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version, its commit, the compiled parts and the installed extras.",
+)
 def app() -> None:
     """Disaggregated speculative decoding.
 
@@ -412,8 +426,10 @@ def keys_revoke(file: Path, id: str) -> int:
 
 @app.command()
 def version() -> None:
-    """Print the version."""
-    print(__version__)
+    """Print the version, its commit, the compiled parts and the installed extras."""
+    from outrider_cli.version import described
+
+    print(described())
 
 
 def main() -> None:

@@ -152,7 +152,7 @@ def test_the_version_is_a_command_and_a_flag(
     arguments: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not invoke(app, "outrider", [arguments])
-    assert capsys.readouterr().out == f"{__version__}\n"
+    assert capsys.readouterr().out.startswith(f"outrider {__version__}\ncommit: ")
 
 
 @pytest.mark.parametrize(
