@@ -100,10 +100,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size)
         self.rows_may_differ: str | None = None
-        """Why a row's bits may depend on the other rows of its forward; None if they do not.
-
-        The C decoder with AMX computes the rows of trees in another order, which does not count.
-        """
+        """Why a row's bits may depend on the other rows of its forward; None if they do not."""
         if self.decoder is None:
             self.rows_may_differ = reason_against(self._model, self._layers.values())
         if self.rows_may_differ is not None:

@@ -101,14 +101,6 @@ def c_decoder(build_name: str, dtype: torch.dtype, page_size: int) -> ModelRunne
     return runner
 
 
-def has_the_bits_of_chains(runner: ModelRunner) -> bool:
-    """Return whether a tree's rows add their keys in the order of chains.
-
-    AMX tiles have another order.
-    """
-    return runner.decoder is not None and runner.model_id != "_cpu_amx"
-
-
 @pytest.fixture(scope="module", params=DTYPES, ids=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     wanted: torch.dtype = request.param
@@ -150,7 +142,7 @@ def test_each_row_of_a_tree_is_computed_as_its_path(
     sequences = Sequences(runner, parts, seed)
     for i, logits in enumerate(sequences.forward()):
         for rows, expected in sequences.rows_of_chains(i, most=3):
-            if has_the_bits_of_chains(runner):
+            if runner.decoder is not None:
                 assert torch.equal(logits[rows], expected)
             near(logits[rows], expected, ROUNDING[runner.dtype])
 
@@ -293,8 +285,6 @@ def test_attention_to_a_tree_gives_each_row_the_bits_of_its_chain(
     head_size: int,
 ) -> None:
     """Each row equals the last row of a chain with the tokens of its path."""
-    if build_name == "_cpu_amx":
-        pytest.skip("tiles of AMX add keys in another order")
     torch.manual_seed(seed)
     pages = random.Random(seed).sample(range(64), -(-(before + 65) // page_size))
     cache = torch.randn(2, 64, page_size, 2, head_size).to(dtype)

@@ -5,6 +5,11 @@
 // and the softmax of 16 queries runs down the lanes of one vector each, with no sum or maximum
 // across lanes. It is updated for each chunk of keys (Dao et al., arXiv 2205.14135). Chunks begin
 // at the same positions for every query, so a query's result does not depend on the other queries.
+//
+// A token of a tree sees the tokens of its path at successive positions, whatever their slots. All
+// queries' scores are computed slot by slot, then moved to the positions of each query's path. The
+// values at these positions differ, so each token adds up its own. So a row of a tree has the bits
+// of the chain that its path is.
 
 #include "amx_tiles.h"
 
@@ -14,6 +19,8 @@
 #define QUERY_TILES (QUERY_ROWS / TILE_ROWS)
 #define CHUNK 128
 #define BLOCK TILE_DEPTH
+// A tree's tokens, and slots before them in the first token's block.
+#define TREE_SLOTS (64 + BLOCK)
 
 // Up to QUERY_ROWS queries of one key/value head, one chunk of keys, and the state of the softmax.
 // Tiles are [16 rows][32 elements].
@@ -29,10 +36,20 @@ struct work {
   // Where the cache has each 16 positions of the chunk.
   const uint16_t *keys[CHUNK / TILE_ROWS], *cached_values[CHUNK / TILE_ROWS + 1];
   vec max_score[QUERY_TILES], total[QUERY_TILES];
-  ivec last[QUERY_TILES];  // the last slot that a query sees, -1 for none
-  // A query sees a slot from `tree_start` on only if its bit is set here; each half has 32 bits.
-  uvec ancestors[QUERY_TILES][2];
+  ivec last[QUERY_TILES];  // the last position that a query sees, -1 for none
+  // From slot `tree_start` on, a query's next position is the next slot with a bit in `paths`.
+  // Without a tree, both slots are INT64_MAX.
   int64_t tree_start;
+  uint64_t paths[QUERY_TILES * TILE_ROWS];
+  // The values and scores of the slots from `tree_block` on, and for each position from there on
+  // the element of `slot_scores` that is a query's score at this position.
+  int64_t tree_block;
+  const uint16_t *slot_values[TREE_SLOTS];
+  float slot_scores[QUERY_TILES][TREE_SLOTS][TILE_ROWS];
+  ivec places[QUERY_TILES][TREE_SLOTS];
+  // The first query's row in its slice, the number of queries, and the queries of a token.
+  int64_t first_row;
+  int rows, group;
   int head_size, tiles;
   int64_t stride;  // elements from one position's keys, or values, to the next one's
   float scale;
@@ -56,9 +73,8 @@ int outrider_fits_amx(const struct layer *layer) {
   return layer->is_bfloat16 && heads_fit && layer->page_size % TILE_ROWS == 0;
 }
 
-// Computes the scores of 16 keys of the chunk: those of its tile `at`.
-INLINE void score_keys(struct work *work, int at) {
-  const uint16_t *keys = work->keys[at];
+// Computes the scores of 16 keys. The second tile's scores begin `apart` floats after the first's.
+INLINE void score_keys(struct work *work, const uint16_t *keys, float *scores, int64_t apart) {
   compiler_fence();
   _tile_zero(0);
   _tile_zero(1);
@@ -70,40 +86,32 @@ INLINE void score_keys(struct work *work, int at) {
     _tile_loadd(7, work->queries[1][d], 64);
     _tile_dpbf16ps(1, 4, 7);
   }
-  _tile_stored(0, work->scores[0][at * TILE_ROWS], 64);
-  if (work->tiles == 2) _tile_stored(1, work->scores[1][at * TILE_ROWS], 64);
+  _tile_stored(0, scores, 64);
+  if (work->tiles == 2) _tile_stored(1, scores + apart, 64);
 }
 
-// Loads the values of a block and interleaves those of adjacent keys. Zeros follow the last key,
-// because the cache may hold anything there.
-INLINE void pair_values(struct work *work, int block, int count) {
+// Interleaves the values of two adjacent keys; null stands for zeros.
+INLINE void pair_keys(struct work *work, int block, int pair, const uint16_t *even,
+                      const uint16_t *odd) {
   static const uint16_t alternate[32] = {ALTERNATE(32)};
   const __m512i first = _mm512_loadu_si512(alternate);
   const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-  for (int pair = 0; pair < TILE_ROWS; pair++) {
-    int key = block * BLOCK + 2 * pair;
-    const uint16_t *values = work->cached_values[key / TILE_ROWS] + key % TILE_ROWS * work->stride;
-    __mmask32 here = key < count ? UINT32_MAX : 0;
-    __mmask32 next = key + 1 < count ? UINT32_MAX : 0;
-    for (int d = 0; d < work->head_size; d += TILE_DEPTH) {
-      __m512i a = _mm512_maskz_loadu_epi16(here, values + d);
-      __m512i b = _mm512_maskz_loadu_epi16(next, values + work->stride + d);
-      uint16_t(*tiles)[TILE_ROWS][TILE_DEPTH] = &work->values[block][d / TILE_ROWS];
-      _mm512_storeu_si512(tiles[0][pair], _mm512_permutex2var_epi16(a, first, b));
-      _mm512_storeu_si512(tiles[1][pair], _mm512_permutex2var_epi16(a, second, b));
-    }
+  for (int d = 0; d < work->head_size; d += TILE_DEPTH) {
+    __m512i a = even ? _mm512_loadu_si512(even + d) : _mm512_setzero_si512();
+    __m512i b = odd ? _mm512_loadu_si512(odd + d) : _mm512_setzero_si512();
+    uint16_t(*tiles)[TILE_ROWS][TILE_DEPTH] = &work->values[block][d / TILE_ROWS];
+    _mm512_storeu_si512(tiles[0][pair], _mm512_permutex2var_epi16(a, first, b));
+    _mm512_storeu_si512(tiles[1][pair], _mm512_permutex2var_epi16(a, second, b));
   }
 }
 
-// Hides the scores of the tree's tokens that are no ancestors of a query.
-INLINE void hide_branches(struct work *work, int tile, int64_t start, int count) {
-  int64_t offset = start - work->tree_start;
-  for (int64_t key = offset < 0 ? -offset : 0; key < count && key + offset < 64; key++) {
-    int bit = (int)(key + offset);
-    vec score = load_float(work->scores[tile][key]);
-    ivec seen = (work->ancestors[tile][bit / 32] & (1u << bit % 32)) != 0;
-    score = (vec)(((ivec)score & seen) | ((ivec)UNSEEN & ~seen));
-    memcpy(work->scores[tile][key], &score, sizeof score);
+// Loads the values of a block. Zeros follow the last key: the cache may hold anything there.
+INLINE void pair_values(struct work *work, int block, int count) {
+  for (int pair = 0; pair < TILE_ROWS; pair++) {
+    int key = block * BLOCK + 2 * pair;
+    const uint16_t *even = work->cached_values[key / TILE_ROWS] + key % TILE_ROWS * work->stride;
+    const uint16_t *odd = even + work->stride;
+    pair_keys(work, block, pair, key < count ? even : 0, key + 1 < count ? odd : 0);
   }
 }
 
@@ -145,7 +153,6 @@ INLINE vec weigh_block(struct work *work, int tile, int block, vec most) {
 // Updates the softmax of a tile of queries with a chunk, and rescales the earlier sums to the new
 // maximum.
 INLINE void update_softmax(struct work *work, int tile, int64_t start, int blocks) {
-  if (start + blocks * BLOCK > work->tree_start) hide_branches(work, tile, start, blocks * BLOCK);
   vec most = mask_scores(work, tile, start, blocks * BLOCK);
   vec factor = exponential((work->max_score[tile] - most) * work->scale);
   work->max_score[tile] = most;
@@ -200,28 +207,139 @@ INLINE void prefetch(const struct work *work, const uint16_t *from) {
       _mm_prefetch(from + i * work->stride + d, _MM_HINT_T0);
 }
 
+// Returns where the cache has a head's key and value of a slot, in elements.
+INLINE int64_t find_slot(const struct layer *layer, const int64_t *pages, int64_t kv_head,
+                         int64_t slot) {
+  int64_t page = pages[slot / layer->page_size];
+  int64_t row = page * layer->page_size + slot % layer->page_size;
+  return (row * layer->kv_heads + kv_head) * layer->head_size;
+}
+
+// Computes the scores of all slots of a tree, and finds their values and each query's path.
+INLINE void score_tree(struct work *work, const struct layer *layer, const int64_t *pages,
+                       int64_t kv_head, int64_t slots) {
+  if (work->tree_start == INT64_MAX) return;
+  for (int64_t slot = work->tree_block; slot < slots; slot += TILE_ROWS) {
+    int64_t at = find_slot(layer, pages, kv_head, slot);
+    int first = (int)(slot - work->tree_block);
+    for (int i = 0; i < TILE_ROWS; i++)
+      work->slot_values[first + i] = (const uint16_t *)layer->values + at + i * work->stride;
+    score_keys(work, (const uint16_t *)layer->keys + at, work->slot_scores[0][first],
+               TREE_SLOTS * TILE_ROWS);
+  }
+  int before = (int)(work->tree_start - work->tree_block);
+  for (int tile = 0; tile < work->tiles; tile++) {
+    for (int place = 0; place < before; place++)
+      work->places[tile][place] = lanes + place * TILE_ROWS;
+    for (int lane = 0; lane < TILE_ROWS; lane++) {
+      int place = before;
+      for (uint64_t left = work->paths[tile * TILE_ROWS + lane]; left; left &= left - 1)
+        work->places[tile][place++][lane] = (before + __builtin_ctzll(left)) * TILE_ROWS + lane;
+      // The query does not see these positions. Give them a valid address.
+      while (place < TREE_SLOTS) work->places[tile][place++][lane] = lane;
+    }
+  }
+}
+
+// Takes the scores of the chunk's positions from `first` to `end` from those of the tree's slots.
+INLINE void find_scores(struct work *work, int64_t start, int first, int end) {
+  for (int tile = 0; tile < work->tiles; tile++)
+    for (int key = first; key < end; key++) {
+      __m512i place = (__m512i)work->places[tile][start + key - work->tree_block];
+      __m512 score = _mm512_i32gather_ps(place, work->slot_scores[tile], 4);
+      memcpy(work->scores[tile][key], &score, sizeof score);
+    }
+}
+
+// Adds a block's weighted values to the sums of the queries from `first` to `end`, at most 16.
+INLINE void add_own_values(struct work *work, int block, int first, int end) {
+  const int64_t row = sizeof work->sums[0];
+  // Sixteen rows follow `top`. The other queries' weights are 0.
+  int top = first < TILE_ROWS ? first : TILE_ROWS;
+  uint16_t weights[TILE_ROWS][TILE_DEPTH] = {0};
+  for (int i = first; i < end; i++)
+    memcpy(weights[i - top], work->weights[i / TILE_ROWS][block][i % TILE_ROWS], 64);
+  compiler_fence();
+  _tile_loadd(4, weights, 64);
+  for (int d = 0; d < work->head_size; d += 2 * TILE_ROWS) {
+    float *sums = work->sums[top] + d;
+    _tile_loadd(0, sums, row);
+    _tile_loadd(1, sums + TILE_ROWS, row);
+    _tile_loadd(6, work->values[block][d / TILE_ROWS], 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, work->values[block][d / TILE_ROWS + 1], 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_stored(0, sums, row);
+    _tile_stored(1, sums + TILE_ROWS, row);
+  }
+  compiler_fence();
+}
+
+// Adds the weighted values of the blocks from `first` to `end` to the sums of the queries of one
+// token, `begin` to `after`. The values at positions of a tree are those of the token's path.
+INLINE void add_path(struct work *work, int64_t start, int first, int end, int begin, int after) {
+  int64_t position = start + first * BLOCK, last = work->last[begin / TILE_ROWS][begin % TILE_ROWS];
+  uint64_t left = work->paths[begin];
+  for (int64_t before = position - work->tree_start; before > 0; before--) left &= left - 1;
+  for (int block = first; block < end && position <= last; block++) {
+    const uint16_t *values[BLOCK];
+    for (int i = 0; i < BLOCK; i++, position++) {
+      int64_t slot = position;
+      if (position >= work->tree_start && position <= last) {
+        slot = work->tree_start + __builtin_ctzll(left);
+        left &= left - 1;
+      }
+      values[i] = 0;
+      if (position <= last) values[i] = work->slot_values[slot - work->tree_block];
+    }
+    for (int pair = 0; pair < TILE_ROWS; pair++)
+      pair_keys(work, block, pair, values[2 * pair], values[2 * pair + 1]);
+    for (int query = begin; query < after; query += TILE_ROWS)
+      add_own_values(work, block, query, query + TILE_ROWS < after ? query + TILE_ROWS : after);
+  }
+}
+
+// Adds the weighted values of the blocks from `first` to `end`, which reach a tree, token by token.
+INLINE void add_paths(struct work *work, int64_t start, int first, int end) {
+  for (int begin = 0, after; begin < work->rows; begin = after) {
+    after = begin + work->group - (int)((work->first_row + begin) % work->group);
+    if (after > work->rows) after = work->rows;
+    add_path(work, start, first, end, begin, after);
+  }
+}
+
+// Returns how many of `all` parts of a chunk, each of `size` positions, end before `position`.
+INLINE int parts_before(int64_t start, int64_t position, int size, int all) {
+  int64_t parts = position > start ? (position - start) / size : 0;
+  return (int)(parts < all ? parts : all);
+}
+
 // Attends to `count` keys from position `start` on.
 INLINE void attend_chunk(struct work *work, const struct layer *layer, const int64_t *pages,
                          int64_t kv_head, int64_t start, int count) {
   int tiles = (count + TILE_ROWS - 1) / TILE_ROWS, blocks = (count + BLOCK - 1) / BLOCK;
-  for (int i = 0; i < tiles; i++) {
-    int64_t position = start + i * TILE_ROWS, page = pages[position / layer->page_size];
-    int64_t slot = page * layer->page_size + position % layer->page_size;
-    int64_t at = slot * work->stride + kv_head * work->head_size;
+  int cached = parts_before(start, work->tree_block, TILE_ROWS, tiles);
+  int shared = parts_before(start, work->tree_block, BLOCK, blocks);
+  for (int i = 0; i < cached; i++) {
+    int64_t at = find_slot(layer, pages, kv_head, start + i * TILE_ROWS);
     work->keys[i] = (const uint16_t *)layer->keys + at;
     work->cached_values[i] = (const uint16_t *)layer->values + at;
   }
-  // The last block may end after the last tile; give it a valid address.
-  work->cached_values[tiles] = work->cached_values[tiles - 1];
-  prefetch(work, work->keys[0]);
-  for (int i = 0; i < tiles; i++) {
-    if (i + 1 < tiles) prefetch(work, work->keys[i + 1]);
-    prefetch(work, work->cached_values[i]);
-    score_keys(work, i);
+  if (cached > 0) {
+    // The last block may end after the last tile; give it a valid address.
+    work->cached_values[cached] = work->cached_values[cached - 1];
+    prefetch(work, work->keys[0]);
   }
+  for (int i = 0; i < cached; i++) {
+    if (i + 1 < cached) prefetch(work, work->keys[i + 1]);
+    prefetch(work, work->cached_values[i]);
+    score_keys(work, work->keys[i], work->scores[0][i * TILE_ROWS], CHUNK * TILE_ROWS);
+  }
+  find_scores(work, start, cached * TILE_ROWS, count);
   for (int tile = 0; tile < work->tiles; tile++) update_softmax(work, tile, start, blocks);
-  for (int block = 0; block < blocks; block++) pair_values(work, block, count);
-  add_values(work, blocks);
+  for (int block = 0; block < shared; block++) pair_values(work, block, count);
+  add_values(work, shared);
+  if (shared < blocks) add_paths(work, start, shared, blocks);
 }
 
 // Loads and transposes one tile of queries, and resets their softmax. Row r is query head
@@ -237,12 +355,12 @@ INLINE void load_queries(struct work *work, int tile, const struct layer *layer,
   for (int i = 0; i < TILE_ROWS; i++) {
     memset(work->sums[tile * TILE_ROWS + i], 0, work->head_size * sizeof(float));
     int64_t token = (first_row + i) / group, head = kv_head * group + (first_row + i) % group;
-    work->last[tile][i] = i < count ? (int32_t)(batch->starts[slice] + token) : -1;
-    if (batch->ancestors && i < count) {
-      uint64_t ancestors = batch->ancestors[batch->first_rows[slice] + token];
-      work->ancestors[tile][0][i] = (uint32_t)ancestors;
-      work->ancestors[tile][1][i] = (uint32_t)(ancestors >> 32);
-    }
+    int64_t last = batch->starts[slice] + token;
+    uint64_t path = 0;
+    if (batch->ancestors && i < count) path = batch->ancestors[batch->first_rows[slice] + token];
+    if (path) last = work->tree_start + __builtin_popcountll(path) - 1;
+    work->last[tile][i] = i < count ? (int32_t)last : -1;
+    work->paths[tile * TILE_ROWS + i] = path;
     rows[i] = (const uint16_t *)query->data + head * query->head_stride +
               (batch->first_rows[slice] + token) * query->token_stride;
   }
@@ -286,12 +404,23 @@ void outrider_attend_amx(const struct layer *layer, const struct batch *batch,
   int64_t rows = batch->lengths[slice] * group;
   const int64_t *pages = batch->pages + batch->page_offsets[slice];
   work.tree_start = find_tree_start(batch, slice);
+  int64_t slots = batch->starts[slice] + batch->lengths[slice];
+  if (work.tree_start >= slots) work.tree_start = INT64_MAX;
+  work.tree_block = INT64_MAX;
+  if (work.tree_start < slots) work.tree_block = work.tree_start / BLOCK * BLOCK;
+  work.group = (int)group;
   for (int64_t row = item.part * QUERY_ROWS; row < rows; row += item.parts * QUERY_ROWS) {
     int64_t count = rows - row < QUERY_ROWS ? rows - row : QUERY_ROWS;
     work.tiles = count > TILE_ROWS ? 2 : 1;
+    work.first_row = row;
+    work.rows = (int)count;
     for (int tile = 0; tile < work.tiles; tile++)
       load_queries(&work, tile, layer, batch, query, slice, kv_head, row + tile * TILE_ROWS, rows);
-    int64_t end = batch->starts[slice] + (row + count - 1) / group + 1;
+    score_tree(&work, layer, pages, kv_head, slots);
+    int64_t end = 0;
+    for (int i = 0; i < work.rows; i++)
+      if (work.last[i / TILE_ROWS][i % TILE_ROWS] >= end)
+        end = work.last[i / TILE_ROWS][i % TILE_ROWS] + 1;
     for (int64_t start = 0; start < end; start += CHUNK) {
       int keys = (int)(end - start < CHUNK ? end - start : CHUNK);
       attend_chunk(&work, layer, pages, kv_head, start, keys);
