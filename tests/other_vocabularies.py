@@ -88,9 +88,10 @@ def _tokenizer() -> Any:
 
 
 def save_llama_like(folder: Path, texts: Sequence[str]) -> None:
-    """Train a tokenizer on `texts` and write it. It is built like the tokenizer of Llama 2.
+    """Train a tokenizer that is built like the tokenizer of Llama 2 on `texts`, and write it.
 
-    It puts <s> and a blank before a text, does not split words, and has tokens for bytes.
+    The tokenizer puts <s> and a blank before a text, does not split words, and has tokens for
+    bytes.
     """
     special = ["<unk>", "<s>", "</s>"]
     tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))

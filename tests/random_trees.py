@@ -14,8 +14,9 @@ from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
-# The share of tokens that follow the last token. Then the probabilities that the likely token, if
-# it is not in the tree yet, becomes a first child (main) or a further child (sibling).
+# `_DEEP` is the share of tokens that follow the last token. The others are the probabilities that
+# the likely token, if it is not in the tree yet, becomes a first child (main) or a further child
+# (sibling).
 _DEEP = 0.6
 _MAIN = 0.4
 _SIBLING = 0.9

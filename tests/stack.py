@@ -278,7 +278,7 @@ class Client:
     ) -> Answers:
         """Return the answers to these prompts, some at once.
 
-        They do not end before `max_tokens`.
+        The answers do not end before `max_tokens`.
         """
         found = Answers()
         for first in range(0, len(prompts), at_once):

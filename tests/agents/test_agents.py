@@ -65,7 +65,10 @@ CLIENTS = [
 
 
 def program(environment: str, name: str) -> str:
-    """Return the path of a program in an environment. Skips the test if it is not installed."""
+    """Return the path of a program in an environment.
+
+    Skips the test if the program is not installed.
+    """
     if not (INSTALLED / environment / "installed").exists():
         pytest.skip("runs by hand, before a release: make agents installs the client")
     folder = "node_modules/.bin" if environment in NODE else "bin"

@@ -23,7 +23,8 @@ MARKS = [
 def python(packages: Path) -> list[str]:
     """Return the command of ARM's Python, which imports Outrider from `packages` alone.
 
-    The processor has what Neoverse V2 has and more: `max` with its vectors of 128 bits.
+    The emulated processor, qemu's `max` with vectors of 128 bits, has all that a Neoverse V2 has,
+    and more.
     """
     emulator = ["qemu-aarch64", "-cpu", "max,sve-max-vq=1", "-L", str(_TREE)]
     return [*emulator, "-E", f"PYTHONPATH={packages}", str(_TREE / "usr/bin/python3"), "-P"]

@@ -55,7 +55,8 @@ grep -v '^ ' "$list" | sed 's/ *\\$//' >"$into/versions.txt"
 of_python -c "$into/versions.txt" -c constraints.txt torch
 
 # qemu 7.2 shows this machine's /proc/cpuinfo, on which the library that torch asks about the
-# processor crashes. A file below the root hides it: two Neoverse V2 cores, as Linux lists them.
+# processor crashes. A file below the root hides /proc/cpuinfo: the file lists two Neoverse V2
+# cores, as Linux does.
 mkdir -p "$into/root/proc"
 for core in 0 1; do
   cat <<EOF

@@ -35,7 +35,10 @@ def program() -> str:
 def write_head(
     folder: Path, block: tuple[torch.Tensor, torch.Tensor], outputs: list[torch.Tensor]
 ) -> Path:
-    """Write Medusa heads. All have this block; each has its own matrix of `outputs` for scores."""
+    """Write Medusa heads.
+
+    All heads have this block; each head has its own matrix of `outputs` for scores.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for i, output in enumerate(outputs):
         tensors[f"{i}.0.linear.weight"] = block[0].clone()

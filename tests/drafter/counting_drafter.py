@@ -99,7 +99,7 @@ class Drafter:
                 "counting-1", family.name, fingerprint, family.max_draft_tokens
             ),
             _StreamObserver(self),
-            # The clock measures waits and rounds. It stands still, so drafting time is 0.
+            # The clock measures waits and rounds. This clock stands still, so drafting time is 0.
             lambda: 0.0,
         )
 

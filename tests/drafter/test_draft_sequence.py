@@ -118,7 +118,8 @@ class Pair:
     def deliver(self, earlier: int, later: int) -> None:
         """Deliver a verdict that begins `earlier` tokens before the end of the drafter's text.
 
-        It ends `later` - 2 tokens after the text's end; if that is not above 0, it only repeats.
+        The verdict ends `later` - 2 tokens after the text's end; if this number is not above 0, the
+        verdict only repeats tokens.
         """
         start = max(0, len(self.real.tokens) - earlier)
         end = min(len(self.committed), len(self.real.tokens) + later - 2)

@@ -1,6 +1,6 @@
 """The drafter against a verifier that sends random and broken messages, over real gRPC.
 
-It follows or leaves each stream, and drafts for a well-formed sequence afterwards.
+The drafter follows or leaves each stream, and drafts for a well-formed sequence afterwards.
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ async def test_of_a_text_longer_than_a_guess_every_guessed_token_is_the_whole_te
 async def test_guesses_that_outlive_a_commit_are_not_joined_to_another_text(
     grammars: Grammars,
 ) -> None:
-    """The verifier ranks old guesses first. Joined to another text, they would mislead it."""
+    """The verifier ranks old guesses first, so it would prefer a false mixture of two texts."""
     writer = Writer(grammars)
     choices = ("yes, of course", "no, never at all")
     await writer.open(Grammar(GrammarKind.CHOICE, choices=choices))

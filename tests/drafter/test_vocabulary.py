@@ -157,7 +157,7 @@ def test_a_commit_keeps_the_tokens_that_are_still_right(folder: Save, own: str) 
         assert cache[same : same + 1] != now[same : same + 1] or same == len(cache)
         kept += same
         read += len(cache)
-    # Only the last word and little more is read again.
+    # Only the last word and little more is encoded again.
     assert kept > read - 4 * count
 
 

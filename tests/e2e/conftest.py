@@ -9,7 +9,10 @@ from tests.stack import TARGET, Stack, running
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """Yield a stack with default settings. It finds out whether drafts pay on this machine."""
+    """Yield a stack with default settings.
+
+    The verifier finds out whether drafts pay on this machine.
+    """
     stack = Stack("--model-name", TARGET, "--model-name", "a further name")
     stack.add_drafter("ngram-1", "ngram")
     stack.add_drafter("model-1", "model")

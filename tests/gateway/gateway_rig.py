@@ -127,7 +127,7 @@ async def own_rig(prompts: Prompts, **given: Any) -> AsyncIterator[Rig]:
 
 @contextlib.asynccontextmanager
 async def rig_with_template(folder: Path, template: str, **given: Any) -> AsyncIterator[Rig]:
-    """Run a gateway whose model has this chat template. Its files are in `folder`."""
+    """Run a gateway whose model has this chat template. The model's files are in `folder`."""
     model = model_with_template(folder, template)
     prompts = Prompts(model, given.get("tool_format", ""))
     async with own_rig(prompts, tokenizer=model, **given) as rig:

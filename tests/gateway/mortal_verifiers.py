@@ -82,7 +82,7 @@ class Verifier:
 
 
 class Site:
-    """A gateway with two verifiers. While neither is busy, it picks `first`."""
+    """A gateway with two verifiers. While neither verifier is busy, the gateway picks `first`."""
 
     def __init__(self, prompts: Prompts) -> None:
         self.prompts = prompts

@@ -40,7 +40,7 @@ async def ask(rig: Rig, given: Any = "hi", **body: Any) -> Json:
 def events_of(answer: httpx.Response) -> list[Json]:
     """Return the events of a stream.
 
-    Each has OpenAI's form, its type as its name, and the next number.
+    Each event has OpenAI's form, its type as its name, and the next number.
     """
     events = []
     for text in answer.text.split("\n\n")[:-1]:

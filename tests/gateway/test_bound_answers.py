@@ -1,4 +1,4 @@
-"""In every API, a grammar binds the text after a thought, and the gateway reads the answer so."""
+"""In every API, a grammar binds only the text after a thought, and the gateway separates both."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ async def test_a_call_over_grpc_that_is_never_read_keeps_no_place(
     monkeypatch.setattr(generate, "_UNREAD_S", 0.5)
     await long_answers_in_one_place(rig)
     rig.script.answer = lambda _: [each for _ in range(20_000) for each in (plain([5] * 50), 0.0)]
-    # Otherwise gRPC would widen its window to megabytes.
+    # Without this option, gRPC would widen its window to megabytes.
     narrow = [("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(rig.gateway.grpc_address, options=narrow) as channel:
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)

@@ -1,4 +1,4 @@
-"""An API key never exceeds its limit of sequences under way, however its requests end."""
+"""An API key never exceeds its limit of running sequences, however its requests end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def rig(keyed: Rig) -> AsyncIterator[Rig]:
-    """Yield the gateway with an echo. After the test, no sequence of a key may be under way."""
+    """Yield the gateway with an echo. After the test, no sequence of a key may be running."""
     keyed.script.answer = echo
     yield keyed
     assert not keyed.gateway.generation.key_slots.taken

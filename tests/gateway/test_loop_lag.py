@@ -175,7 +175,7 @@ async def target(prompts: Prompts) -> AsyncIterator[Target]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def control(prompts: Prompts) -> AsyncIterator[Target]:
-    """Yield a gateway without attacks. Only the machine can make it lag."""
+    """Yield a gateway without attacks. Only the machine can make this gateway lag."""
     async with _target(prompts) as made:
         yield made
 

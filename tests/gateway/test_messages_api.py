@@ -61,7 +61,7 @@ def client_of(rig: Rig, **given: Any) -> anthropic.AsyncAnthropic:
 
 
 async def whole_of(rig: Rig, **given: Any) -> dict[str, Any]:
-    """Return the answer to a message. It is valid by Anthropic's type."""
+    """Return the answer to a message. The answer is valid by Anthropic's type."""
     body = {"messages": ASK, "max_tokens": 500} | given
     response = await rig.http.post(URL, json=body)
     assert response.status_code == 200, response.text

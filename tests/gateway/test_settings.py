@@ -265,7 +265,7 @@ async def test_grpc_has_the_same_settings_and_log_probabilities(rig: Rig) -> Non
 
 
 async def test_every_sampling_parameter_is_in_the_body_under_its_own_name() -> None:
-    """So a new parameter needs no code between the body and the verifier."""
+    """A new parameter therefore needs no code between the body and the verifier."""
     names = {field.name for field in fields(SamplingParams) if field.init}
     assert names <= GenerationBody.model_fields.keys()
 
@@ -273,7 +273,7 @@ async def test_every_sampling_parameter_is_in_the_body_under_its_own_name() -> N
 async def test_special_tokens_are_added_to_a_completions_text_unless_it_says_not(
     tmp_path: Path,
 ) -> None:
-    """This is as in vLLM. A chat gets its special tokens from its template."""
+    """The default is vLLM's. A chat gets its special tokens from its template."""
     model = model_with_template(tmp_path, None)
     path = tmp_path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))

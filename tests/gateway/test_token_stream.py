@@ -1,4 +1,4 @@
-"""All requests to a verifier share one stream. When it breaks, the next request opens another."""
+"""All requests to a verifier share one stream; after it breaks, the next request opens another."""
 
 from __future__ import annotations
 

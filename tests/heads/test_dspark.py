@@ -38,8 +38,8 @@ def test_the_memory_begins_with_the_anchors_row(anchor_predicts: bool, tmp_path:
     model.extend([Extension(sequence, [], features[: length - 1], 0)])
     model._reserve([(sequence, length + 8)])
     rows = model.block([sequence])[0]
-    # The place of the token before each row. Before the anchor's row it is the anchor; so it is
-    # before the next row, if the anchor's row guesses nothing.
+    # The place of the token before each row. The token before the anchor's row is the anchor. If
+    # the anchor's row guesses nothing, the anchor also comes before the next row.
     before = [length - 1 + max(0, row - (not anchor_predicts)) for row in range(steps + 1)]
     memory, expected = torch.zeros(RANK), []
     for row, at in enumerate(before):

@@ -266,7 +266,7 @@ async def test_an_end_of_stream_meets_a_connection_that_was_reset() -> None:
         accepted, _ = listener.accept()
     await loop.create_connection(lambda: _End(link, None), sock=accepted)
     [end] = link._ends
-    # Closing sends RST. The loop has not seen it yet when the end of stream comes.
+    # Closing sends RST. When the end of the stream comes, the loop has not seen the RST yet.
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
     end._take(b"")

@@ -193,7 +193,7 @@ class Memory:
             self.pointers.append((Place(place.part, place.at + offset), target))
 
     def offset(self, place: Place) -> int:
-        """Return a place's distance from the begin of the memory."""
+        """Return a place's distance from the beginning of the memory."""
         before = {
             "written": 0,
             "read": len(self.written),

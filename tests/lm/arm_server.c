@@ -10,16 +10,17 @@
 #include <string.h>
 
 // `name`: the function, or a constant int64_t if `is_call` is 0. `integers` has what goes to the
-// integer registers, pointers as offsets in the memory: those whose bit is set in `pointers`. The
-// memory has `sent` bytes from the request and `room` more; `written` bytes of it go back.
+// integer registers. An integer whose bit is set in `pointers` is a pointer, given as an offset in
+// the memory. The memory has `sent` bytes from the request and `room` more; `written` bytes of it
+// go back.
 struct request {
   char name[64];
   int64_t is_call, threads, sent, room, written, relocations, pointers, integers[8];
   double number;
 };
 
-// The integer and the float arguments have registers of their own, so a function with fewer
-// arguments can be called so as well.
+// The integer and the float arguments have registers of their own, so this type also calls
+// functions with fewer arguments.
 typedef int64_t function(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                          float);
 

@@ -1,7 +1,7 @@
 """A model with fused layers gives the logits of the plain model with fewer launches.
 
 With the fixture `kernels` the kernels of a layer are the real ones, on a GPU or by Triton's
-interpreter on a CPU. Else they are plain versions.
+interpreter on a CPU. Without the fixture, they are plain versions.
 """
 
 from __future__ import annotations

@@ -445,7 +445,7 @@ def test_keys_and_values_have_two_buffers_on_every_card_and_three_on_large_cards
 
 @pytest.mark.slow
 def test_tiles_of_plain_steps_and_of_drafts_divide_keys_alike(compiled: Path) -> None:
-    """Thus steps and drafts add a row's keys in one order, as `outrider.lm.gpu.tiles` says."""
+    """Steps and drafts add a row's keys in one order, as `outrider.lm.gpu.tiles` says."""
     kernels = {
         (kernel["architecture"], kernel["kernel"]): (kernel["instruction"], kernel["warps"])
         for kernel in table(compiled / "kernels.csv")

@@ -340,7 +340,7 @@ def deviation(scenarios: Sequence[Scenario], vocab: int, patch: pytest.MonkeyPat
 
 
 def check_at_random_coins(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
-    """Check that results with random coins are as the separate measurements of coins predict."""
+    """Check that results with random coins agree with the separate measurements of the coins."""
     rng = np.random.default_rng(0)
     batch = Batch([trial for trial in trials for _ in range(5)], patch)
     coins = Coins(*(rng.random((len(batch.trials), batch.width)) for _ in range(2)))

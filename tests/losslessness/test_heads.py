@@ -73,8 +73,8 @@ class HeadDrafter(Guesser):
     """Drafts with the real family `head`, where other guessers have a table.
 
     Each `dropped`-th message with features loses its features, as when a drafter reads slowly.
-    While it `hangs`, it reads and sends nothing. With `is_local` it is in the verifier's process:
-    no message passes through protobuf, and features are tensors.
+    While the drafter `hangs`, it reads and sends nothing. With `is_local` it is in the verifier's
+    process: no message passes through protobuf, and features are tensors.
     """
 
     def __init__(

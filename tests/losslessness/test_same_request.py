@@ -86,7 +86,10 @@ def chats() -> Texts:
 
 
 class Drafter:
-    """A drafter in this process. It sees the verifier's messages and drafts at each tick."""
+    """A drafter in this process.
+
+    The drafter sees the verifier's messages and drafts at each tick.
+    """
 
     name = "drafter"
     connected = True

@@ -3,8 +3,8 @@
     python -m tests.mutants            # all of `tests/mutants/table.py`
     python -m tests.mutants A2 T3      # these
 
-Prints which test notices each mutant. The exit status is 0 if all are noticed. It takes minutes:
-run it for a release, and after changes to files that mutants change.
+Prints which test notices each mutant. The exit status is 0 if all are noticed. A run takes minutes:
+run this for a release, and after changes to files that mutants change.
 """
 
 from __future__ import annotations

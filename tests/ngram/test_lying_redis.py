@@ -107,7 +107,7 @@ async def test_replies_are_bounded_on_a_server_and_in_a_cluster(is_cluster: bool
 
 
 def test_hiredis_alone_takes_a_list_at_its_word() -> None:
-    """This is the reason for our parser.
+    """The reason for our own parser is that hiredis alone allocates the list.
 
     If this test fails, hiredis has a bound, and our parser can be removed.
     """

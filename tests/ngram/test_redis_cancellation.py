@@ -1,6 +1,6 @@
 """A lookup that is cancelled at any point never leaves its reply to another caller.
 
-redis-py once did (its issues 2624 and 2665).
+In redis-py such replies once went to other callers (its issues 2624 and 2665).
 """
 
 from __future__ import annotations

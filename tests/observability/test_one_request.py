@@ -76,7 +76,10 @@ async def hang_up(url: str) -> None:
 
 
 def check_logs(gateway: str, verifier: str, usage: dict[str, Any]) -> dict[str, Any]:
-    """Return the gateway's log line. It must agree with the verifier's line and with the answer."""
+    """Return the gateway's log line.
+
+    The line must agree with the verifier's line and with the answer.
+    """
     [line] = lines(gateway, "gateway.access")
     [served] = lines(verifier, "verifier.access")
     assert line["status"] == "200"

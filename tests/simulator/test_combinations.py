@@ -24,7 +24,7 @@ OUTPUT = 160
 # so a batch that only drains says more about those steps than about drafters.
 TEXTS = {1: 8, 8: 24}
 # The quick drafters answer in 0.6 ms. The model's draft takes 2 ms and the head's 3 ms, in steps of
-# 10 ms. The model runs ahead. The head does not, so its round trip is longer.
+# 10 ms. The model runs ahead. The head does not run ahead, so its round trip is longer.
 DRAFTERS = {
     "ngram": DrafterSpec(name="ngram", cost="ngram"),
     "short": DrafterSpec(name="short", cost="ngram"),

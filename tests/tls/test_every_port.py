@@ -223,7 +223,7 @@ async def talk(made: Served) -> None:
 
 @pytest.mark.slow  # This test starts a second stack.
 async def test_without_tls_every_wire_can_be_read(tmp_path: Path) -> None:
-    """This shows that the next test's capture would find readable text."""
+    """The next test's capture would find readable text, as this test shows."""
     async with served(tmp_path, encrypted=False) as made:
         await talk(made)
         for name, texts in READABLE.items():

@@ -1,7 +1,7 @@
 """The few classes of vLLM that our modules extend or fill, and a small scheduler.
 
-They have the attributes of vLLM 0.32 that `verifier_svc/vllm` reads. `tests/vllm` runs the same
-modules with vLLM itself.
+The classes have the attributes of vLLM 0.32 that `verifier_svc/vllm` reads. `tests/vllm` runs the
+same modules with vLLM itself.
 """
 
 from __future__ import annotations

@@ -200,7 +200,10 @@ def test_pages_of_a_prompt_belong_to_its_tenant(max_batch_tokens: int) -> None:
 
 
 def test_the_youngest_of_a_tenants_sequences_is_preempted() -> None:
-    """Together, the two sequences outgrow the cache. The older never gives its pages away."""
+    """Together, the two sequences outgrow the cache.
+
+    The older sequence never gives its pages away.
+    """
     engine, _ = make_engine(page_count=8, page_size=4, eos_bias=-99)
     older = engine.submit(request([1, 2], 24), Client())
     younger = engine.submit(request([3, 4], 24), Client())

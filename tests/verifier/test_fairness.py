@@ -41,7 +41,7 @@ def test_a_tenant_with_one_request_takes_a_place_from_a_flood_at_once(floods: st
 
 
 def test_a_place_is_taken_only_from_a_tenant_with_two_more() -> None:
-    """Otherwise two tenants could take a place from each other in turns."""
+    """With any smaller difference, two tenants could take a place from each other in turns."""
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=3))
     submit(engine, "a", 3)
     submit(engine, "b", 3)

@@ -149,7 +149,8 @@ NAMES = count()
 def aimed(data: bytes, opened: drafts_pb2.Opened) -> bytes:
     """Return a drafter's message with each small number replaced by the id of an open sequence.
 
-    Otherwise nearly every message would be about no sequence. Bytes that cannot be parsed stay.
+    Without this change, nearly every message would be about no sequence. Bytes that cannot be
+    parsed stay.
     """
     try:
         request = verifier_pb2.StreamDraftsRequest.FromString(data)

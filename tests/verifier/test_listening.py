@@ -19,8 +19,8 @@ def rarely_right(
 ) -> tuple[Engine, Assignment]:
     """Return a drafter that takes an eighth of a step to answer, and is right one time in ten.
 
-    After a right guess most guesses are right. Its drafts have at most `most` tokens; each token
-    makes a step longer by the share `row`.
+    After a right guess most guesses are right. The drafter's drafts have at most `most` tokens;
+    each token makes a step longer by the share `row`.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine, max_draft_tokens=most)

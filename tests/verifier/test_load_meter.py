@@ -106,7 +106,7 @@ def meter_with_cost(first_s: float, full_s: float) -> tuple[Engine, ForwardCost]
 
 
 def test_sequences_that_ran_alone_are_timed_as_in_a_full_batch() -> None:
-    """Otherwise a burst on an idle verifier would seem to be served as fast as a single request."""
+    """A burst on an idle verifier must not seem to be served as fast as a single request."""
     engine, cost = meter_with_cost(0.01, 0.08)
     submit(engine, 40)
     finish(engine)

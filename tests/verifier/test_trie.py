@@ -181,7 +181,7 @@ class World:
         assert (walk.result in (LookupResult.CHAIN, LookupResult.BRANCH)) == bool(below)
 
     def join(self) -> None:
-        """Another drafter replaces the drafter, whose guesses are gone."""
+        """Replace the drafter by another drafter; the first drafter's guesses are gone."""
         self.trie = Trie(len(self.committed), self.trie.window)
         self.seen = {}
         self.in_flight = []

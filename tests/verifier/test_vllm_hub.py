@@ -109,7 +109,10 @@ def opened(hub: DraftHub, name: str, prompt_length: int = 5, max_tokens: int = 4
 
 
 def step(hub: DraftHub, name: str, computed: int, tokens: int, text: list[int]) -> list[int]:
-    """Return a step of a request. It computes `tokens` besides the draft, and draws from `text`."""
+    """Return a step of a request.
+
+    The step computes `tokens` besides the draft, and draws from `text`.
+    """
     hub.plan_step([(name, computed)] if computed else [])
     draft = hub.choose(name, 4) if tokens == 1 else []
     hub.begin({name: tokens + len(draft)}, {name: draft} if draft else {})

@@ -28,7 +28,7 @@ os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = KEY
 class Weather(BaseModel):
     """The weather in short.
 
-    It has no free text and no further fields: the bundled model would never end either.
+    The type has no free text and no further fields, since the bundled model would end neither.
     """
 
     model_config = ConfigDict(extra="forbid")

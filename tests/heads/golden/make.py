@@ -1,9 +1,9 @@
 """Records scores of independent code for small random heads, one file for each case.
 
-Run it once, with the packages speculators, specforge, eagle-llm and medusa-llm on PYTHONPATH; the
-tests need none of them. Each file has the head as that code saves it, a text, the text's features,
-and `lengths`. For each length n the file has the scores of a few guesses after the text's first n
-tokens. The text's next tokens are fed as guesses.
+Run this script once, with the packages speculators, specforge, eagle-llm and medusa-llm on
+PYTHONPATH; the tests need none of these packages. Each file has the head as that code saves it, a
+text, the text's features, and `lengths`. For each length n the file has the scores of a few guesses
+after the text's first n tokens. The text's next tokens are fed as guesses.
 """
 
 from __future__ import annotations
