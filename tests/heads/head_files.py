@@ -47,6 +47,8 @@ SIZES: Config = {
     "max_position_embeddings": 32,
     "model_type": "llama",
 }
+# A generator of its own: threads that load models draw from the global one.
+_RANDOM = torch.Generator()
 _NEW_ROPE: Config = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 TOP_LEVEL = {key: value for key, value in SIZES.items() if key != "rope_theta"} | _NEW_ROPE
 
@@ -63,6 +65,10 @@ def write(folder: Path, files: Files) -> Path:
 MODEL = "model.safetensors"
 
 
+def _randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=_RANDOM)
+
+
 def layer_tensors(
     index: int = 0, inputs: int = HIDDEN, *, norms: bool = False, input_norm: bool = True
 ) -> Tensors:
@@ -70,30 +76,30 @@ def layer_tensors(
     layer = f"layers.{index}."
     queries, keys = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
     tensors = {
-        f"{layer}self_attn.q_proj.weight": torch.randn(queries, inputs) / 4,
-        f"{layer}self_attn.k_proj.weight": torch.randn(keys, inputs) / 4,
-        f"{layer}self_attn.v_proj.weight": torch.randn(keys, inputs) / 4,
-        f"{layer}self_attn.o_proj.weight": torch.randn(HIDDEN, queries) / 4,
-        f"{layer}mlp.gate_proj.weight": torch.randn(INTERMEDIATE, HIDDEN) / 4,
-        f"{layer}mlp.up_proj.weight": torch.randn(INTERMEDIATE, HIDDEN) / 4,
-        f"{layer}mlp.down_proj.weight": torch.randn(HIDDEN, INTERMEDIATE) / 4,
-        f"{layer}post_attention_layernorm.weight": 1 + torch.randn(HIDDEN) / 4,
+        f"{layer}self_attn.q_proj.weight": _randn(queries, inputs) / 4,
+        f"{layer}self_attn.k_proj.weight": _randn(keys, inputs) / 4,
+        f"{layer}self_attn.v_proj.weight": _randn(keys, inputs) / 4,
+        f"{layer}self_attn.o_proj.weight": _randn(HIDDEN, queries) / 4,
+        f"{layer}mlp.gate_proj.weight": _randn(INTERMEDIATE, HIDDEN) / 4,
+        f"{layer}mlp.up_proj.weight": _randn(INTERMEDIATE, HIDDEN) / 4,
+        f"{layer}mlp.down_proj.weight": _randn(HIDDEN, INTERMEDIATE) / 4,
+        f"{layer}post_attention_layernorm.weight": 1 + _randn(HIDDEN) / 4,
     }
     if input_norm:
-        tensors[f"{layer}input_layernorm.weight"] = 1 + torch.randn(HIDDEN) / 4
+        tensors[f"{layer}input_layernorm.weight"] = 1 + _randn(HIDDEN) / 4
     if norms:
-        tensors[f"{layer}self_attn.q_norm.weight"] = 1 + torch.randn(HEAD_SIZE) / 4
-        tensors[f"{layer}self_attn.k_norm.weight"] = 1 + torch.randn(HEAD_SIZE) / 4
+        tensors[f"{layer}self_attn.q_norm.weight"] = 1 + _randn(HEAD_SIZE) / 4
+        tensors[f"{layer}self_attn.k_norm.weight"] = 1 + _randn(HEAD_SIZE) / 4
     return tensors
 
 
 def vocabulary() -> Tensors:
     """Return lm_head of a reduced vocabulary, and the maps in both directions."""
-    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+    ids = torch.randperm(VOCAB, generator=_RANDOM)[:DRAFT_VOCAB].sort().values
     members = torch.zeros(VOCAB, dtype=torch.bool)
     members[ids] = True
     return {
-        "lm_head.weight": torch.randn(DRAFT_VOCAB, HIDDEN) / 4,
+        "lm_head.weight": _randn(DRAFT_VOCAB, HIDDEN) / 4,
         "d2t": ids - torch.arange(DRAFT_VOCAB),
         "t2d": members,
     }
@@ -105,12 +111,12 @@ def _renamed(tensors: Tensors, old: str, new: str) -> Tensors:
 
 def eagle3_tensors(seed: int = 1) -> Tensors:
     """Return an EAGLE-3 head under the names of speculators."""
-    torch.manual_seed(seed)
+    _RANDOM.manual_seed(seed)
     return {
-        "fc.weight": torch.randn(HIDDEN, 3 * TARGET_HIDDEN) / 4,
+        "fc.weight": _randn(HIDDEN, 3 * TARGET_HIDDEN) / 4,
         **layer_tensors(inputs=2 * HIDDEN),
-        "layers.0.hidden_norm.weight": 1 + torch.randn(HIDDEN) / 4,
-        "norm.weight": 1 + torch.randn(HIDDEN) / 4,
+        "layers.0.hidden_norm.weight": 1 + _randn(HIDDEN) / 4,
+        "norm.weight": 1 + _randn(HIDDEN) / 4,
         **vocabulary(),
     }
 
@@ -182,8 +188,8 @@ def eagle3_deepspec() -> Files:
 
 def peagle_tensors() -> Tensors:
     tensors = eagle3_tensors(2)
-    hidden = torch.randn(1, 1, 3 * TARGET_HIDDEN)
-    embeddings = torch.randn(VOCAB, HIDDEN)
+    hidden = _randn(1, 1, 3 * TARGET_HIDDEN)
+    embeddings = _randn(VOCAB, HIDDEN)
     more = layer_tensors(1)
     return tensors | more | {"mask_hidden": hidden, "embed_tokens.weight": embeddings}
 
@@ -208,10 +214,10 @@ def peagle_vllm() -> Files:
 
 
 def eagle_tensors() -> Tensors:
-    torch.manual_seed(3)
+    _RANDOM.manual_seed(3)
     return {
-        "fc.weight": torch.randn(HIDDEN, 2 * HIDDEN) / 4,
-        "fc.bias": torch.randn(HIDDEN) / 4,
+        "fc.weight": _randn(HIDDEN, 2 * HIDDEN) / 4,
+        "fc.bias": _randn(HIDDEN) / 4,
         **layer_tensors(input_norm=False),
     }
 
@@ -227,11 +233,11 @@ def eagle_vllm() -> Files:
 
 def block_tensors() -> Tensors:
     """Return a DFlash backbone with Qwen3's norms of queries and keys."""
-    torch.manual_seed(4)
+    _RANDOM.manual_seed(4)
     return {
-        "fc.weight": torch.randn(HIDDEN, 3 * TARGET_HIDDEN) / 4,
-        "hidden_norm.weight": 1 + torch.randn(HIDDEN) / 4,
-        "norm.weight": 1 + torch.randn(HIDDEN) / 4,
+        "fc.weight": _randn(HIDDEN, 3 * TARGET_HIDDEN) / 4,
+        "hidden_norm.weight": 1 + _randn(HIDDEN) / 4,
+        "norm.weight": 1 + _randn(HIDDEN) / 4,
         **layer_tensors(0, norms=True),
         **layer_tensors(1, norms=True),
     }
@@ -268,10 +274,10 @@ def dflash_speculators() -> Files:
 def dspark_tensors() -> Tensors:
     tensors = block_tensors()
     return tensors | {
-        "markov_head.markov_w1.weight": torch.randn(VOCAB, RANK) / 2,
-        "markov_head.markov_w2.weight": torch.randn(VOCAB, RANK) / 2,
-        "confidence_head.proj.weight": torch.randn(1, HIDDEN + RANK) / 4,
-        "confidence_head.proj.bias": torch.randn(1) / 4,
+        "markov_head.markov_w1.weight": _randn(VOCAB, RANK) / 2,
+        "markov_head.markov_w2.weight": _randn(VOCAB, RANK) / 2,
+        "confidence_head.proj.weight": _randn(1, HIDDEN + RANK) / 4,
+        "confidence_head.proj.bias": _randn(1) / 4,
     }
 
 
@@ -327,16 +333,16 @@ def dspark_speculators() -> Files:
 
 def mtp_mimo() -> Files:
     """Return a target's files; the head ignores their other weights."""
-    torch.manual_seed(5)
+    _RANDOM.manual_seed(5)
     inside = {
-        "token_layernorm.weight": 1 + torch.randn(HIDDEN) / 4,
-        "hidden_layernorm.weight": 1 + torch.randn(HIDDEN) / 4,
-        "final_layernorm.weight": 1 + torch.randn(HIDDEN) / 4,
-        "input_proj.weight": torch.randn(HIDDEN, 2 * HIDDEN) / 4,
+        "token_layernorm.weight": 1 + _randn(HIDDEN) / 4,
+        "hidden_layernorm.weight": 1 + _randn(HIDDEN) / 4,
+        "final_layernorm.weight": 1 + _randn(HIDDEN) / 4,
+        "input_proj.weight": _randn(HIDDEN, 2 * HIDDEN) / 4,
         **_renamed(layer_tensors(), "layers.0.", ""),
-        "self_attn.q_proj.bias": torch.randn(HEADS * HEAD_SIZE),
-        "self_attn.k_proj.bias": torch.randn(KV_HEADS * HEAD_SIZE),
-        "self_attn.v_proj.bias": torch.randn(KV_HEADS * HEAD_SIZE),
+        "self_attn.q_proj.bias": _randn(HEADS * HEAD_SIZE),
+        "self_attn.k_proj.bias": _randn(KV_HEADS * HEAD_SIZE),
+        "self_attn.v_proj.bias": _randn(KV_HEADS * HEAD_SIZE),
     }
     config = SIZES | {
         "architectures": ["MiMoForCausalLM"],
@@ -345,16 +351,16 @@ def mtp_mimo() -> Files:
         "num_nextn_predict_layers": 1,
     }
     tensors = {f"model.mtp_layers.0.{key}": value for key, value in inside.items()}
-    return config, tensors | {"model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN)}
+    return config, tensors | {"model.embed_tokens.weight": _randn(VOCAB, HIDDEN)}
 
 
 def medusa_official() -> Files:
-    torch.manual_seed(6)
+    _RANDOM.manual_seed(6)
     tensors: Tensors = {}
     for i in range(3):
-        tensors[f"{i}.0.linear.weight"] = torch.randn(HIDDEN, HIDDEN) / 4
-        tensors[f"{i}.0.linear.bias"] = torch.randn(HIDDEN) / 4
-        tensors[f"{i}.1.weight"] = torch.randn(VOCAB, HIDDEN) / 4
+        tensors[f"{i}.0.linear.weight"] = _randn(HIDDEN, HIDDEN) / 4
+        tensors[f"{i}.0.linear.bias"] = _randn(HIDDEN) / 4
+        tensors[f"{i}.1.weight"] = _randn(VOCAB, HIDDEN) / 4
     return {"medusa_num_heads": 2, "medusa_num_layers": 1}, tensors
 
 
