@@ -18,13 +18,28 @@ from outrider.process.settings.check_config import (
 )
 
 
+def check_int8(settings: Any, *, on_cpu: bool = False) -> None:
+    """Raise OutriderError(INVALID_VALUE) for weights in int8 that the family could not load.
+
+    With `on_cpu` the drafter computes on the CPU, whatever its device is.
+    """
+    if getattr(settings, "weights", None) != "int8":
+        return
+    # Both load torch, which takes seconds.
+    from outrider.lm.cpu.weights import dtype_for_int8
+    from outrider.lm.devices import find_device
+
+    dtype_for_int8(settings.dtype, find_device("cpu" if on_cpu else settings.device))
+
+
 def check(settings: DrafterSettings) -> None:
     """Raise OutriderError that names a setting with which this machine or its files do not work."""
     for address in settings.verifier:
         check_address("verifier", address)
     check_address("listen", settings.listen)
     check_certificate("tls", settings.tls, Role.DRAFTER, Role.TRUSTED_DRAFTER)
-    plan(settings.cores, settings.numa_node, settings.threads)
+    place = plan(settings.cores, settings.numa_node, settings.threads)
+    check_int8(settings, on_cpu=place.kind != "local")
     for name in ("model", "target"):
         if model := getattr(settings, name, None):
             check_model(name, model)

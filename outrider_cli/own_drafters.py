@@ -28,7 +28,7 @@ from outrider.drafter.stream import DraftStream
 from outrider.errors import invalid
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.model_info import ModelInfo, Stage
-from outrider_cli.drafter_spec import DrafterSpec
+from outrider_cli.drafter_spec import DrafterSpec, InProcessSettings
 from verifier_svc.config import VerifierSettings
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
@@ -88,6 +88,11 @@ class _JoinedMetrics(Collector):
         return found.values()
 
 
+def own_settings(spec: DrafterSpec, settings: VerifierSettings) -> InProcessSettings:
+    """Return a drafter's settings, some of which are the verifier's."""
+    return spec.settings_in_process({name: getattr(settings, name) for name in _SHARED})
+
+
 @contextmanager
 def _kept_thread_count() -> Iterator[None]:
     """Restore torch's number of threads.
@@ -107,8 +112,7 @@ async def _load(
 ) -> OwnDrafter:
     from outrider.lm.devices import find_device
 
-    shared = {name: getattr(settings, name) for name in _SHARED}
-    own = spec.settings_in_process(shared)
+    own = own_settings(spec, settings)
     if share := getattr(own, "gpu_memory_share", None):
         share = _own_memory_share(share, find_device(settings.device))
         own = own.model_copy(update={"gpu_memory_share": share})

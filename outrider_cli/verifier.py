@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from drafter_svc.check import check_int8
 from outrider.errors import OutriderError
 from outrider.process.settings.check_config import check_file, check_model
 from outrider.process.settings.config import parse
@@ -60,12 +61,15 @@ class OwnDraftersSettings(VerifierSettings):
 
 def check_own(settings: OwnDraftersSettings) -> None:
     """Do the checks of `verifier_svc.check.check`, also for the drafters in the process."""
+    from outrider_cli.own_drafters import own_settings
+
     check(settings)
     for spec in settings.own_drafters:
         if model := spec.options.get("model"):
             check_model("in-process", model)
         if head := spec.options.get("head"):
             check_file("in-process", Path(head) / "config.json")
+        check_int8(own_settings(spec, settings))
 
 
 async def _serve(settings: OwnDraftersSettings, metrics: VerifierMetrics) -> None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import OutriderError
 from outrider.lm import attention, support, trial
 from outrider.lm.checkpoint import read_checkpoint
 from outrider.lm.cpu.decoder import CpuDecoder
-from outrider.lm.cpu.weights import int8_is_faster, optimize_for_cpu
+from outrider.lm.cpu.weights import dtype_for_int8, int8_is_faster, optimize_for_cpu
 from outrider.lm.devices import find_device
 from outrider.lm.gpu import memory
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
@@ -211,7 +211,7 @@ class ModelRunner:
             torch.set_num_threads(threads)
         target_device = find_device(device)
         if int8:
-            dtype = _dtype_for_int8(dtype, target_device)
+            dtype = dtype_for_int8(dtype, target_device)
         report(f"reading {model}")
         loaded = read_checkpoint(model, dtype, trust_remote_code)
         report(f"moving the weights to {target_device}")
@@ -510,22 +510,6 @@ class ModelRunner:
 
 def _is_bfloat16(model: torch.nn.Module) -> bool:
     return all(parameter.dtype is torch.bfloat16 for parameter in model.parameters())
-
-
-def _dtype_for_int8(dtype: str, device: torch.device) -> str:
-    """Return the type in which a model with int8 weights computes.
-
-    Raises OutriderError(INVALID_VALUE) if int8 weights are impossible here.
-    """
-    if device.type != "cpu":
-        message = f"weights int8 is for CPUs, not for {device.type}: set device to cpu"
-        raise OutriderError(Reason.INVALID_VALUE, message, "weights")
-    if dtype not in ("auto", "bfloat16"):
-        message = (
-            f"weights int8 computes in bfloat16, not in {dtype}: set dtype to auto or bfloat16"
-        )
-        raise OutriderError(Reason.INVALID_VALUE, message, "weights")
-    return "bfloat16"
 
 
 def _hidden_states(model: Any) -> HiddenStates | None:

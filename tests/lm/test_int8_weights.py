@@ -103,6 +103,19 @@ def test_not_a_number_and_infinity_fill_their_rows_and_no_other() -> None:
     assert torch.equal(found[others], expected[others])
 
 
+def test_a_product_without_memory_for_its_rows_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiled, _ = layer_and_scales(40, has_bias=False)
+    multiply = tiled._gemm
+    # More rows than a processor can address. C must ask for memory before it reads a row.
+    monkeypatch.setattr(
+        tiled, "_gemm", lambda struct, x, rows, out: multiply(struct, x, 1 << 55, out)
+    )
+    with pytest.raises(MemoryError, match="no memory for 3 rows of 96 numbers in int8"):
+        tiled(torch.randn(3, 96).to(torch.bfloat16))
+
+
 def test_layers_in_float32_stay_so_in_a_bfloat16_model() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(64, 32).bfloat16())
     optimize_for_cpu(model, int8=True)

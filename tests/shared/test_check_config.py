@@ -56,6 +56,12 @@ BAD: list[tuple[str, list[str], str]] = [
     ("verifier", ["--engine", "vllm"], "the engine vllm needs vLLM, which is not installed"),
     ("drafter", ["--cores", "4000"], "cores must be among"),
     ("drafter", ["--model", "no-such-model"], "no directory no-such-model"),
+    ("drafter", ["--weights", "int8", "--dtype", "float32"], "weights int8 computes in bfloat16,"),
+    (
+        "verifier",
+        ["--in-process", f"model={TARGET},weights=int8", "--dtype", "float32"],
+        "weights int8 computes in bfloat16, not in float32",
+    ),
     ("serve", ["--drafter", "head=none"], "drafter none/config.json cannot be read"),
     ("serve", ["--drafter", "model=no-such-model"], "no directory no-such-model"),
 ]
@@ -82,6 +88,10 @@ def test_good_settings_are_printed_as_the_file_that_config_reads(
     assert shown["log_format"] == "json"
     assert TARGET in shown.values()
     assert not {"config", "check_config"} & set(shown)
+
+
+def test_weights_in_int8_pass_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check("drafter", ["--weights", "int8", "--device", "cpu"], monkeypatch) == 0
 
 
 def test_what_is_printed_can_be_read_again(

@@ -29,7 +29,7 @@ _ARM_BFLOAT16 = "_cpu_arm_bf16"
 AT_HWCAP2 = 26
 HWCAP2_BF16 = 1 << 14
 # The constant `outrider_layout` of the C sources.
-LAYOUT = 1
+LAYOUT = 2
 
 SETTING = "OUTRIDER_CPU_KERNELS"
 """The environment variable that names the build to load, for tests and benchmarks: `default`,

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch.nn.functional import linear
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import invalid
 from outrider.lm.cpu.library import library, prefix
 from outrider.lm.fused_linear import SIBLINGS, FusedLinear, FusedLinearPart, MakeLayer, fusible
 
@@ -133,13 +133,16 @@ class TiledLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what the replaced layer computes.
 
-        Raises RuntimeError for an input of another type, as the replaced layer does.
+        Raises RuntimeError for an input of another type, as the replaced layer does, and
+        MemoryError if int8 has no memory for its rows.
         """
         if x.dtype is not self.dtype:
             raise RuntimeError(f"the input is {x.dtype}, but the weight is {self.dtype}")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.out_features)
-        self._gemm(self.struct, x.data_ptr(), x.numel() // self.in_features, out.data_ptr())
+        rows = x.numel() // self.in_features
+        if not self._gemm(self.struct, x.data_ptr(), rows, out.data_ptr()):
+            raise MemoryError(f"no memory for {rows} rows of {self.in_features} numbers in int8")
         return out
 
     __call__ = forward
@@ -223,7 +226,7 @@ def _gemm_function(numbers: str) -> Any:
             ctypes.c_int64,
             ctypes.c_void_p,
         )
-        function.restype = None
+        function.restype = ctypes.c_int64
     return function
 
 
@@ -236,16 +239,27 @@ def fastest_dtype() -> torch.dtype:
 
 
 def int8_is_faster() -> bool:
-    """Return whether int8 weights are faster than bfloat16 for few rows and for many.
+    """Return whether drafts in int8 were measured to be faster than in bfloat16 with the library.
 
-    They are faster if the library has dot products of int8, for which a line of weights interleaves
-    four numbers, and no AMX. AMX multiplies a prompt's rows by bfloat16 faster than vectors by
-    int8.
+    `decoder.c` says so for each kind of processor.
     """
+    return _gemm_function("int8") is not None and bool(_constant("int8", "default"))
+
+
+def dtype_for_int8(dtype: str, device: torch.device) -> str:
+    """Return the type in which a model with int8 weights computes.
+
+    Raises OutriderError(INVALID_VALUE) if int8 weights are impossible here.
+    """
+    if device.type != "cpu":
+        raise invalid("weights", f"int8 is for CPUs, not for {device.type}: set device to cpu")
+    if dtype not in ("auto", "bfloat16"):
+        why = f"int8 computes in bfloat16, not in {dtype}: set dtype to auto or bfloat16"
+        raise invalid("weights", why)
     if _gemm_function("int8") is None:
-        return False
-    has_amx = _constant("bfloat16", "line") < TiledLinear.BLOCK
-    return _constant("int8", "pair") == 4 and not has_amx
+        why = "int8 needs the C kernels, which were not built: install with a C compiler"
+        raise invalid("weights", why)
+    return "bfloat16"
 
 
 def optimize_for_cpu(
@@ -258,14 +272,8 @@ def optimize_for_cpu(
     `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
 
     `int8` keeps the bfloat16 weights of layers in int8, which changes results. Layers whose inputs
-    are no multiple of `TiledLinear.BLOCK` stay in bfloat16. Raises OutriderError(INVALID_VALUE) if
-    the library was not built.
+    are no multiple of `TiledLinear.BLOCK` stay in bfloat16, and all layers do without the library.
     """
-    if int8 and _gemm_function("int8") is None:
-        message = (
-            "weights int8 needs the C kernels, which were not built: install with a C compiler"
-        )
-        raise OutriderError(Reason.INVALID_VALUE, message, "weights")
     groups = [layers for module in model.modules() for layers in fusible(module, siblings)]
     fused = {layer for layers in groups for layer in layers}
     # Fusing and reordering copy a weight out of the file. A copy before that would double the

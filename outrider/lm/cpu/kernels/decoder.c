@@ -61,12 +61,24 @@ struct step {
 
 const int64_t NAME(line) = LINE;
 const int64_t NAME(pair) = PAIR;
+#if INT8
+// Whether draft models are kept in int8 by default: where int8 was measured to be faster.
+#if defined(__AVX512VNNI__) && !defined(__AMX_BF16__)
+const int64_t NAME(default) = 1;
+#else
+const int64_t NAME(default) = 0;
+#endif
+#endif
 
-// Computes out [rows, out] of x [rows, in].
-void NAME(product)(const struct linear *linear, const element *x, int64_t rows, element *out) {
+// Computes out [rows, out] of x [rows, in]. Returns 1, or 0 if there is no memory for the rows in
+// int8.
+int64_t NAME(product)(const struct linear *linear, const element *x, int64_t rows, element *out) {
   struct thread_pool pool = {0};
   struct gemm_input input = {x, choose_tile_rows(rows), 0, NULL};
-  if (INT8) input.room = malloc((size_t)(rows * ROW_ELEMENTS(linear->in)) * sizeof(element));
+  if (INT8 && rows) {
+    input.room = malloc((size_t)(rows * ROW_ELEMENTS(linear->in)) * sizeof(element));
+    if (!input.room) return 0;
+  }
 #pragma omp parallel
   {
     saved_state saved = join_pool(&pool);
@@ -74,6 +86,7 @@ void NAME(product)(const struct linear *linear, const element *x, int64_t rows, 
     restore_state(&saved);
   }
   free(input.room);
+  return 1;
 }
 
 // Root mean square norm (Zhang and Sennrich, arXiv 1910.07467) of `size` elements, a multiple of

@@ -14,7 +14,7 @@
 
 // Grows with each change of a structure that Python fills, of the weights' order or of an exported
 // name; `LAYOUT` in ../library.py is the same number. Python loads no library with another number.
-const int64_t outrider_layout = 1;
+const int64_t outrider_layout = 2;
 
 #define MOST_HEAD_SIZE 256
 
