@@ -37,7 +37,8 @@ _BUILDS = {
         "-mavx512vnni",
     ],
     # Every processor with these products has the rest of armv8.2-a, but not all of armv8.6-a.
-    "_cpu_arm_bf16": ["-march=armv8.2-a+bf16"],
+    "_cpu_arm_dot": ["-march=armv8.2-a+dotprod"],
+    "_cpu_arm_bf16": ["-march=armv8.2-a+bf16+i8mm"],
 }
 _ARCHITECTURES = {"_cpu_avx": "x86_64", "_cpu_amx": "x86_64", "_cpu_arm": "aarch64"}
 

@@ -18,7 +18,7 @@ def test_the_wheel_is_for_arm_alone(wheel: Path) -> None:
         names = [name for name in archive.namelist() if name.endswith(".so")]
         headers = {archive.read(name)[:20] for name in names}
         assert any(name.endswith("uPlot.iife.js") for name in archive.namelist())
-    for build in ("_cpu", "_cpu_arm_bf16"):
+    for build in ("_cpu", "_cpu_arm_dot", "_cpu_arm_bf16"):
         assert f"outrider/lm/cpu/{build}.cpython-311-aarch64-linux-gnu.so" in names
     # An ELF file's machine: 183 is AArch64.
     assert {int.from_bytes(header[18:20], "little") for header in headers} == {183}
@@ -31,7 +31,7 @@ def test_its_kernels_compute_there_what_torch_does(packages: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
     assert found["machine"] == "aarch64"
-    assert found["builds"] == ["_cpu_arm_bf16", "_cpu"]
+    assert found["builds"] == ["_cpu_arm_bf16", "_cpu_arm_dot", "_cpu"]
     assert found["step"].endswith(".so")
     for kernels, own in found["errors"].values():
         assert 0 < kernels < 1.2 * own

@@ -34,8 +34,9 @@ from outrider.lm.cpu.weights import LinearStruct, TiledLinear
 
 COMPILER = "aarch64-linux-gnu-gcc"
 QEMU = "qemu-aarch64"
-# The processors of QEMU: the oldest kind of ARM processor, and one with products of bfloat16.
-PROCESSORS = {"_cpu": "cortex-a72", "_cpu_arm_bf16": "max"}
+# The processors of QEMU: the oldest kind of ARM processor, one with dot products of int8, and one
+# with products of bfloat16 and matrix products of int8.
+PROCESSORS = {"_cpu": "cortex-a72", "_cpu_arm_dot": "neoverse-n1", "_cpu_arm_bf16": "max"}
 SYSROOT = Path("/usr/aarch64-linux-gnu")
 _ROOT = Path(__file__).parents[2]
 _KERNELS = _ROOT / "outrider/lm/cpu/kernels"

@@ -18,7 +18,7 @@ from outrider.lm.cpu.library import load_build, runnable_builds
 _NAMES = {
     "x86_64": ["_cpu", "_cpu_avx2", "_cpu_avx512", "_cpu_avx512_bf16", "_cpu_amx"],
     # On other machines test_arm_kernels.py runs these in QEMU.
-    "aarch64": ["_cpu", "_cpu_arm_bf16"],
+    "aarch64": ["_cpu", "_cpu_arm_dot", "_cpu_arm_bf16"],
 }
 # The quick suite runs the build that this machine uses.
 BUILDS = [

@@ -12,7 +12,13 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from outrider.lm.cpu.attention import PagedAttention
-from outrider.lm.cpu.library import AT_HWCAP2, HWCAP2_BF16
+from outrider.lm.cpu.library import (
+    AT_HWCAP,
+    AT_HWCAP2,
+    HWCAP2_BF16,
+    HWCAP2_I8MM,
+    HWCAP_ASIMDDP,
+)
 from outrider.lm.cpu.weights import TiledLinear
 from outrider.lm.layout import BatchLayout, SequenceSlice
 from outrider.lm.runner import ModelRunner
@@ -49,8 +55,19 @@ CONFIGS = {
     "biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "norms of heads": Qwen3Config(**SIZES),
 }
-INSTRUCTIONS = {"bfmmla", "bfdot", "bfcvtn"}
-WITH_BFLOAT16 = "_cpu_arm_bf16"
+INSTRUCTIONS = {
+    "_cpu": set[str](),
+    "_cpu_arm_dot": {"sdot"},
+    "_cpu_arm_bf16": {"usmmla", "bfmmla", "bfdot", "bfcvtn"},
+}
+"""The instructions of each build that the oldest ARM processors lack."""
+ALL_INSTRUCTIONS = set[str]().union(*INSTRUCTIONS.values())
+# Name in Linux, its number, the entry where it is, and the processors that have it.
+CAPABILITIES = [
+    ("HWCAP_ASIMDDP", HWCAP_ASIMDDP, AT_HWCAP, {"_cpu_arm_dot", "_cpu_arm_bf16"}),
+    ("HWCAP2_I8MM", HWCAP2_I8MM, AT_HWCAP2, {"_cpu_arm_bf16"}),
+    ("HWCAP2_BF16", HWCAP2_BF16, AT_HWCAP2, {"_cpu_arm_bf16"}),
+]
 
 
 @pytest.fixture(params=PROCESSORS)
@@ -67,6 +84,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return wanted
 
 
+@pytest.fixture(params=[torch.bfloat16, torch.float32, torch.int8], ids=str)
+def numbers(request: pytest.FixtureRequest) -> torch.dtype:
+    wanted: torch.dtype = request.param
+    return wanted
+
+
 def test_a_cross_compiler_builds_the_libraries_of_its_own_architecture() -> None:
     assert set(library_files()) == set(PROCESSORS)
 
@@ -76,16 +99,17 @@ def test_a_build_has_the_instructions_of_its_kind_of_processor(build: str) -> No
     dump = COMPILER.replace("gcc", "objdump")
     command = [dump, "--disassemble", str(library_files()[build])]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {instruction for instruction in INSTRUCTIONS if instruction in code}
-    assert found == (INSTRUCTIONS if build == WITH_BFLOAT16 else set())
+    found = {instruction for instruction in ALL_INSTRUCTIONS if f"\t{instruction}\t" in code}
+    assert found == INSTRUCTIONS[build]
 
 
 @pytest.mark.parametrize("build", PROCESSORS)
-def test_linux_names_the_processors_with_products_of_bfloat16(build: str) -> None:
+def test_linux_names_the_processors_that_run_each_build(build: str) -> None:
     defined = (SYSROOT / "include/asm/hwcap.h").read_text()
-    assert f"#define HWCAP2_BF16\t\t(1 << {HWCAP2_BF16.bit_length() - 1})" in defined
-    capabilities = arm_library(build).ask("getauxval", Memory(), [AT_HWCAP2])
-    assert bool(capabilities & HWCAP2_BF16) == (build == WITH_BFLOAT16)
+    for name, bit, entry, processors in CAPABILITIES:
+        assert f"#define {name}\t\t(1 << {bit.bit_length() - 1})" in defined
+        capabilities = arm_library(build).ask("getauxval", Memory(), [entry])
+        assert bool(capabilities & bit) == (build in processors), name
 
 
 def layers(dtype: torch.dtype, rows: int) -> list[tuple[torch.nn.Linear, torch.Tensor]]:
@@ -142,6 +166,20 @@ def test_int8_weights_multiply_like_their_values_but_for_the_rows_rounding(name:
         assert ((tiled(x).double() - exact).abs() <= bound).all()
 
 
+def test_int8_products_have_the_same_bits_with_all_of_arms_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums of integers are exact, and each build adds up the same groups with the same rounding."""
+    outputs = []
+    for build in PROCESSORS:
+        use_arm_build(build, monkeypatch)
+        given = layers(torch.bfloat16, 33)
+        outputs.append([TiledLinear(layer.weight, layer.bias, int8=True)(x) for layer, x in given])
+    assert outputs[0][1].count_nonzero() > 300
+    for others in outputs[1:]:
+        assert all(map(torch.equal, outputs[0], others))
+
+
 def test_plain_neon_multiplies_bfloat16_to_the_bits_of_the_portable_build(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,14 +229,19 @@ def test_attention_to_a_tree_gives_each_row_the_bits_of_its_chain(
 
 
 @cache
-def runner_of(name: str, dtype: torch.dtype, config: str = "biases") -> ModelRunner:
-    """Return a runner of a tiny model with an ARM build, or with this machine's `portable`."""
+def runner_of(name: str, numbers: torch.dtype, config: str = "biases") -> ModelRunner:
+    """Return a runner of a tiny model with an ARM build, or with this machine's `portable`.
+
+    torch.int8 stands for a bfloat16 model with weights in int8.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if name == "portable":
             use_build("_cpu", patch)
         else:
             use_arm_build(name, patch)
-        runner = cpu_runner(CONFIGS[config], dtype)
+        int8 = numbers is torch.int8
+        dtype = torch.bfloat16 if int8 else numbers
+        runner = cpu_runner(CONFIGS[config], dtype, int8=int8)
     # In a trial its logits were as near to exact numbers as those of the model's own forward.
     assert runner.decoder is not None
     return runner
@@ -206,18 +249,18 @@ def runner_of(name: str, dtype: torch.dtype, config: str = "biases") -> ModelRun
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_its_logits_are_those_of_the_portable_build_but_for_rounding(
-    config: str, name: str, dtype: torch.dtype
+    config: str, name: str, numbers: torch.dtype
 ) -> None:
     part = SequenceSlice(ids(40), 0, [5, 2, 9], 40)
-    found, portable = (runner_of(by, dtype, config).forward([part]) for by in (name, "portable"))
-    relative = {torch.bfloat16: 0.05, torch.float32: 1e-5}[dtype]
+    found, portable = (runner_of(by, numbers, config).forward([part]) for by in (name, "portable"))
+    relative = {torch.bfloat16: 0.05, torch.int8: 0.15, torch.float32: 1e-5}[numbers]
     torch.testing.assert_close(found, portable, rtol=0, atol=relative * float(portable.std()))
 
 
 def test_a_forward_has_the_same_bits_beside_others_in_pieces_and_on_two_threads(
-    name: str, dtype: torch.dtype
+    name: str, numbers: torch.dtype
 ) -> None:
-    runner = runner_of(name, dtype)
+    runner = runner_of(name, numbers)
     tokens = ids(37)
     whole = runner.forward([SequenceSlice(tokens, 0, [0, 1, 2], 37)])
     pages = [20, 11, 32]
@@ -237,8 +280,8 @@ def test_a_forward_has_the_same_bits_beside_others_in_pieces_and_on_two_threads(
         assert torch.equal(beside[count:], whole), f"beside {count}, {threads} threads"
 
 
-def test_a_greedy_continuation_equals_one_forward_a_token(name: str, dtype: torch.dtype) -> None:
-    runner = runner_of(name, dtype)
+def test_a_greedy_continuation_equals_one_forward_a_token(name: str, numbers: torch.dtype) -> None:
+    runner = runner_of(name, numbers)
     texts = [ids(15, 1), ids(30, 2)]
     pages = [[4, 1, 3], [7, 0, 9]]
     chosen: list[list[int]] = []
@@ -258,15 +301,16 @@ def test_a_greedy_continuation_equals_one_forward_a_token(name: str, dtype: torc
     assert torch.equal(found[1], torch.stack(logits))
 
 
-def test_it_keeps_the_hidden_states_of_the_portable_build(name: str, dtype: torch.dtype) -> None:
+def test_it_keeps_the_hidden_states_of_the_portable_build(name: str, numbers: torch.dtype) -> None:
     states = [0, 1, 2, FINAL_STATE]
     kept = []
     for by in (name, "portable"):
-        runner = runner_of(by, dtype)
+        runner = runner_of(by, numbers)
         runner.watch(states)
         runner.forward([SequenceSlice(ids(9), 0, [3], 1)])
         rows = range(9)
-        kept.append(runner.pick_states(states, rows, str(dtype).removeprefix("torch.")).float())
+        dtype = str(runner.dtype).removeprefix("torch.")
+        kept.append(runner.pick_states(states, rows, dtype).float())
         runner.watch([])
-    tolerance = {torch.bfloat16: 0.05, torch.float32: 1e-5}[dtype]
+    tolerance = {torch.bfloat16: 0.05, torch.int8: 0.15, torch.float32: 1e-5}[numbers]
     torch.testing.assert_close(kept[0], kept[1], rtol=tolerance, atol=tolerance)

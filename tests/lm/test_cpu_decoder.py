@@ -88,9 +88,11 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return wanted
 
 
-def cpu_runner(config: PreTrainedConfig, dtype: torch.dtype, page_size: int = 16) -> ModelRunner:
+def cpu_runner(
+    config: PreTrainedConfig, dtype: torch.dtype, page_size: int = 16, *, int8: bool = False
+) -> ModelRunner:
     model = build(config).to(dtype)
-    optimize_for_cpu(model)
+    optimize_for_cpu(model, int8=int8)
     return ModelRunner(model, page_size=page_size, page_count=64)
 
 

@@ -10,7 +10,16 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.lm.cpu import library
-from outrider.lm.cpu.library import HWCAP2_BF16, SETTING, load_build, runnable_builds
+from outrider.lm.cpu.library import (
+    AT_HWCAP,
+    AT_HWCAP2,
+    HWCAP2_BF16,
+    HWCAP2_I8MM,
+    HWCAP_ASIMDDP,
+    SETTING,
+    load_build,
+    runnable_builds,
+)
 
 # Maps a library to registers and instructions in its code that earlier processors lack.
 MARKS = {
@@ -47,23 +56,31 @@ def test_the_best_library_for_this_processor_was_built() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "bits", "builds"),
+    ("machine", "bits", "newer_bits", "builds"),
     [
-        ("aarch64", 0, ["_cpu"]),
-        ("aarch64", ~HWCAP2_BF16, ["_cpu"]),
-        ("aarch64", HWCAP2_BF16, ["_cpu_arm_bf16", "_cpu"]),
-        # The same bit has another meaning there.
-        ("riscv64", HWCAP2_BF16, ["_cpu"]),
+        ("aarch64", 0, 0, ["_cpu"]),
+        ("aarch64", ~HWCAP_ASIMDDP, ~HWCAP2_BF16, ["_cpu"]),
+        ("aarch64", HWCAP_ASIMDDP, HWCAP2_BF16, ["_cpu_arm_dot", "_cpu"]),
+        ("aarch64", HWCAP_ASIMDDP, HWCAP2_I8MM, ["_cpu_arm_dot", "_cpu"]),
+        ("aarch64", 0, HWCAP2_BF16 | HWCAP2_I8MM, ["_cpu_arm_bf16", "_cpu"]),
+        ("aarch64", -1, -1, ["_cpu_arm_bf16", "_cpu_arm_dot", "_cpu"]),
+        # The same bits have other meanings there.
+        ("riscv64", -1, -1, ["_cpu"]),
     ],
 )
 def test_an_arm_processor_runs_what_linux_says_it_can(
-    machine: str, bits: int, builds: list[str], monkeypatch: pytest.MonkeyPatch
+    machine: str,
+    bits: int,
+    newer_bits: int,
+    builds: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert library._hwcap2() >= 0
+    assert library._auxiliary(AT_HWCAP) >= 0
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
     monkeypatch.setattr(library, "_can", lambda question: False)
     monkeypatch.setattr(library.platform, "machine", lambda: machine)
-    monkeypatch.setattr(library, "_hwcap2", lambda: bits)
+    read = {AT_HWCAP: bits, AT_HWCAP2: newer_bits}
+    monkeypatch.setattr(library, "_auxiliary", lambda entry: read[entry])
     assert runnable_builds() == builds
 
 

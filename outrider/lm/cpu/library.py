@@ -23,17 +23,27 @@ log = logging.getLogger(__name__)
 _BUILDS = {"DEFAULT": "_cpu", "AVX2": "_cpu_avx2", "AVX512": "_cpu_avx512"}
 _AVX512_BFLOAT16 = "_cpu_avx512_bf16"
 _AMX = "_cpu_amx"
-_ARM_BFLOAT16 = "_cpu_arm_bf16"
-# The entry of a process's auxiliary vector that `_hwcap2` reads, and its bit for ARM's products of
-# bfloat16, which Linux sets only if bfdot, bfmmla and bfcvt are all there.
+# The entries of a process's auxiliary vector in which Linux names an ARM processor's capabilities.
+AT_HWCAP = 16
 AT_HWCAP2 = 26
+HWCAP_ASIMDDP = 1 << 20
+"""ARM's dot products of int8."""
+HWCAP2_I8MM = 1 << 13
+"""ARM's matrix products of int8."""
 HWCAP2_BF16 = 1 << 14
+"""ARM's products of bfloat16; Linux sets this bit only if bfdot, bfmmla and bfcvt are all there."""
+# Maps an ARM library to the capabilities that it needs in these two entries, best first. All known
+# processors with products of bfloat16 have the matrix products of int8, too.
+_ARM_BUILDS = {
+    "_cpu_arm_bf16": (0, HWCAP2_BF16 | HWCAP2_I8MM),
+    "_cpu_arm_dot": (HWCAP_ASIMDDP, 0),
+}
 # The constant `outrider_layout` of the C sources.
 LAYOUT = 2
 
 SETTING = "OUTRIDER_CPU_KERNELS"
 """The environment variable that names the build to load, for tests and benchmarks: `default`,
-`avx2`, `avx512`, `avx512_bf16`, `amx` or `arm_bf16`."""
+`avx2`, `avx512`, `avx512_bf16`, `amx`, `arm_dot` or `arm_bf16`."""
 
 
 @cache
@@ -76,8 +86,7 @@ def runnable_builds() -> list[str]:
     mine = torch.backends.cpu.get_cpu_capability()
     last = capabilities.index(mine) if mine in capabilities else 0
     names = [_BUILDS[capability] for capability in reversed(capabilities[: last + 1])]
-    if _is_arm_with_bfloat16():
-        names.insert(0, _ARM_BFLOAT16)
+    names[:0] = _arm_builds()
     if _can("_is_avx512_bf16_supported"):
         names.insert(0, _AVX512_BFLOAT16)
     # The operating system must permit this process to use the tile registers.
@@ -93,16 +102,23 @@ def _can(question: str) -> bool:
     return ask is not None and bool(ask())
 
 
-def _is_arm_with_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16; torch's names for ARM do not say."""
-    return platform.machine() == "aarch64" and bool(_hwcap2() & HWCAP2_BF16)
+def _arm_builds() -> list[str]:
+    """Return an ARM processor's own builds, best first; torch's names for ARM do not say enough."""
+    if platform.machine() != "aarch64":
+        return []
+    has, has2 = _auxiliary(AT_HWCAP), _auxiliary(AT_HWCAP2)
+    return [
+        name
+        for name, (needs, needs2) in _ARM_BUILDS.items()
+        if has & needs == needs and has2 & needs2 == needs2
+    ]
 
 
-def _hwcap2() -> int:
-    """Ask Linux for the processor's newer capabilities, whose bits each architecture defines."""
+def _auxiliary(entry: int) -> int:
+    """Read Linux's auxiliary vector, whose bits mean other things on each architecture."""
     ask = ctypes.CDLL(None).getauxval
     ask.argtypes, ask.restype = (ctypes.c_ulong,), ctypes.c_ulong
-    return int(ask(AT_HWCAP2))
+    return int(ask(entry))
 
 
 def prefix(numbers: str) -> str:

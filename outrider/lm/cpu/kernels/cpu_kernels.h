@@ -8,7 +8,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 

@@ -12,8 +12,11 @@
 #if BFLOAT16
 typedef uint16_t element;
 // Rows of `in` that a line of weights interleaves, for LINE columns of `out`.
-#if (INT8 && defined(__AVX512VNNI__)) || \
-    (!INT8 && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#if INT8 && defined(__ARM_FEATURE_MATMUL_INT8)
+#define PAIR 8
+#elif INT8 && (defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD))
+#define PAIR 4
+#elif !INT8 && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define PAIR 4
 #else
 #define PAIR 2

@@ -3,26 +3,38 @@
 // TILE_DEPTH elements, because one scale for a whole row would lose the small elements beside a
 // few large ones.
 //
-// Weights are stored with 128 added, because the processor's dot product multiplies unsigned by
-// signed numbers. A group begins its sums with `offset`, which takes the 128 out again. The sums of
-// a group are exact, and groups are added in the same order for any number of rows.
+// Weights are stored with 128 added, because most processors' products multiply unsigned by signed
+// numbers. A group begins its sums with `offset`, which takes the 128 out again. The sums of a
+// group are exact, and groups are added in the same order for any number of rows.
 #pragma once
 
-// Accumulators that fit the registers, and the parts of a block's columns that they cover one after
+// Rows whose sums fit the registers, and the parts of a block's columns that they cover one after
 // the other.
-#if LANES == 16
+#if PAIR == 8
+#define ACC_ROWS 6
+#elif LANES == 16
 #define ACC_ROWS 8
 #define COLUMN_PARTS 1
+#elif LANES == 8 || defined(__aarch64__)
+#define ACC_ROWS 4
+#define COLUMN_PARTS 2
 #else
 #define ACC_ROWS 4
-#define COLUMN_PARTS (LANES == 8 ? 2 : 4)
+#define COLUMN_PARTS 4
 #endif
 #define LINE BLOCK
 #define PREFETCHES_NEXT(rows) 0
 // As in gemm_vector.h.
 #define PREFETCH_DISTANCE 8192
 
-#if PAIR == 4
+// What is added to the weights of a product: sdot multiplies signed by signed numbers.
+#if PAIR == 4 && defined(__aarch64__)
+#define EXCESS 0
+#else
+#define EXCESS 128
+#endif
+
+#if PAIR >= 4
 typedef int8_t number;
 typedef uint8_t weight_vec __attribute__((vector_size(4 * LANES)));
 #else
@@ -78,7 +90,7 @@ INLINE void quantize_group(const element *from, struct group *to) {
   int32_t sum = 0;
   for (int i = 0; i < LANES; i++) sum += sums[i];
   to->scale = (is_zero ? 0 : top / 127) + zero;
-  to->offset = -128 * sum;
+  to->offset = -EXCESS * sum;
 }
 
 // Quantises all rows of an input into its `room`, and waits until all threads have done so.
@@ -97,12 +109,17 @@ INLINE struct gemm_input quantize(struct thread_pool *pool, struct gemm_input in
   return input;
 }
 
+#if PAIR == 8
+#include "gemm_usmmla.h"
+#else
 // Adds to each lane the products of its PAIR weights with the same PAIR numbers of a row.
 INLINE ivec add_products(ivec sum, weight_vec weights, const number *x) {
   int32_t some;
   memcpy(&some, x, sizeof some);
   ivec same = some - (ivec){0};
-#if PAIR == 4
+#if PAIR == 4 && defined(__aarch64__)
+  return (ivec)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)same);
+#elif PAIR == 4
   return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)same);
 #else
 #if LANES == 16
@@ -129,7 +146,7 @@ INLINE weight_vec load_weights(const uint8_t *from) {
 #if PAIR == 4
   weight_vec weights;
   memcpy(&weights, from, sizeof weights);
-  return weights;
+  return EXCESS ? weights : weights ^ 128;
 #elif LANES == 16
   return (weight_vec)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)from));
 #elif LANES == 8
@@ -172,6 +189,7 @@ INLINE void gemm_rows(const struct group *x, int64_t groups, const uint8_t *weig
     }
   for (int i = 0; i < n; i++) memcpy(acc[i], total[i], sizeof total[i]);
 }
+#endif
 
 // Multiplies up to ROWS quantised rows by one block of columns: acc = x · weights, without the
 // scales of the columns.
@@ -191,6 +209,8 @@ INLINE void gemm_block(struct gemm_input input, int rows, const struct linear *l
 #if ACC_ROWS > 4
       case 4: GEMM(4); break;
       case 5: GEMM(5); break;
+#endif
+#if ACC_ROWS > 6
       case 6: GEMM(6); break;
       case 7: GEMM(7); break;
 #endif
