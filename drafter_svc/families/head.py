@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from drafter_svc.branching import Branch, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
-from drafter_svc.families.settings import HeadSettings
+from drafter_svc.families.settings import INT8, HeadSettings
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
@@ -75,6 +75,7 @@ class HeadFamily(Family):
                 target=settings.target,
                 layers=tuple(settings.head_states),
                 dtype=settings.dtype,
+                int8=INT8[settings.weights],
                 device=device,
                 page_count=settings.page_count,
                 threads=place.threads,

@@ -28,7 +28,7 @@ from outrider.heads.model import (
 from outrider.heads.reading import read, read_target_config, with_reading
 from outrider.heads.reading_choice import choose_reading, described
 from outrider.heads.spec import Decoder, HeadSpec
-from outrider.lm.cpu.weights import fastest_dtype
+from outrider.lm.cpu.weights import dtype_for_int8, fastest_dtype, int8_is_faster
 from outrider.lm.devices import find_device
 from outrider.lm.streams import SharedRows, use_own_stream
 from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest, FeatureRows
@@ -171,6 +171,7 @@ class HeadWorker:
         target: str,
         layers: tuple[int, ...],
         dtype: str,
+        int8: bool | None = False,
         device: str,
         page_count: int | None,
         threads: int | None,
@@ -180,6 +181,7 @@ class HeadWorker:
         """Load the head, on `thread`. Raises OutriderError(INVALID_VALUE) that says what is wrong.
 
         The `dtype` "auto" means bfloat16, or float32 on a CPU without our kernels for bfloat16.
+        `int8` is as for `outrider.lm.runner.ModelRunner.load`.
         """
         from outrider.grammar.compiler import GrammarCompiler
 
@@ -187,6 +189,8 @@ class HeadWorker:
             torch.set_num_threads(threads)
         place = find_device(device)
         use_own_stream(place)
+        if int8:
+            dtype = dtype_for_int8(dtype, place)
         config = read_target_config(target, trust_remote_code)
         found = read(head, config, layers or None)
         options = found.spec.readings
@@ -200,12 +204,15 @@ class HeadWorker:
             numbers = fastest_dtype() if place.type == "cpu" else torch.bfloat16
         else:
             numbers = getattr(torch, dtype)
+        if int8 is None:
+            int8 = place.type == "cpu" and numbers is torch.bfloat16 and int8_is_faster()
         model = load(
             found,
             target_weights(target),
             page_count=page_count or _page_count(found.spec, numbers),
             page_size=_PAGE_SIZE,
             dtype=numbers,
+            int8=int8,
             device=place,
         )
         model.capture(_TREE_WIDTH)

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from drafter_svc.branching import Branch, fan_out, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.cached_draft import CachedDraft
-from drafter_svc.families.settings import ModelSettings
+from drafter_svc.families.settings import INT8, ModelSettings
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.process.observability import telemetry
-from outrider.process.settings.config import Weights, need_models
+from outrider.process.settings.config import need_models
 from outrider.protocol.messages import DraftDistribution
 from outrider.protocol.model_info import ModelInfo
 from outrider.tokenizer import fingerprint, load_tokenizer
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from drafter_svc.families.draft_model import DraftModel
     from outrider.lm.runner import ModelRunner
 
-# Maps the setting to whether weights are in int8; None means int8 where it is faster.
-_INT8: Mapping[Weights, bool | None] = {"auto": None, "int8": True, "dtype": False}
 # On a GPU, forwards of up to this many sequences and branches are captured as CUDA graphs.
 _GRAPHED_SEQUENCES = 64
 # The maximum number of tokens in one forward. Between its drafts, a draft model reads prompts in
@@ -309,7 +307,7 @@ def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
     runner = ModelRunner.load(
         settings.model,
         dtype=settings.dtype,
-        int8=_INT8[settings.weights],
+        int8=INT8[settings.weights],
         device=str(device),
         page_count=settings.page_count,
         bounds=bounds,

@@ -15,6 +15,9 @@ from outrider.protocol.limits import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from outrider.process.redis.server import RedisServer
 
+INT8: Mapping[Weights, bool | None] = {"auto": None, "int8": True, "dtype": False}
+"""Whether weights are in int8, keyed by the setting `weights`; None means where int8 is faster."""
+
 
 class FamilySettings(BaseModel):
     """Base of a family's own settings.
@@ -165,6 +168,11 @@ class HeadSettings(FamilySettings):
 
     dtype: Dtype = "auto"
     """Type of the computation; auto is bfloat16, and float32 on a CPU without kernels for it."""
+
+    weights: Weights = "auto"
+    """How the weights of linear layers are kept, except the projection's. int8, on a CPU only,
+    takes half the memory of bfloat16, and computes in bfloat16; dtype keeps them in the type of the
+    computation. auto is int8 for bfloat16 on the processors where a draft model's weights are."""
 
     device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""

@@ -50,6 +50,7 @@ def load(
     page_size: int = 16,
     batch_rows: int = 1024,
     dtype: torch.dtype = torch.float32,
+    int8: bool = False,
     device: torch.device | None = None,
 ) -> HeadModel:
     """Make the model of a head; `HeadModel.load` explains the parameters."""
@@ -62,6 +63,7 @@ def load(
         page_size=page_size,
         batch_rows=batch_rows,
         dtype=dtype,
+        int8=int8,
         device=device,
     )
     return model.eval()

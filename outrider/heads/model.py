@@ -167,12 +167,14 @@ class HeadModel(torch.nn.Module):
         page_size: int = 16,
         batch_rows: int = 1024,
         dtype: torch.dtype = torch.float32,
+        int8: bool = False,
         device: torch.device | None = None,
     ) -> None:
         """Load the head's weights and make its cache of `page_count` pages.
 
         A forward has at most `batch_rows` rows. The target's matrices are shared as they are if
         they have this dtype and device; on a CPU, lm_head is a copy in the kernels' order.
+        There `int8` keeps bfloat16 weights in int8, but not the projection's.
         """
         device = device or torch.device("cpu")
         projection = projection_tensors(head)
@@ -187,7 +189,10 @@ class HeadModel(torch.nn.Module):
         fill(self, {name: tensor.to(device, types[name]) for name, tensor in tensors.items()})
         self.lm_head = linear_of(matrix)
         if device.type == "cpu":
-            optimize_for_cpu(self, self.siblings)
+            if int8 and self.projection is not None:
+                # The verifier may compute the projection instead, and guesses must be the same.
+                optimize_for_cpu(self.projection)
+            optimize_for_cpu(self, self.siblings, int8=int8)
         self.target_ids = None if head.target_ids is None else head.target_ids.to(device)
         self.dtype, self.device = dtype, device
         self._batch_rows = batch_rows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.gguf import pretrained
 from outrider.heads.loading import load, target_weights
-from outrider.heads.model import Extension
+from outrider.heads.model import Extension, HeadModel
 from outrider.heads.reading import read
 from outrider.tokenizer import load_tokenizer
 from tests.smollm2_texts import smollm2
@@ -46,6 +48,23 @@ def greedy_text(name: str) -> tuple[list[int], int, list[torch.Tensor]]:
     return text[0].tolist(), len(prompt), [state[0] for state in states]
 
 
+def features_of(model: HeadModel, states: list[torch.Tensor]) -> torch.Tensor:
+    """Return the features [tokens, feature width] that a head reads."""
+    wanted = [*model.spec.aux_layers, *[-1] * model.spec.final_state]
+    return torch.cat([states[k] for k in wanted], dim=1).to(model.dtype)
+
+
+def drafts(
+    model: HeadModel, text: list[int], start: int, features: torch.Tensor
+) -> Iterator[list[int]]:
+    """Yield the `COUNT` guesses after each token of the text, from `start` tokens on."""
+    for length in range(start, len(text) - COUNT):
+        sequence = model.open(text[:length])
+        model.extend([Extension(sequence, [], features[: length - 1], 0)])
+        yield model.propose([sequence], COUNT).tokens[0].tolist()
+        model.close(sequence)
+
+
 @pytest.mark.parametrize(
     ("of", "folder", "mean", "whole"),
     [
@@ -64,16 +83,31 @@ def test_a_bundled_head_guesses_much_of_a_greedy_text(
     path = target(of)[0]
     head = read(MODELS / folder, LlamaConfig.from_pretrained(path))
     model = load(head, target_weights(path), page_count=16)
-    wanted = [*head.spec.aux_layers, *[-1] * head.spec.final_state]
-    features = torch.cat([states[k] for k in wanted], dim=1)
+    features = features_of(model, states)
     right = []
-    for length in range(start, len(text) - COUNT):
-        sequence = model.open(text[:length])
-        model.extend([Extension(sequence, [], features[: length - 1], 0)])
-        guessed = model.propose([sequence], COUNT).tokens[0].tolist()
-        true = text[length : length + COUNT]
+    for at, guessed in enumerate(drafts(model, text, start, features), start):
+        true = text[at : at + COUNT]
         right.append(next((n for n in range(COUNT) if guessed[n] != true[n]), COUNT))
-        model.close(sequence)
     # By chance, one first guess in thousands would be right.
     assert sum(right) > mean * len(right)
     assert right.count(COUNT) > whole * len(right)
+
+
+@pytest.mark.parametrize("folder", ["heads/eagle3", "heads/mtp"])
+@torch.inference_mode()
+def test_a_head_in_int8_mostly_guesses_the_same(folder: str) -> None:
+    text, start, states = greedy_text("bundled")
+    path = target("bundled")[0]
+    head = read(MODELS / folder, LlamaConfig.from_pretrained(path))
+    guesses = []
+    for int8 in (False, True):
+        model: Any = load(
+            head, target_weights(path), page_count=16, dtype=torch.bfloat16, int8=int8
+        )
+        assert model.lm_head.numbers == ("int8" if int8 else "bfloat16")
+        # The verifier may compute the projection instead, and computes it in bfloat16.
+        assert model.projection is None or model.projection.fc.numbers == "bfloat16"
+        found = drafts(model, text, start, features_of(model, states))
+        guesses.append([token for draft in found for token in draft])
+    same = sum(one == other for one, other in zip(*guesses, strict=True))
+    assert same > 0.9 * len(guesses[0])

@@ -32,11 +32,13 @@ from outrider.drafter.transport import Verifier
 from outrider.errors import OutriderError
 from outrider.heads import reading_choice
 from outrider.heads.reading import read
+from outrider.lm.cpu.weights import int8_is_faster
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.lm.streams import SharedRows
 from outrider.process.network import rpc
 from outrider.process.observability.telemetry import NO_SPAN
+from outrider.process.settings.config import Weights
 from outrider.protocol.draft_messages import DraftBatch, FeatureRows, Hello
 from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
@@ -363,6 +365,16 @@ async def test_a_head_in_its_own_process_takes_the_reading_that_is_set(tmp_path:
     loaded = await HeadFamily.load(settings, place, DrafterMetrics("head-1", "head"))
     family = loaded.make(ModelInfo("target", Stage.READY, ""))
     assert list(family.feature_request.states) == [1, 3, 5]
+
+
+@pytest.mark.parametrize("weights", ["int8", "dtype", "auto"])
+async def test_a_heads_weights_are_kept_as_the_setting_says(weights: Weights) -> None:
+    settings = HeadSettings(head=HEAD, target=TARGET, device="cpu", page_count=4, weights=weights)
+    place = PlacementPlan("local", (), None, threads=1)
+    loaded = await HeadFamily.load(settings, place, DrafterMetrics("head-1", "head"))
+    family: Any = loaded.make(ModelInfo("target", Stage.READY, ""))
+    in_int8 = int8_is_faster() if weights == "auto" else weights == "int8"
+    assert family.worker._model.lm_head.numbers == ("int8" if in_int8 else "bfloat16")
 
 
 async def test_a_heads_pages_are_free_behind_its_choice_of_layers(
