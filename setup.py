@@ -33,6 +33,7 @@ _BUILDS = {
         "-march=x86-64-v4",
         "-mamx-tile",
         "-mamx-bf16",
+        "-mamx-int8",
         "-mavx512bf16",
         "-mavx512vnni",
     ],

@@ -39,12 +39,26 @@ INLINE void emulate_product(int sums, int a, int b) {
     }
 }
 
+// Multiplies signed by unsigned bytes.
+INLINE void emulate_int8_product(int sums, int a, int b) {
+  for (int row = 0; row < emulated_config.rows[sums]; row++)
+    for (int column = 0; column < 16; column++) {
+      int32_t sum;
+      memcpy(&sum, emulated_tiles[sums][row] + 4 * column, sizeof sum);
+      for (int k = 0; k < 4 * emulated_config.rows[b]; k++)
+        sum += (int8_t)emulated_tiles[a][row][k] * emulated_tiles[b][k / 4][4 * column + k % 4];
+      memcpy(emulated_tiles[sums][row] + 4 * column, &sum, sizeof sum);
+    }
+}
+
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #define _tile_loadd(tile, from, stride) emulate_load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulate_store(tile, to, stride)
 #define _tile_zero(tile) memset(emulated_tiles[tile], 0, sizeof emulated_tiles[tile])
 #define _tile_dpbf16ps(sums, a, b) emulate_product(sums, a, b)
+#define _tile_dpbsud(sums, a, b) emulate_int8_product(sums, a, b)
 #define _tile_release() memset(&emulated_config, 0, sizeof emulated_config)

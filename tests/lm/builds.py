@@ -34,6 +34,7 @@ _FLAGS = [
     "-mavx512bf16",
     "-mavx512vnni",
     "-D__AMX_BF16__",
+    "-D__AMX_INT8__",
     "-fPIC",
     "-shared",
 ]

@@ -83,6 +83,15 @@ def test_a_product_is_off_by_the_rounding_of_its_rows_at_most(outs: int, has_bia
         assert ((tiled(x).double() - exact).abs() <= bound).all(), rows
 
 
+def test_a_rows_product_has_the_same_bits_beside_any_others() -> None:
+    tiled, _ = layer_and_scales(97, has_bias=True)
+    x = (torch.randn(70, 96) * torch.logspace(-3, 3, 96)).to(torch.bfloat16)
+    single = torch.cat([tiled(row[None]) for row in x])
+    for rows in (2, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49, 70):
+        assert torch.equal(tiled(x[:rows]), single[:rows]), rows
+        assert torch.equal(tiled(x[-rows:]), single[-rows:]), rows
+
+
 def test_a_weight_is_off_by_half_a_step_of_its_outputs_largest_number() -> None:
     tiled, layer = layer_and_scales(97, has_bias=False)
     steps = layer.weight.float().abs().amax(1, keepdim=True) / 127

@@ -27,7 +27,7 @@ MARKS = {
     "_cpu_avx2": {"ymm", "vfmadd"},
     "_cpu_avx512": {"ymm", "vfmadd", "zmm"},
     "_cpu_avx512_bf16": {"ymm", "vfmadd", "zmm", "vdpbf16ps", "vpdpbusd"},
-    "_cpu_amx": {"ymm", "vfmadd", "zmm", "vdpbf16ps", "vpdpbusd", "tdpbf16ps"},
+    "_cpu_amx": {"ymm", "vfmadd", "zmm", "vdpbf16ps", "vpdpbusd", "tdpbf16ps", "tdpbsud"},
 }
 ALL_MARKS = MARKS["_cpu_amx"]
 

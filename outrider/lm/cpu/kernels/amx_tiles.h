@@ -1,8 +1,8 @@
 // The tile registers of AMX (Intel, Architecture Instruction Set Extensions Programming Reference,
 // chapter 3): eight registers of up to 16 rows of 64 bytes.
 //
-// A tile product adds A · B to an accumulator. A has rows of 32 bfloat16. B has pairs of rows, the
-// two elements of a pair next to each other.
+// A tile product adds A · B to an accumulator. A has rows of up to 32 bfloat16 or 64 int8. B has
+// pairs or fours of rows, the elements of a pair or four next to each other.
 #pragma once
 
 #include "cpu_kernels.h"
@@ -31,15 +31,32 @@ INLINE void store_config(struct tile_config *config) {
 // Makes the compiler finish earlier stores: GCC does not know that a tile load reads memory.
 INLINE void compiler_fence(void) { __asm__ volatile("" ::: "memory"); }
 
-// Configures the tiles for up to 32 rows of A. Tiles 0 to 3 are accumulators: 0 and 1 for the
-// first 16 rows, 2 and 3 for the others. Tile 4 has the first rows of A, 5 the others. Tiles 6 and
-// 7 are B.
-INLINE void configure_tiles(int rows) {
+// oneDNN remembers which tile configuration it has loaded, so a kernel must restore that one.
+typedef struct tile_config saved_state;
+
+INLINE saved_state save_state(void) {
+  struct tile_config saved;
+  store_config(&saved);
+  return saved;
+}
+
+INLINE void restore_state(const saved_state *saved) {
+  if (saved->palette)
+    load_config(saved);
+  else
+    _tile_release();
+}
+
+// Configures the tiles for up to 32 rows of A, of `row_bytes` bytes each. Tiles 0 to 3 are
+// accumulators: 0 and 1 for the first 16 rows, 2 and 3 for the others. Tile 4 has the first rows of
+// A, 5 the others. Tiles 6 and 7 are B.
+INLINE void configure_tiles(int rows, int row_bytes) {
   struct tile_config config = {.palette = 1};
   uint8_t first = (uint8_t)(rows < 16 ? rows : 16), second = (uint8_t)(rows > 16 ? rows - 16 : 1);
-  const uint8_t counts[8] = {first, first, second, second, first, second, 16, 16};
+  const uint8_t depth = (uint8_t)(row_bytes / 4);
+  const uint8_t counts[8] = {first, first, second, second, first, second, depth, depth};
   for (int i = 0; i < 8; i++) {
-    config.row_bytes[i] = 64;
+    config.row_bytes[i] = (uint16_t)(i == 4 || i == 5 ? row_bytes : 64);
     config.rows[i] = counts[i];
   }
   load_config(&config);

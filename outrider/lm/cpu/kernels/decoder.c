@@ -203,7 +203,7 @@ int64_t NAME(scratch)(const struct decoder *decoder, int64_t count) {
 
 INLINE void attend(const struct layer *cache, const struct batch *batch, const struct rows *query,
                    element *out, float scale, struct attention_item item) {
-#if BFLOAT16 && !INT8 && defined(__AMX_BF16__)
+#if BFLOAT16 && defined(__AMX_BF16__)
   if (outrider_fits_amx(cache)) {
     for (int64_t end = item.kv_head + item.kv_heads; item.kv_head < end; item.kv_head++)
       outrider_attend_amx(cache, batch, query, out, scale, item);
@@ -226,7 +226,7 @@ static void run_attention(const struct decoder *decoder, const struct decoder_la
   }
   barrier_wait(pool);
   struct rows query = {buffers->qkv, cache->head_size, width};
-  configure_rows(ROWS);
+  configure_attention();
   // Adjacent heads in the cache are best read by one thread, if there are enough slices for all
   // threads and no long prompt.
   int enough = batch->slice_count >= 4 * pool->size && batch->token_count < 8 * batch->slice_count;

@@ -3,22 +3,6 @@
 
 #include "amx_tiles.h"
 
-// oneDNN remembers which tile configuration it has loaded, so a kernel must restore that one.
-typedef struct tile_config saved_state;
-
-INLINE saved_state save_state(void) {
-  struct tile_config saved;
-  store_config(&saved);
-  return saved;
-}
-
-INLINE void restore_state(const saved_state *saved) {
-  if (saved->palette)
-    load_config(saved);
-  else
-    _tile_release();
-}
-
 // Returns the tile_rows of an input with `rows` rows.
 INLINE int64_t choose_tile_rows(int64_t rows) {
   (void)rows;
@@ -26,7 +10,7 @@ INLINE int64_t choose_tile_rows(int64_t rows) {
 }
 
 // Prepares the tiles for products of `rows` rows.
-INLINE void configure_rows(int rows) { configure_tiles(rows); }
+INLINE void configure_rows(int rows) { configure_tiles(rows, 2 * TILE_DEPTH); }
 
 // Columns of a line: one row of a tile.
 #define LINE 16

@@ -78,12 +78,16 @@ INLINE element *tiled_row(element *data, int64_t row, int64_t in, int64_t tile_r
 #else
 #include "gemm_vector.h"
 #endif
-#if INT8 || !BFLOAT16 || !defined(__AMX_BF16__)
+#if BFLOAT16 && defined(__AMX_BF16__)
+// Prepares for outrider_attend_amx.
+INLINE void configure_attention(void) { configure_tiles(ROWS, 2 * TILE_DEPTH); }
+#else
 // AMX needs these; other products do not.
 typedef char saved_state;
 INLINE saved_state save_state(void) { return 0; }
 INLINE void restore_state(const saved_state *saved) { (void)saved; }
 INLINE void configure_rows(int rows) { (void)rows; }
+INLINE void configure_attention(void) {}
 #endif
 #ifndef ROW_ELEMENTS
 // Elements from one row of a product's input to the next.

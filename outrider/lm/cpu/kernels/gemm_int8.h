@@ -191,12 +191,22 @@ INLINE void gemm_rows(const struct group *x, int64_t groups, const uint8_t *weig
 }
 #endif
 
+#if defined(__AMX_INT8__)
+#include "gemm_int8_amx.h"
+#endif
+
 // Multiplies up to ROWS quantised rows by one block of columns: acc = x · weights, without the
 // scales of the columns.
 INLINE void gemm_block(struct gemm_input input, int rows, const struct linear *linear,
                        int64_t block, float acc[ROWS][BLOCK], struct prefetch_plan prefetch) {
   const int64_t groups = linear->in / TILE_DEPTH;
   const uint8_t *weights = (const uint8_t *)linear->tiles + block * groups * DEPTH_BYTES;
+#if defined(__AMX_INT8__)
+  if (rows >= LEAST_TILED_ROWS) {
+    multiply_tiles((const struct group *)input.data, groups, weights, acc, rows, prefetch.cold);
+    return;
+  }
+#endif
   const int pass_rows = input.tile_rows < ACC_ROWS ? (int)input.tile_rows : ACC_ROWS;
   for (int row = 0; row < rows; row += pass_rows) {
     const struct group *x = (const struct group *)input.data + row * groups;
