@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from drafter_svc.pools.keys import BUCKETS, PoolKeys, TenantKeys
-from drafter_svc.pools.redis_client import RedisClient
+from drafter_svc.pools.redis_client import RedisClient, token_ids
 from outrider.process.clock import Clock, monotonic
 from outrider.process.redis.server import RedisServer
 from outrider.process.tasks import keep_running, watch
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # The first and the longest time that a circuit breaker stays open.
 _BACKOFF_S = (0.5, 10.0)
-# At most one warning is logged in this time.
+# Warnings for the same reason are logged at most once in this time.
 _WARNING_INTERVAL_S = 60.0
 _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
@@ -37,23 +36,6 @@ _MAX_TOKENS = 64
 _MAX_RUNNING = 4
 # This many late lookups in a row count as a failure.
 _LATE_IN_A_ROW = 3
-# KEYS: a bucket's index, then n-grams of that bucket, whose keys begin with the index's key. ARGV:
-# the present time, the seconds to live, the maximum number of entries in the bucket, then one value
-# for each n-gram.
-_WRITE = """
-local index, now, ttl, most = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
-for i = 2, #KEYS do
-  redis.call('SET', KEYS[i], ARGV[i + 2], 'EX', ttl)
-  redis.call('ZADD', index, now, string.sub(KEYS[i], #index + 1))
-end
-redis.call('ZREMRANGEBYSCORE', index, '-inf', now - ttl)
-local excess = redis.call('ZCARD', index) - most
-if excess > 0 then
-  local oldest = redis.call('ZPOPMIN', index, excess)
-  for i = 1, #oldest, 2 do redis.call('DEL', index .. oldest[i]) end
-end
-redis.call('EXPIRE', index, ttl)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +55,7 @@ class RedisCounters:
     """Counts of a pool's lookups and writes.
 
     `found` and `missed` count queries, `written` and `dropped` n-grams, `malformed` values, and all
-    other fields commands.
+    other fields commands. In a pool of texts, the first four count texts.
     """
 
     lookups: int = 0
@@ -132,6 +114,29 @@ class _CircuitBreaker:
         self._backoff_s = _BACKOFF_S[0]
 
 
+class OutageLog:
+    """Logs when Redis begins to fail, and when it answers again."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._next_warning_at = 0.0
+        self._warned_of = ""
+
+    def failed(self, commands: str, reason: str) -> None:
+        """Log that these commands began to fail.
+
+        Limit the warnings: a Redis at its memory limit takes some writes and refuses others.
+        """
+        if self._clock() >= self._next_warning_at or reason != self._warned_of:
+            self._warned_of = reason
+            self._next_warning_at = self._clock() + _WARNING_INTERVAL_S
+            log.warning("Redis fails (%s: %s); drafting without its pool", commands, reason)
+
+    def answers_again(self) -> None:
+        """Log that Redis answers again."""
+        log.info("Redis answers again")
+
+
 class RedisPool:
     """Looks up a whole batch in one round trip, and writes in the background.
 
@@ -170,8 +175,7 @@ class RedisPool:
         self._lookup_breaker = _CircuitBreaker("lookups", clock)
         self._write_breaker = _CircuitBreaker("writes", clock)
         self._late_in_a_row = 0
-        self._next_warning_at = 0.0
-        self._warned_of = ""
+        self._log = OutageLog(clock)
         self._writer = keep_running(self._write_forever, "writing to Redis")
 
     @property
@@ -271,16 +275,11 @@ class RedisPool:
             buckets.setdefault(tenant.index(ngram), []).append((tenant.keys([ngram])[0], value))
         options = self._options
         bucket_entries = -(-options.max_entries // BUCKETS)
-        arguments = [round(time.time(), 3), options.ttl_s, bucket_entries]
-        calls = [
-            ([index, *(key for key, _ in pairs)], [*arguments, *(value for _, value in pairs)])
-            for index, pairs in buckets.items()
-        ]
         try:
-            results = await self._client.run(_WRITE, calls)
+            results = await self._client.store(buckets, options.ttl_s, bucket_entries)
         # Neither a faulty server nor a bug in the client may end the writer.
         except Exception as error:  # noqa: BLE001
-            results = [error] * len(calls)
+            results = [error] * len(buckets)
         failures = [result for result in results if isinstance(result, Exception)]
         for pairs, result in zip(buckets.values(), results, strict=True):
             if isinstance(result, Exception):
@@ -294,12 +293,9 @@ class RedisPool:
 
     def _decode(self, value: object) -> list[int]:
         """Return the token ids of a value; empty, and counted, if the value is malformed."""
-        if isinstance(value, bytes) and 0 < len(value) <= 4 * _MAX_TOKENS and len(value) % 4 == 0:
-            ids = array("I", value).tolist()
-            if max(ids) < self._vocab_size:
-                return ids
-        self.counters.malformed += 1
-        return []
+        ids = token_ids(value, _MAX_TOKENS, self._vocab_size)
+        self.counters.malformed += not ids
+        return ids
 
     @property
     def _has_failed(self) -> bool:
@@ -323,12 +319,8 @@ class RedisPool:
 
     def _open(self, breaker: _CircuitBreaker, reason: str) -> None:
         """Block the commands of a breaker for a while, and log that."""
-        # Limit the warnings: a Redis at its memory limit takes some writes and refuses others.
-        is_due = self._clock() >= self._next_warning_at or reason != self._warned_of
-        if not self._has_failed and is_due:
-            self._warned_of = reason
-            self._next_warning_at = self._clock() + _WARNING_INTERVAL_S
-            log.warning("Redis fails (%s: %s); drafting without its pool", breaker.name, reason)
+        if not self._has_failed:
+            self._log.failed(breaker.name, reason)
         breaker.record_failure()
 
     def _renew(self) -> None:
@@ -345,4 +337,4 @@ class RedisPool:
         had_failed = breaker.has_failed
         breaker.record_success()
         if had_failed and not self._has_failed:
-            log.info("Redis answers again")
+            self._log.answers_again()

@@ -8,7 +8,9 @@ other command can get its reply.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from array import array
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from hiredis import pack_command
@@ -23,6 +25,35 @@ FAILURES = (RedisError, RedisClusterException, OSError)
 
 _SOCKET_TIMEOUT_S = 2.0
 _SCAN_COUNT = 1000
+# KEYS: a bucket's index, then keys of that bucket, which begin with the index's key. ARGV: the
+# present time, the seconds to live, the maximum number of entries in the bucket, then one value for
+# each key.
+_WRITE = """
+local index, now, ttl, most = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
+for i = 2, #KEYS do
+  redis.call('SET', KEYS[i], ARGV[i + 2], 'EX', ttl)
+  redis.call('ZADD', index, now, string.sub(KEYS[i], #index + 1))
+end
+redis.call('ZREMRANGEBYSCORE', index, '-inf', now - ttl)
+local excess = redis.call('ZCARD', index) - most
+if excess > 0 then
+  local oldest = redis.call('ZPOPMIN', index, excess)
+  for i = 1, #oldest, 2 do redis.call('DEL', index .. oldest[i]) end
+end
+redis.call('EXPIRE', index, ttl)
+"""
+
+
+def token_ids(value: object, most: int, vocab_size: int) -> list[int]:
+    """Return the token ids of a value of Redis, little-endian uint32.
+
+    The result is empty if the value does not have 1 to `most` ids of the vocabulary.
+    """
+    if isinstance(value, bytes) and 0 < len(value) <= 4 * most and len(value) % 4 == 0:
+        ids = array("I", value).tolist()
+        if max(ids) < vocab_size:
+            return ids
+    return []
 
 
 class RedisClient:
@@ -83,16 +114,31 @@ class RedisClient:
         except TimeoutError as cause:
             raise TimeoutError(f"no answer in {_SOCKET_TIMEOUT_S} s") from cause
 
-    async def run(self, script: str, calls: Sequence[tuple[list[bytes], list[Any]]]) -> list[Any]:
-        """Run a script for each (keys, arguments), in one round trip to each server.
+    async def store(
+        self, buckets: Mapping[bytes, Sequence[tuple[bytes, bytes]]], ttl_s: int, most: int
+    ) -> list[Any]:
+        """Set the (key, value) pairs of each bucket, in one round trip to each server.
 
-        Returns one result for each call, or the exception of a call that failed.
+        A bucket is named by its index's key. It keeps its `most` newest entries for at most
+        `ttl_s`. Returns None for each bucket, or the exception of a bucket that failed.
         """
+        arguments = [round(time.time(), 3), ttl_s, most]
         pipeline: Any = self._client.pipeline(transaction=False)
-        for keys, arguments in calls:
+        for index, pairs in buckets.items():
+            keys = [index, *(key for key, _ in pairs)]
+            values = [value for _, value in pairs]
             # Send the script's text, not its digest: it is short, and no server can have lost it.
-            pipeline.eval(script, len(keys), *keys, *arguments)
+            pipeline.eval(_WRITE, len(keys), *keys, *arguments, *values)
         return await self._execute(pipeline)
+
+    async def newest(self, index: bytes, max_age_s: int, most: int) -> list[Any]:
+        """Return the `most` newest entries of a bucket that are not older than `max_age_s`.
+
+        An entry is the part of its key after the index's key. The newest entry comes first.
+        """
+        since = time.time() - max_age_s
+        found: Any = self._client.zrevrangebyscore(index, "+inf", since, start=0, num=most)
+        return list(await found)
 
     async def _each_slot(
         self, cluster: RedisCluster, command: str, keys: list[bytes]
