@@ -1,7 +1,7 @@
 """The entry point: `outrider drafter`, or `python -m drafter_svc`.
 
 The command pins the process to its cores, loads the family, and drafts until SIGTERM or SIGINT.
-`outrider drafter erase` deletes a tenant's n-grams from Redis instead.
+`outrider drafter erase` deletes a tenant's n-grams and texts from Redis instead.
 """
 
 from __future__ import annotations

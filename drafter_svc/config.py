@@ -21,13 +21,13 @@ from outrider.process.settings.config import FileSettings, ScrapedSettings
 
 
 class EraseSettings(RedisSettings, TlsSettings, FileSettings):
-    """Delete one tenant's n-grams, or the public pool's, from Redis."""
+    """Delete the n-grams and texts of one tenant, or of the public pool, from Redis."""
 
     # The environment may name a drafter's configuration file, with settings that erase lacks.
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_", extra="ignore")
 
     tenant: str | None = None
-    """Tenant whose n-grams are erased, for all tokenizers.
+    """Tenant whose n-grams and texts are erased, for all tokenizers.
 
     To erase the public pool, give is-public-pool instead.
     """

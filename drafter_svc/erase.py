@@ -1,4 +1,4 @@
-"""`outrider drafter erase`: delete one tenant's n-grams, or the public pool's, from Redis."""
+"""`outrider drafter erase`: delete what a tenant, or the public pool, has in Redis."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from outrider.process.settings.config import parse
 async def erase(client: RedisClient, pattern: bytes) -> int:
     """Delete every key that matches `pattern`, a glob of SCAN, on all servers.
 
-    Returns the number of n-grams deleted. Raises any of FAILURES.
+    Returns the number of n-grams and texts deleted. Raises any of FAILURES.
     """
     count = 0
     # Scan for keys instead of reading the indexes: a Redis short of memory may have evicted an
-    # index before the n-grams that it lists.
+    # index before the entries that it lists.
     async for keys in client.scan(pattern):
         count += await client.unlink([key for key in keys if not is_index(key)])
         await client.unlink([key for key in keys if is_index(key)])
@@ -41,7 +41,7 @@ async def _erase(settings: EraseSettings) -> int:
 
 
 def main(arguments: list[str], program: str = "drafter erase") -> None:
-    """Print the number of n-grams deleted.
+    """Print the number of n-grams and texts deleted.
 
     Exit with status 1 and one sentence if a setting is wrong or Redis failed midway.
     """
@@ -51,9 +51,9 @@ def main(arguments: list[str], program: str = "drafter erase") -> None:
     except OutriderError as error:
         raise SystemExit(f"{program}: {error}") from error
     except FAILURES as error:
-        message = f"Redis failed, so some n-grams may be left; run it again: {error}"
+        message = f"Redis failed, so some entries may be left; run it again: {error}"
         raise SystemExit(f"{program}: {message}") from error
-    print(f"{count} n-grams erased")
+    print(f"{count} n-grams and texts erased")
     if count == 0:
         whose = "the public pool" if settings.is_public_pool else f"tenant {settings.tenant!r}"
         hint = "another name or another --pool-secret-file is another pool"

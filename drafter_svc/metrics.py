@@ -85,14 +85,14 @@ class _RedisCollector(Collector):
         counters = self._counters
         yield self._family(
             "redis_queries",
-            "Sequences looked up.",
+            "Sequences looked up, or texts read.",
             "outcome",
             found=counters.found,
             missed=counters.missed,
         )
         yield self._family(
             "redis_lookups",
-            "Commands that look up a batch of sequences: sent; of those late (after 5 ms), "
+            "Commands that look up sequences or texts: sent; of those late (after 5 ms), "
             "failed or malformed; and skipped while Redis is down or late.",
             "event",
             sent=counters.lookups,
@@ -103,7 +103,7 @@ class _RedisCollector(Collector):
         )
         yield self._family(
             "redis_writes",
-            "N-grams offered.",
+            "N-grams or texts offered.",
             "outcome",
             written=counters.written,
             dropped=counters.dropped,

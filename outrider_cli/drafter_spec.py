@@ -87,7 +87,7 @@ class DrafterSpec:
 
     @property
     def shares_redis(self) -> bool:
-        """True if the drafter can share its n-grams through a Redis."""
+        """True if the drafter can share its n-grams or texts through a Redis."""
         return "redis" in self.schema.model_fields
 
     @property

@@ -33,16 +33,16 @@ class FamilySettings(BaseModel):
 
 
 class RedisSettings(FamilySettings):
-    """Which Redis holds the n-grams that replicas share, and how their keys are made."""
+    """Which Redis holds what replicas share, and how its keys are made."""
 
-    groups: ClassVar[Mapping[str, str]] = {"redis": "N-grams that replicas share"}
+    groups: ClassVar[Mapping[str, str]] = {"redis": "What replicas share"}
 
     redis: str | None = None
-    """URL of a Redis that holds n-grams for all replicas, such as redis://user@host:6379/0; without
-    it pools are in memory. With TLS it begins with rediss, and takes options after a ?:
-    ssl_ca_certs=PATH, ssl_certfile=PATH, ssl_keyfile=PATH, ssl_check_hostname=false. With TLS, the
-    drafter shows the certificate of tls-cert and trusts the authorities of tls-ca, unless the URL
-    names other files."""
+    """URL of a Redis that holds n-grams or texts for all replicas, such as
+    redis://user@host:6379/0; without it pools are in memory. With TLS it begins with rediss, and
+    takes options after a ?: ssl_ca_certs=PATH, ssl_certfile=PATH, ssl_keyfile=PATH,
+    ssl_check_hostname=false. With TLS, the drafter shows the certificate of tls-cert and trusts the
+    authorities of tls-ca, unless the URL names other files."""
 
     redis_cluster: bool = False
     """Whether the Redis is a cluster. Then the setting redis takes the URLs of several nodes, with
@@ -75,7 +75,14 @@ class RedisSettings(FamilySettings):
         )
 
 
-class NgramSettings(RedisSettings):
+class PoolSettings(RedisSettings):
+    """Settings of the families whose replicas share a pool in Redis."""
+
+    pool_ttl_seconds: int = Field(86_400, ge=1)
+    """Age in seconds at which Redis drops an n-gram or a text that was not written again."""
+
+
+class NgramSettings(PoolSettings):
     """Settings of the family ngram."""
 
     max_draft_len: int = Field(8, ge=1, le=MAX_DRAFT_TOKENS)
@@ -89,18 +96,12 @@ class NgramSettings(RedisSettings):
     """The most n-grams of a pool; in Redis, of each tenant. The least recently used are dropped
     first, in Redis the oldest."""
 
-    pool_ttl_seconds: int = Field(86_400, ge=1)
-    """Age in seconds at which Redis drops an n-gram that was not written again."""
 
-
-class SuffixSettings(FamilySettings):
+class SuffixSettings(PoolSettings):
     """Settings of the family suffix."""
 
-    max_cached_requests: int = Field(1000, ge=1)
-    """Texts that are kept for each tenant; the oldest are dropped first."""
-
-    is_public_pool: bool = False
-    """Share one corpus among all requests of all tenants."""
+    max_cached_requests: int = Field(1000, ge=1, le=100_000)
+    """Texts that are kept for each tenant, in memory and in Redis; the oldest are dropped first."""
 
 
 class GrammarSettings(FamilySettings):

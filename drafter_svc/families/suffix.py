@@ -5,30 +5,26 @@ sequence that occurred before, and follow its likeliest continuations. A token's
 count(child) / count(parent). A guess ends where the product of its tokens' probabilities falls
 below `min_token_probability`, and is at most `max_spec_factor` times as long as the suffix. The
 trees are Arctic Inference's, in C++, which vLLM uses as well. They are called on the event loop.
+With Redis, all replicas share the texts of earlier sequences.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.settings import SuffixSettings
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
+from drafter_svc.pools.corpora import MAX_TREE_DEPTH, Corpora, TenantTrees
+from drafter_svc.pools.keys import PoolKeys, read_secret
+from drafter_svc.pools.redis import RedisCounters
+from drafter_svc.pools.texts import TextPool
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.errors import OutriderError, Reason
-from outrider.protocol.draft_messages import Opened
 from outrider.protocol.model_info import ModelInfo
 
-# The maximum number of tenants with trees. A new tenant replaces the least recently seen tenant.
-_MAX_CORPORA = 64
-# The maximum number of tokens of a matched suffix, and of a proposal: as many as a verifier takes.
-_MAX_TREE_DEPTH = 64
 # A proposal is at most as long as the suffix that was matched, and ends where the product of its
 # tokens' probabilities falls below the second number. The verifier cuts tokens that do not pay.
 _SPEC_FACTOR = 1.0
@@ -37,65 +33,31 @@ _MIN_TOKEN_PROBABILITY = 0.1
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """A sequence in the trees: its request number, and how many of its tokens the trees have."""
+    """A sequence in the trees: its number and tokens, and how many tokens the trees have.
 
-    trees: Any
-    number: int
-    length: int
-
-
-class Corpora:
-    """The suffix trees of each tenant, for the ids of one tokenizer. Connections share them.
-
-    Raises OutriderError(INVALID_VALUE) if the package arctic-inference is not installed.
+    The tokens are the sequence's own list, which grows. The output begins at `output_start`.
     """
 
-    def __init__(self, settings: SuffixSettings) -> None:
-        self._settings = settings
-        self._numbers = itertools.count()
-        self._corpora: OrderedDict[str, Any] = OrderedDict()
-        try:
-            package = import_module("arctic_inference.suffix_decoding")
-        except ImportError as cause:
-            message = (
-                "family: suffix needs the package arctic-inference; "
-                "in Outrider's sources, pip install '.[suffix]'"
-            )
-            raise OutriderError(Reason.INVALID_VALUE, message, "family") from cause
-        self._make: Callable[..., Any] = package.SuffixDecodingCache
-
-    def begin(self, opened: Opened) -> _Text:
-        """Add the tokens of a new sequence: prediction, prompt and output so far."""
-        trees = self._trees(opened.tenant)
-        number = next(self._numbers)
-        prompt = opened.token_ids[: opened.prompt_length] or opened.token_ids
-        trees.start_request(number, [*opened.prediction, *prompt])
-        trees.add_active_response(number, opened.token_ids[len(prompt) :])
-        return _Text(trees, number, len(opened.token_ids))
-
-    def _trees(self, tenant: str) -> Any:
-        key = "" if self._settings.is_public_pool else tenant
-        if key not in self._corpora:
-            self._corpora[key] = self._make(_MAX_TREE_DEPTH, self._settings.max_cached_requests)
-        self._corpora.move_to_end(key)
-        while len(self._corpora) > _MAX_CORPORA:
-            self._corpora.popitem(last=False)
-        return self._corpora[key]
+    trees: TenantTrees
+    number: int
+    tokens: list[int]
+    output_start: int
+    length: int
 
 
 class SuffixFamily(Family):
     """Drafts for the sequences of one connection with suffix trees.
 
     `corpora` are the trees that connections share; unless given, the family makes its own and
-    raises as Corpora does.
+    raises as Corpora does. An event loop must run if they share texts by Redis.
     """
 
     name = "suffix"
     settings = SuffixSettings
 
     def __init__(self, settings: SuffixSettings, corpora: Corpora | None = None) -> None:
-        self._settings = settings
-        self._corpora = corpora or Corpora(settings)
+        self._corpora = corpora or _corpora(settings)
+        self._corpora.join()
         self._texts: dict[int, _Text] = {}
 
     @classmethod
@@ -103,38 +65,48 @@ class SuffixFamily(Family):
         cls, settings: SuffixSettings, place: PlacementPlan, metrics: DrafterMetrics
     ) -> Loaded:
         """Check the settings. Connections of one tokenizer share their trees."""
+        make_pool = _text_pool(settings, metrics)
         # Make trees and discard them, so that a missing package is reported now, not on connecting.
-        Corpora(settings)
+        _corpora(settings)
         by_tokenizer: dict[str, Corpora] = {}
 
         def make(info: ModelInfo) -> SuffixFamily:
             key = info.tokenizer_fingerprint
             if key not in by_tokenizer:
-                by_tokenizer[key] = Corpora(settings)
+                by_tokenizer[key] = _corpora(settings, make_pool(info))
             return cls(settings, by_tokenizer[key])
 
         return Loaded(make)
 
     def opened(self, sequence: DraftSequence) -> None:
         """Add a sequence's tokens to its tenant's trees."""
-        self._texts[sequence.id] = self._corpora.begin(sequence.opened)
+        opened = sequence.opened
+        tokens = sequence.tokens
+        start = opened.prompt_length or len(tokens)
+        prompt = [*opened.prediction, *tokens[:start]]
+        trees, number = self._corpora.begin(opened.tenant, prompt, tokens[start:])
+        self._texts[sequence.id] = _Text(trees, number, tokens, start, len(tokens))
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
         """Add the committed tokens to the trees."""
         text = self._texts[sequence.id]
-        text.trees.add_active_response(text.number, sequence.tokens[text.length :])
-        text.length = len(sequence.tokens)
+        text.trees.cache.add_active_response(text.number, text.tokens[text.length :])
+        text.length = len(text.tokens)
 
     def closed(self, sequence: DraftSequence) -> None:
         """Tell the trees that the sequence has ended; they keep it for later requests."""
         if text := self._texts.pop(sequence.id, None):
-            text.trees.stop_request(text.number)
+            self._end(text)
 
     async def aclose(self) -> None:
-        """Tell the shared trees that this connection's sequences have ended."""
+        """Tell the shared trees that this connection and its sequences have ended."""
         for text in self._texts.values():
-            text.trees.stop_request(text.number)
+            self._end(text)
         self._texts.clear()
+        await self._corpora.leave()
+
+    def _end(self, text: _Text) -> None:
+        self._corpora.end(text.trees, text.number, text.tokens[text.output_start : text.length])
 
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
@@ -146,7 +118,7 @@ class SuffixFamily(Family):
 
     def _extend(self, sequence: DraftSequence) -> None:
         first = len(sequence.guesses)
-        context = [*sequence.tokens, *sequence.guesses][-_MAX_TREE_DEPTH:]
+        context = [*sequence.tokens, *sequence.guesses][-MAX_TREE_DEPTH:]
         # Without the option for trees of tokens, the draft is a chain.
         draft = self._speculate(sequence, context, sequence.remaining_window)
         if not sequence.wants_tree:
@@ -175,10 +147,10 @@ class SuffixFamily(Family):
     ) -> Any:
         """Return at most `count` tokens that may follow `context`, the likeliest first."""
         text = self._texts[sequence.id]
-        return text.trees.speculate(
+        return text.trees.cache.speculate(
             text.number,
             context,
-            max_spec_tokens=min(count, _MAX_TREE_DEPTH),
+            max_spec_tokens=min(count, MAX_TREE_DEPTH),
             max_spec_factor=paths * _SPEC_FACTOR,
             min_token_prob=_MIN_TOKEN_PROBABILITY,
             use_tree_spec=use_tree_spec,
@@ -198,3 +170,36 @@ def _leaves(draft: Any, acceptance: float) -> list[tuple[list[int], list[float]]
         paths.append(([*tokens, token], [*confidences, acceptance * frequency]))
     inner = set(draft.parents)
     return [path for i, path in enumerate(paths) if i not in inner]
+
+
+def _corpora(settings: SuffixSettings, pool: TextPool | None = None) -> Corpora:
+    return Corpora(settings.max_cached_requests, is_public=settings.is_public_pool, pool=pool)
+
+
+def _text_pool(
+    settings: SuffixSettings, metrics: DrafterMetrics
+) -> Callable[[ModelInfo], TextPool | None]:
+    """Return a function that makes a tokenizer's pool in Redis; it returns None without `redis`.
+
+    Raises OutriderError(INVALID_VALUE) that names the setting at fault.
+    """
+    server = settings.redis_server()
+    if server is None:
+        return lambda info: None
+    keys = PoolKeys(read_secret(settings.pool_secret_file), public=settings.is_public_pool)
+    # All tokenizers share the counters.
+    counters = RedisCounters()
+    metrics.watch_redis(counters)
+
+    def make(info: ModelInfo) -> TextPool:
+        return TextPool(
+            server,
+            keys,
+            info.tokenizer_fingerprint,
+            info.vocab_size,
+            settings.max_cached_requests,
+            settings.pool_ttl_seconds,
+            counters,
+        )
+
+    return make

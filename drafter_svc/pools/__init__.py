@@ -1,1 +1,1 @@
-"""Pools of n-grams: in this process, or in Redis."""
+"""Pools of n-grams and of texts: in this process, or in Redis."""

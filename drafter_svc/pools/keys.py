@@ -1,16 +1,16 @@
-"""The keys of n-grams in Redis.
+"""The keys of n-grams and texts in Redis.
 
-A key is `outrider:NAMESPACE:{TENANT.BUCKET}` followed by a digest of 16 bytes. Without the digest
-it is the key of the bucket's index.
+A key is `outrider:{TENANT.BUCKET}` followed by a digest of 16 bytes. Without the digest it is the
+key of the bucket's index.
 
-- The digest is a keyed hash of tenant, tokenizer fingerprint and n-gram, so nobody can compute it
-  without the pool's secret. TENANT is a keyed hash of only the tenant, so that all keys of a tenant
-  can be found.
+- The digest is a keyed hash of tenant, tokenizer fingerprint and n-gram or text, so nobody can
+  compute it without the pool's secret. TENANT is a keyed hash of only the tenant, so that all keys
+  of a tenant can be found.
 - The hash is keyed BLAKE2b (RFC 7693), a message authentication code like HMAC that takes less than
   half the time in Python.
 - The braces are a cluster's hash tag: a bucket, index included, is in one slot. The n-gram's last
   token chooses the bucket. So all n-grams at the end of a text share a slot, and one command looks
-  them up.
+  them up. All texts of a tenant and tokenizer have one bucket, so one command lists them.
 """
 
 from __future__ import annotations
@@ -69,6 +69,22 @@ class TenantKeys:
         return keys
 
 
+class TextKeys:
+    """Makes the keys of one tenant's texts, for one tokenizer."""
+
+    def __init__(self, prefix: bytes, begun: hashlib.blake2b) -> None:
+        """`begun` is the keyed hash of everything but the text."""
+        self.index = b"%s%s}" % (prefix, base64.urlsafe_b64encode(begun.digest()[:9]))
+        """The key of the texts' index. A text's own key is this key and the text's digest."""
+        self._begun = begun
+
+    def digest(self, text: Sequence[int]) -> bytes:
+        """Return the digest of a text. Without the pool's secret nobody can compute it."""
+        digest = self._begun.copy()
+        digest.update(array("I", text).tobytes())
+        return digest.digest()
+
+
 class PoolKeys:
     """Makes the keys of all tenants.
 
@@ -82,14 +98,20 @@ class PoolKeys:
 
     def tenant(self, name: str, fingerprint: str) -> TenantKeys:
         """Return the keys of a tenant's n-grams for the tokenizer with this fingerprint."""
+        return TenantKeys(*self._scope(name, fingerprint, b"outrider ngram"))
+
+    def texts(self, name: str, fingerprint: str) -> TextKeys:
+        """Return the keys of a tenant's texts for the tokenizer with this fingerprint."""
+        return TextKeys(*self._scope(name, fingerprint, b"outrider text"))
+
+    def _scope(self, name: str, fingerprint: str, kind: bytes) -> tuple[bytes, hashlib.blake2b]:
+        """Return the begin of the tenant's keys, and the begun keyed hash of one kind of keys."""
         owner = self._owner(name)
         # The scope has a fixed length, so no part of an n-gram can be taken for a part of the
         # scope.
         scope = hashlib.sha256(b"%d:%s%s" % (len(owner), owner, fingerprint.encode())).digest()
-        begun = hashlib.blake2b(
-            scope, digest_size=DIGEST_BYTES, key=self._secret, person=b"outrider ngram"
-        )
-        return TenantKeys(b"outrider:%s" % self._tag(owner), begun)
+        begun = hashlib.blake2b(scope, digest_size=DIGEST_BYTES, key=self._secret, person=kind)
+        return b"outrider:%s" % self._tag(owner), begun
 
     def pattern(self, name: str) -> bytes:
         """Return the glob for SCAN that matches all keys of a tenant, of every tokenizer."""

@@ -1,4 +1,4 @@
-"""Keys of n-grams in Redis: one slot for the end of a text, and no key without the secret."""
+"""Keys of n-grams and texts in Redis: one slot for a lookup, and no key without the secret."""
 
 from pathlib import Path
 
@@ -46,6 +46,35 @@ def test_no_two_n_grams_tokenizers_or_tenants_share_a_key(
         for tenant, fingerprint, ngram in (one, other)
     ]
     assert (keys[0] == keys[1]) == (one == other)
+
+
+@given(NAMED, NAMED)
+@example(("ab", "c", [1]), ("a", "bc", [1]))
+def test_no_two_texts_tokenizers_or_tenants_share_a_digest(
+    one: tuple[str, str, list[int]], other: tuple[str, str, list[int]]
+) -> None:
+    digests = []
+    for tenant, fingerprint, text in (one, other):
+        digests.append(PoolKeys(SECRET).texts(tenant, fingerprint).digest(text))
+        ngrams = PoolKeys(SECRET).tenant(tenant, fingerprint)
+        assert not ngrams.keys([text])[0].endswith(digests[-1])
+    assert (digests[0] == digests[1]) == (one == other)
+
+
+@given(NAMED)
+def test_a_tenants_texts_share_a_slot_with_their_index_and_are_found_by_its_pattern(
+    named: tuple[str, str, list[int]],
+) -> None:
+    tenant, fingerprint, text = named
+    keys = PoolKeys(SECRET).texts(tenant, fingerprint)
+    key = keys.index + keys.digest(text)
+    assert key_slot(key) == key_slot(keys.index)
+    assert is_index(keys.index)
+    assert not is_index(key)
+    assert key.startswith(PoolKeys(SECRET).pattern(tenant).rstrip(b"*"))
+    for other in ((tenant, fingerprint + "x"), (tenant + "x", fingerprint)):
+        assert PoolKeys(SECRET).texts(*other).index != keys.index
+    assert PoolKeys(b"another secret, as long").texts(tenant, fingerprint).index != keys.index
 
 
 def test_no_tenant_name_gives_access_to_the_public_pool() -> None:

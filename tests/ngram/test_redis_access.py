@@ -20,13 +20,14 @@ def allowed(line: str) -> set[str]:
 
 
 async def use(server: RedisServer) -> None:
-    """Run every kind of command that the pool and `erase` send."""
+    """Run every kind of command that the pools and `erase` send."""
     async with pool(server, max_entries=16) as made:
         await written(made, *(([i, i + 1], [3]) for i in range(200)))
         assert len(await found(made, *([[i, i + 1]] for i in range(64)))) == 64
         assert made.counters.failed == 0
     client = RedisClient(server)
     try:
+        assert await client.newest(b"outrider:{index}", 60, 5) == []
         async for keys in client.scan(b"outrider:*"):
             assert await client.unlink(keys) == len(keys)
     finally:

@@ -41,7 +41,7 @@ async def test_erase_deletes_all_n_grams_of_the_tenant_alone(
         out = await erase(
             *deployment.flags(), "--tenant", "goes", "--pool-secret-file", str(secret_file)
         )
-        assert out == "610 n-grams erased\n"
+        assert out == "610 n-grams and texts erased\n"
         # The 16 indexes are deleted as well; a tenant's pools share them.
         assert kept - len(deployment.all_keys()) == 610 + 16
         assert await found(made, *([[i]] for i in range(600)), tenant="goes") == [[]] * 600
@@ -62,10 +62,10 @@ async def test_the_public_pool_and_the_unnamed_tenant_are_erased_alone(
         await written(private, ([1], [2]), tenant="")
         await written(private, ([1], [2]), tenant="a")
         out = await erase(*redis_server.flags(), "--is-public-pool", *secret)
-        assert out == "2 n-grams erased\n"
+        assert out == "2 n-grams and texts erased\n"
         assert await found(private, [[1]], tenant="") == [[2]]
         out = await erase(*redis_server.flags(), "--tenant", "", *secret)
-        assert out == "1 n-grams erased\n"
+        assert out == "1 n-grams and texts erased\n"
         assert await found(private, [[1]], tenant="a") == [[2]]
 
 
@@ -78,7 +78,7 @@ def test_missing_settings_and_failures_are_reported(
         ([*redis_server.flags(), *secret], "tenant must be given, or is-public-pool"),
         (
             ["--redis", "redis://127.0.0.1:1", "--tenant", "a", *secret],
-            "Redis failed, so some n-grams may be left",
+            "Redis failed, so some entries may be left",
         ),
     ):
         with pytest.raises(SystemExit, match=f"drafter erase: {message}"):

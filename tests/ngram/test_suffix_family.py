@@ -1,11 +1,14 @@
 """The suffix family: proposes likely continuations from earlier texts of the same tenant."""
 
+from typing import Any
+
 import pytest
 
 from drafter_svc.families import suffix
-from drafter_svc.families.suffix import Corpora, SuffixFamily, SuffixSettings
+from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
+from drafter_svc.pools.corpora import Corpora
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.draft_messages import Opened, Skip, Window
 from outrider.protocol.model_info import ModelInfo, Stage
@@ -65,9 +68,9 @@ async def test_connections_of_one_tokenizer_share_trees_that_are_made_once(
     made: list[str] = []
     init = Corpora.__init__
 
-    def count(self: Corpora, settings: SuffixSettings) -> None:
+    def count(self: Corpora, *arguments: Any, **more: Any) -> None:
         made.append("corpora")
-        init(self, settings)
+        init(self, *arguments, **more)
 
     monkeypatch.setattr(Corpora, "__init__", count)
     place = PlacementPlan("local", (), None, None)

@@ -10,7 +10,7 @@ digest() { printf %s "$(cat "$1")" | sha256sum | cut -d ' ' -f 1; }
 umask 077
 cat >/tmp/users.acl <<ACL
 user default on nopass resetchannels -@all +ping
-user outrider on #$(digest redis_password) resetchannels ~outrider:* -@all +mget +eval +set +zadd +zremrangebyscore +zcard +zpopmin +del +expire +scan +unlink +select +cluster|slots +command +asking
+user outrider on #$(digest redis_password) resetchannels ~outrider:* -@all +mget +eval +set +zadd +zremrangebyscore +zrevrangebyscore +zcard +zpopmin +del +expire +scan +unlink +select +cluster|slots +command +asking
 ACL
 exec redis-server --aclfile /tmp/users.acl --save '' --maxmemory 384mb --maxmemory-policy allkeys-lru \
   --port 0 --tls-port 6379 --tls-auth-clients yes --tls-ca-cert-file ca.pem \
