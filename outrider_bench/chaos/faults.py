@@ -214,7 +214,7 @@ def _of_links() -> dict[str, Fault]:
 
 
 def _of_redis() -> dict[str, Fault]:
-    """Return faults of the Redis that holds the n-gram pool."""
+    """Return faults of the Redis that n-gram and suffix drafters share."""
     plays: dict[str, Play] = {
         "redis killed": _kill,
         "redis restarted": _restart,

@@ -15,7 +15,7 @@ DRAFTERS = {
     "suffix": Drafter.model_validate({"family": "suffix"}),
 }
 REDIS = ("redis", "link-redis")
-"""The Redis of the n-gram pool, and the link to it."""
+"""The Redis of the n-gram and suffix drafters, and the link to it."""
 ALL_VERIFIERS = "verifiers"
 """The target of faults that both verifiers have at once."""
 

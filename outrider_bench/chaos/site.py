@@ -109,7 +109,7 @@ class Site:
         for name in self._drafters:
             linked = await self._links(name, addresses)
             drafter = DRAFTERS[name]
-            if name == "ngram" and redis:
+            if name in ("ngram", "suffix") and redis:
                 secret = self._directory / "pool-secret"
                 secret.write_text(secrets.token_hex(16))
                 pool = {"redis": redis, "pool_secret_file": str(secret)}
@@ -120,7 +120,7 @@ class Site:
         await self.processes.until("the stack", self._is_ready)
 
     async def _start_redis(self) -> str:
-        """Start Redis; return its URL for the n-gram drafter, or "" if it is absent."""
+        """Start Redis; return its URL for drafters that share, or "" if it is absent."""
         if "redis" in self._absent:
             return ""
         self._redis_port = free_port()
