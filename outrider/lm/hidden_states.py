@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from outrider.lm.streams import SharedRows
 from outrider.protocol.draft_messages import FINAL_STATE
+from outrider.sampling.tensors import on
 
 
 class FeatureProjection(Protocol):
@@ -27,6 +29,47 @@ class FeatureProjection(Protocol):
 
     def __call__(self, features: torch.Tensor, /) -> torch.Tensor:
         """Project rows of the `states`, of any type; return [R, projected_width] of that type."""
+
+
+class KeptStates:
+    """The states that a model's last forward kept, and rows of them for drafters."""
+
+    def __init__(self) -> None:
+        self.kept: Mapping[int, torch.Tensor] = {}
+        """Maps each state to its rows [T, H], one for each token of the forward."""
+        self.projections: Mapping[str, FeatureProjection] = {}
+        """Maps names to the projections that `copy_states` can apply to the states."""
+
+    @torch.inference_mode()
+    def pick_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> torch.Tensor:
+        """Return the kept `states` of the last forward's `rows`, in memory of their own.
+
+        The result [R, F] of `dtype` has each row's states in their order or, with `projection`, the
+        projected states. This does not wait for the device.
+        """
+        kept = [self.kept[state] for state in states]
+        index = on(kept[0].device, rows, torch.int64)
+        numbers = torch.cat([state.index_select(0, index) for state in kept], dim=1)
+        numbers = numbers.to(getattr(torch, dtype))
+        return self.projections[projection](numbers) if projection else numbers
+
+    def share_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> SharedRows:
+        """Return what `pick_states` returns, for a thread with another stream."""
+        return SharedRows.of(self.pick_states(states, rows, dtype, projection))
+
+    def copy_states(
+        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
+    ) -> bytes:
+        """Copy what `pick_states` returns to the host: row after row, little endian.
+
+        It waits for the device once.
+        """
+        numbers = self.pick_states(states, rows, dtype, projection)
+        return numbers.cpu().view(torch.uint8).numpy().tobytes()
 
 
 class HiddenStates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,10 +18,9 @@ from outrider.lm.devices import find_device
 from outrider.lm.gpu import memory
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
-from outrider.lm.hidden_states import FeatureProjection, HiddenStates
+from outrider.lm.hidden_states import HiddenStates, KeptStates
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.same_bits import reason_against
-from outrider.lm.streams import SharedRows
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.lm.widened import worse_than_own
 from outrider.protocol.draft_messages import FINAL_STATE
@@ -46,7 +45,7 @@ _SEQUENCES_AT_FULL_CONTEXT = 64
 _UNMEASURED_STEP = 0.15
 
 
-class ModelRunner:
+class ModelRunner(KeptStates):
     """A model and its KV cache. Not thread-safe: one thread calls `forward`."""
 
     def __init__(
@@ -65,6 +64,7 @@ class ModelRunner:
         `fused_layers` lets a GPU compute by fewer kernels, where that is possible. Raises
         OutriderError(INVALID_VALUE) for a model that cannot be served.
         """
+        super().__init__()
         self.model_id = model_id
         self._name = model_id or type(model).__name__
         self._model = cast(Any, model.eval())
@@ -76,9 +76,6 @@ class ModelRunner:
         )
         own = support.own_logits(self._model, self._name, self.vocab_size, texts)
         self._states = _hidden_states(self._model)
-        self._kept: Mapping[int, torch.Tensor] = {}
-        self.projections: Mapping[str, FeatureProjection] = {}
-        """Maps names to the projections that `copy_states` can apply to the states."""
         self._graphs: Graphs | None = None
         self.decoder: CpuDecoder | None = None
         """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
@@ -300,37 +297,6 @@ class ModelRunner:
             self._states.watch(states)
 
     @torch.inference_mode()
-    def pick_states(
-        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
-    ) -> torch.Tensor:
-        """Return the watched `states` of the last forward's `rows`, in memory of their own.
-
-        The result [R, F] of `dtype` has each row's states in their order or, with `projection`, the
-        projected states. This does not wait for the device.
-        """
-        kept = [self._kept[state] for state in states]
-        index = on(self.device, rows, torch.int64)
-        numbers = torch.cat([state.index_select(0, index) for state in kept], dim=1)
-        numbers = numbers.to(getattr(torch, dtype))
-        return self.projections[projection](numbers) if projection else numbers
-
-    def share_states(
-        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
-    ) -> SharedRows:
-        """Return what `pick_states` returns, for a thread with another stream."""
-        return SharedRows.of(self.pick_states(states, rows, dtype, projection))
-
-    def copy_states(
-        self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
-    ) -> bytes:
-        """Copy what `pick_states` returns to the host: row after row, little endian.
-
-        It waits for the device once.
-        """
-        numbers = self.pick_states(states, rows, dtype, projection)
-        return numbers.cpu().view(torch.uint8).numpy().tobytes()
-
-    @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Compute the slices and write their keys and values to the cache.
 
@@ -340,18 +306,18 @@ class ModelRunner:
         if self._graphs is not None:
             logits = self._graphs.forward(slices)
             if logits is not None:
-                self._kept = self._graphs.kept(sum(len(part.token_ids) for part in slices))
+                self.kept = self._graphs.kept(sum(len(part.token_ids) for part in slices))
                 return logits
         layout = self._layout(slices)
         states = self._states
         if self.decoder is not None:
             watched = states.watched if states is not None else ()
             logits, kept = self.decoder.forward(layout, watched)
-            self._kept = dict(zip(watched, kept, strict=True))
+            self.kept = dict(zip(watched, kept, strict=True))
             return logits
         logits = self._call(layout.token_ids, layout.positions, layout, layout.logits_indices)
         if states is not None:
-            self._kept = states.take()
+            self.kept = states.take()
         return logits.float()
 
     @torch.inference_mode()

@@ -95,7 +95,7 @@ def test_fused_layers_give_the_models_own_logits_and_hidden_states(name: str, gp
         assert (one.fused is not None) == fused
         one.watch(states)
         logits = logits_of(one)
-        made.append((logits, [one._kept[state].clone() for state in states]))
+        made.append((logits, [one.kept[state].clone() for state in states]))
         # The texts continue from the written cache, as a chain and as a tree.
         later = [SequenceSlice([8, 1, 2], 4, [0], 3, [0, 0]), SequenceSlice([4], 2, [3], 1)]
         made[-1][1].append(logits_of(one, later))
@@ -120,7 +120,7 @@ def test_graphs_repeat_fused_layers(gpu: None, capture: Capture) -> None:
     for batch in (BATCH, SHORT):
         same(logits_of(made, batch), logits_of(plain, batch))
         for state in states:
-            same(made._kept[state], plain._kept[state])
+            same(made.kept[state], plain.kept[state])
     assert capture.replays == 2
 
 

@@ -197,7 +197,7 @@ def test_picked_states_are_ready_without_a_wait(monkeypatch: pytest.MonkeyPatch)
     runner.forward([SequenceSlice([3, 4, 5], 0, [0], 1)])
     wanted = runner.pick_states([1], [0, 2], "float32")
     with FakeDevice() as device:
-        monkeypatch.setattr(runner, "_kept", {1: device.put(runner._kept[1])})
+        monkeypatch.setattr(runner, "kept", {1: device.put(runner.kept[1])})
         monkeypatch.setattr(runner, "device", DEVICE)
         found = runner.pick_states([1], [0, 2], "float32")
         assert (device.copies, device.waits) == (1, 0)
