@@ -16,7 +16,7 @@ from drafter_svc.families.head_worker import HeadDraft, HeadWorker, News, Offer
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.hidden_states import FeatureProjection
 from outrider.lm.streams import SharedRows
-from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest
+from outrider.protocol.draft_messages import FINAL_STATE, FeatureDtype, FeatureRequest
 from outrider_bench.simulator.costs import DraftingCost
 from outrider_bench.simulator.events import Events, Until
 from outrider_bench.simulator.scenario import DrafterSpec
@@ -37,6 +37,7 @@ class SimulatedStates:
     def __init__(self, hidden_size: int) -> None:
         self.hidden_size = hidden_size
         self.projections: Mapping[str, FeatureProjection] = {}
+        self.kept = range(FINAL_STATE, _LAYERS + 1)
 
     def can_watch(self, states: Collection[int]) -> bool:
         """Return True, since the simulator serves any states."""

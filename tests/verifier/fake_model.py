@@ -94,6 +94,11 @@ class TableModel:
         """Keep these states; as in `FeatureSource`."""
         self.watched = set(states)
 
+    @property
+    def kept(self) -> set[int]:
+        """The states that the last forward kept."""
+        return self.watched
+
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:

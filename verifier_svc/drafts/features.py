@@ -6,7 +6,7 @@ is not asked for drafts costs no messages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from outrider.protocol.draft_messages import FeatureRequest, FeatureRows, Featur
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Assignment
+from verifier_svc.state.sequence import Sequence as TokenSequence
 from verifier_svc.verification.batch import Verified
 
 # The largest entry of a message. An entry is so small that a message with one entry has room for
@@ -35,6 +36,10 @@ class FeatureSource(Protocol):
     projections: Mapping[str, FeatureProjection]
     """Maps names to the projections that turn a token's states into fewer numbers."""
 
+    @property
+    def kept(self) -> Container[int]:
+        """The states that the last forward kept."""
+
     def can_watch(self, states: Collection[int]) -> bool:
         """Return whether forwards can keep these hidden states."""
 
@@ -44,7 +49,7 @@ class FeatureSource(Protocol):
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """Return the watched `states` of the last forward's `rows`: each row's states, in order.
+        """Return the kept `states` of the last forward's `rows`: each row's states, in order.
 
         With the name of a projection, return the projection's result for each row.
         """
@@ -53,6 +58,19 @@ class FeatureSource(Protocol):
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
         """Like `copy_states`, but a tensor on the target's device, with an entry for each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTokens:
+    """A sequence's tokens that a forward has computed, and that are committed."""
+
+    sequence: TokenSequence
+    start: int
+    """Position of the first token."""
+    rows: Sequence[int]
+    """Their rows in the forward, in the order of the tokens."""
+    draws: bool
+    """True if the step draws a token, so that a verdict follows."""
 
 
 @dataclass(slots=True)
@@ -74,7 +92,8 @@ class FeatureSender:
     def __init__(self, source: FeatureSource | None) -> None:
         """Without a source, no request is granted."""
         self._source = source
-        self._has_readers = False
+        self.has_readers = False
+        """True if a drafter gets features."""
 
     def grant(self, drafter: Drafter) -> None:
         """Set which features a drafter gets; none if the source lacks what the drafter asks for.
@@ -101,7 +120,7 @@ class FeatureSender:
         """From now on, keep the states that these drafters need of each forward."""
         if self._source is not None:
             requests = [each.hello.feature_request for each in drafters if each.feature_width]
-            self._has_readers = bool(requests)
+            self.has_readers = bool(requests)
             self._source.watch({state for each in requests if each for state in each.states})
 
     def take(
@@ -113,20 +132,28 @@ class FeatureSender:
 
         `found` has the result of each sequence, which is committed afterwards.
         """
-        if not self._has_readers:
+        if self.has_readers:
+            self.take_rows(_computed(batch, found))
+
+    def take_rows(self, computed: Iterable[ComputedTokens]) -> None:
+        """Take the features of tokens of the last forward, before they are committed.
+
+        A drafter that joined during the forward gets none if the forward did not keep its states.
+        """
+        if self._source is None:
             return
+        kept = self._source.kept
         parts: dict[tuple[FeatureRequest, bool, bool], list[_Part]] = {}
-        first_row = 0
-        for scheduled, result in zip(batch, found, strict=True):
-            for assignment in scheduled.sequence.assignments.values():
+        for tokens in computed:
+            for assignment in tokens.sequence.assignments.values():
                 drafter = assignment.drafter
                 request = drafter.hello.feature_request
-                if request is not None and assignment.takes_features:
-                    part = _part(scheduled, result, first_row, assignment, request)
-                    if part.rows:
-                        kind = request, drafter.projects_features, drafter.is_local
-                        parts.setdefault(kind, []).append(part)
-            first_row += len(scheduled.token_ids) + len(scheduled.draft.token_ids)
+                if request is None or not assignment.takes_features:
+                    continue
+                part = _part(tokens, assignment, request)
+                if part.rows and all(state in kept for state in request.states):
+                    kind = request, drafter.projects_features, drafter.is_local
+                    parts.setdefault(kind, []).append(part)
         for (request, projects, is_local), wanted in parts.items():
             self._take(request, wanted, projects=projects, is_local=is_local)
 
@@ -172,35 +199,36 @@ def copy_held_features(assignment: Assignment) -> None:
         held[place] = replace(held[place], rows=alone)
 
 
-def _part(
-    scheduled: ScheduledSequence,
-    found: Verified | OutriderError | None,
-    first_row: int,
-    assignment: Assignment,
-    request: FeatureRequest,
-) -> _Part:
-    """Return the tokens of a step that will be committed, and whose features the drafter lacks.
+def _computed(
+    batch: Sequence[ScheduledSequence], found: Sequence[Verified | OutriderError | None]
+) -> Iterator[ComputedTokens]:
+    """Yield the tokens of a step that will be committed; the forward's rows are in their order."""
+    first_row = 0
+    for scheduled, result in zip(batch, found, strict=True):
+        count = len(scheduled.token_ids)
+        rows = [*range(first_row, first_row + count)]
+        draws = False
+        if isinstance(result, OutriderError):
+            rows = []
+        elif result is None:
+            # The step is repeated: its last token is computed again.
+            rows = rows[:-1]
+        elif result.result is not None:
+            draws = True
+            rows += [first_row + count - 1 + row for row in result.result.rows]
+        yield ComputedTokens(scheduled.sequence, scheduled.start, rows, draws)
+        first_row += count + len(scheduled.draft.token_ids)
 
-    `first_row` is the row of the sequence's first token in the forward.
-    """
-    count = len(scheduled.token_ids)
-    rows = [*range(first_row, first_row + count)]
-    draws = False
-    if isinstance(found, OutriderError):
-        rows = []
-    elif found is None:
-        # The step is repeated: its last token is computed again.
-        rows = rows[:-1]
-    elif found.result is not None:
-        draws = True
-        rows += [first_row + count - 1 + row for row in found.result.rows]
+
+def _part(tokens: ComputedTokens, assignment: Assignment, request: FeatureRequest) -> _Part:
+    """Return those of the tokens whose features the drafter wants and lacks."""
     first = assignment.feature_position
     if request.prompt_token_count:
-        prompt_count = len(scheduled.sequence.request.prompt)
+        prompt_count = len(tokens.sequence.request.prompt)
         first = max(first, prompt_count - request.prompt_token_count)
-    known = max(0, first - scheduled.start)
-    sequence_id = scheduled.sequence.id
-    return _Part(sequence_id, assignment, rows[known:], scheduled.start + known, draws)
+    known = max(0, first - tokens.start)
+    rows = tokens.rows[known:]
+    return _Part(tokens.sequence.id, assignment, rows, tokens.start + known, tokens.draws)
 
 
 def _send_or_hold(part: _Part, data: FeatureRows, size: int) -> None:
