@@ -146,11 +146,12 @@ def _own_memory_share(share: float, device: torch.device) -> float:
 
 
 def _choose_states(
-    loaded: Loaded, settings: VerifierSettings, runner: ModelRunner
+    loaded: Loaded, settings: VerifierSettings, runner: ModelRunner | None
 ) -> Sequence[int]:
     """Return the states that a drafter reads.
 
-    For a head, first choose the interpretation of its file by the loaded target.
+    For a head, first choose the interpretation of its file by the loaded target, if `runner` has
+    one. Otherwise the likeliest interpretation holds.
     """
     family = loaded.make(ModelInfo(settings.served_names[0], Stage.LOADING, ""))
     if family.feature_request is None:
@@ -160,7 +161,7 @@ def _choose_states(
         from outrider_cli.check_head import read_text
 
         spec = family.worker.spec
-        if len(spec.readings) > 1 and runner.can_watch(states_of(spec)):
+        if runner is not None and len(spec.readings) > 1 and runner.can_watch(states_of(spec)):
             family.worker.choose_reading(*read_text(runner, settings.target, spec))
         return family.worker.feature_request.states
     return family.feature_request.states

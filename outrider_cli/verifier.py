@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from drafter_svc.check import check_int8
 from outrider.errors import OutriderError
@@ -45,13 +45,6 @@ class OwnDraftersSettings(VerifierSettings):
             except OutriderError as error:
                 raise ValueError(error.message.removeprefix("in_process ")) from error
         return texts
-
-    @model_validator(mode="after")
-    def _check_engine(self) -> Self:
-        if self.in_process and self.engine != "native":
-            message = "is for the native engine: vLLM takes the device's memory for itself"
-            raise ValueError(f"in-process {message}")
-        return self
 
     @property
     def own_drafters(self) -> list[DrafterSpec]:

@@ -110,10 +110,10 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """Type of the weights and of the computation; auto takes the checkpoint's."""
 
     feature_states: list[int] = Field(default=[])
-    """On a GPU, hidden states that drafters with a head may read, because CUDA graphs keep only
-    states that are named before their capture: k for the input of layer k, from 0 on, the number of
-    layers for the last layer's output, -1 for the state after the final norm. On a CPU a drafter
-    may read any."""
+    """Hidden states that drafters with a head may read on a GPU, because CUDA graphs keep only
+    states that are named before their capture, and likewise with vLLM unless it is eager: k for the
+    input of layer k, from 0 on, the number of layers for the last layer's output, -1 for the state
+    after the final norm. Otherwise a drafter may read any."""
 
     feature_projection: list[str] = Field(default=[])
     """Directories of heads whose first matrix this verifier applies to the hidden states before it

@@ -147,7 +147,7 @@ def _loader(
     need_vllm()
     from verifier_svc.vllm.loader import VllmLoader
 
-    return VllmLoader(settings, servicer, metrics)
+    return VllmLoader(settings, servicer, metrics, own_drafters)
 
 
 class EngineLoader(Protocol):

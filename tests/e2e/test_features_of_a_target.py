@@ -19,6 +19,9 @@ from tests.stack import TARGET, Client, Process, Stack
 FEATURES = drafts_pb2.CAPABILITY_FEATURES
 STATES = [3, 1]
 HIDDEN = 384
+WANTED = drafts_pb2.FeatureRequest(
+    aux_layers=STATES, final_state=True, dtype=drafts_pb2.FEATURE_DTYPE_FLOAT32
+)
 PROMPT = [100 + 17 * i % 389 for i in range(50)]
 
 
@@ -34,13 +37,25 @@ async def features(drafter: RawDrafter) -> dict[int, np.ndarray]:
             return found
 
 
+def error(found: dict[int, np.ndarray], text: list[int]) -> float:
+    """Return the error of a text's features by transformers' states, in standard deviations.
+
+    There must be features of the prompt and of most of the other tokens, without a gap.
+    """
+    assert len(found) > len(PROMPT)
+    assert sorted(found) == list(range(len(found)))
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    with torch.inference_mode():
+        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    truth = torch.cat([states[k][0] for k in (*STATES, -1)], dim=1)[: len(found)]
+    difference = (torch.tensor(np.stack(list(found.values()))) - truth).square().mean().sqrt()
+    return float(difference / truth.std())
+
+
 async def test_features_are_the_targets_hidden_states(stack: Stack) -> None:
-    wanted = drafts_pb2.FeatureRequest(
-        aux_layers=STATES, final_state=True, dtype=drafts_pb2.FEATURE_DTYPE_FLOAT32
-    )
     async with (
         Client(stack.address) as client,
-        client.drafter("head", capabilities=[FEATURES], feature_request=wanted) as drafter,
+        client.drafter("head", capabilities=[FEATURES], feature_request=WANTED) as drafter,
     ):
         welcome = (await drafter.hear()).welcome
         assert list(welcome.capabilities) == [FEATURES]
@@ -51,15 +66,8 @@ async def test_features_are_the_targets_hidden_states(stack: Stack) -> None:
         )
         chunks, found = await asyncio.gather(client.generate(request), features(drafter))
     text = [*PROMPT, *(token for chunk in chunks for token in chunk.token_ids)]
-    assert len(found) > len(PROMPT)
-    assert sorted(found) == list(range(len(found)))
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-    with torch.inference_mode():
-        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    truth = torch.cat([states[k][0] for k in (*STATES, -1)], dim=1)[: len(found)]
-    difference = (torch.tensor(np.stack(list(found.values()))) - truth).square().mean().sqrt()
     # The verifier computes in the checkpoint's bfloat16.
-    assert difference < 0.05 * truth.std()
+    assert error(found, text) < 0.05
 
 
 @pytest.mark.parametrize(

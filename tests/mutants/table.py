@@ -478,5 +478,16 @@ MUTANTS = (
             "test_drafts_get_only_pages_that_nobody_else_needs",
         ),
     ),
+    Mutant(
+        "V4",
+        "a head gets the hidden states of rejected drafts in vLLM",
+        "verifier_svc/vllm/outcome.py",
+        "        return count\n",
+        "        return len(self.drafted)\n",
+        (
+            "tests/verifier/test_vllm_features.py::"
+            "test_rejected_drafts_and_padded_rows_have_no_features",
+        ),
+    ),
     *BUDGETS,
 )

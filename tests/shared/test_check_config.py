@@ -52,7 +52,6 @@ BAD: list[tuple[str, list[str], str]] = [
     ("verifier", ["--feature-projection", "none"], "feature-projection none/config.json cannot"),
     ("verifier", ["--in-process", "head=none"], "in-process none/config.json cannot be read"),
     ("verifier", ["--in-process", "model=no-such-model"], "no directory no-such-model"),
-    ("verifier", ["--engine", "vllm", "--in-process", "head=h"], "in-process is for the native"),
     ("verifier", ["--engine", "vllm"], "the engine vllm needs vLLM, which is not installed"),
     ("drafter", ["--cores", "4000"], "cores must be among"),
     ("drafter", ["--model", "no-such-model"], "no directory no-such-model"),

@@ -116,6 +116,7 @@ class Scheduler:
                 drafts[each.request_id] = each.spec_token_ids
                 counts[each.request_id] += len(each.spec_token_ids)
                 each.spec_token_ids = []
+            each.num_computed_tokens += counts[each.request_id]
         return SimpleNamespace(num_scheduled_tokens=counts, scheduled_spec_decode_tokens=drafts)
 
     def update_from_output(self, scheduled: Any, sampled: dict[str, list[int]]) -> Any:
@@ -141,6 +142,13 @@ def installed() -> Iterator[None]:
     before = set(sys.modules)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"SamplingParams": SamplingParams, "__version__": "0.32.0"},
+        "vllm.config": {
+            "CompilationMode": SimpleNamespace(NONE=0),
+            "CUDAGraphMode": SimpleNamespace(NONE=0),
+        },
+        "vllm.model_executor.models.interfaces": {
+            "supports_eagle3": lambda model: model.supports_eagle3
+        },
         "vllm.sampling_params": {
             "RequestOutputKind": SimpleNamespace(DELTA="delta"),
             "StructuredOutputsParams": SimpleNamespace,

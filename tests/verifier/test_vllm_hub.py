@@ -10,6 +10,7 @@ from outrider.errors import OutriderError
 from outrider.process.observability.telemetry import NO_SPAN
 from outrider.protocol.draft_messages import (
     DraftBatch,
+    FeatureRequest,
     Hello,
     Opened,
     Proposal,
@@ -25,7 +26,8 @@ from verifier_svc.policy.draft_policy import EVERY_DRAFT
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.state.target_device import NO_DEVICE, TargetDevice
-from verifier_svc.vllm.hub import DraftHub, Limits, Outcome
+from verifier_svc.vllm.hub import DraftHub, Limits
+from verifier_svc.vllm.outcome import Outcome, StepStates
 
 NOBODY = Occupancy()
 
@@ -45,7 +47,9 @@ class TestHub(DraftHub):
 
     __test__ = False
 
-    def __init__(self, target_device: TargetDevice = NO_DEVICE) -> None:
+    def __init__(
+        self, target_device: TargetDevice = NO_DEVICE, states: StepStates | None = None
+    ) -> None:
         self.time = Clock()
         self.messages: list[tuple[Drafter, DraftBatch]] = []
         super().__init__(
@@ -56,6 +60,7 @@ class TestHub(DraftHub):
             EVERY_DRAFT,
             self.time,
             target_device=target_device,
+            states=states,
         )
         self.drafter: Drafter | None = None
         self.told: list[StepBatch | OutriderError] = []
@@ -69,9 +74,10 @@ class TestHub(DraftHub):
         for sink, message in deliveries:
             sink(message)
 
-    def add_drafter(self) -> None:
+    def add_drafter(self, feature_request: FeatureRequest | None = None) -> None:
         place = Placement(host=platform.node())
-        self.drafter = self.drafting.join(Hello("d", "test", "f", 8, placement=place), self._hear)
+        hello = Hello("d", "test", "f", 8, placement=place, feature_request=feature_request)
+        self.drafter = self.drafting.join(hello, self._hear)
 
     def _hear(self, message: StepBatch | OutriderError) -> None:
         self.told.append(message)
@@ -115,7 +121,8 @@ def step(hub: DraftHub, name: str, computed: int, tokens: int, text: list[int]) 
     """
     hub.plan_step([(name, computed)] if computed else [])
     draft = hub.choose(name, 4) if tokens == 1 else []
-    hub.begin({name: tokens + len(draft)}, {name: draft} if draft else {})
+    drafts = {name: draft} if draft else {}
+    hub.begin({name: tokens + len(draft)}, drafts, {name: computed})
     hub.computed()
     right = 0
     while right < min(len(draft), len(text)) and draft[right] == text[right]:
@@ -144,7 +151,9 @@ def compute(
 ) -> None:
     """A step for which vLLM does not ask the hub for drafts."""
     hub.plan_step([])
-    hub.begin({"a": tokens}, {"a": draft} if draft else {})
+    [sequence] = hub.sequences.values()
+    drafts = {"a": draft} if draft else {}
+    hub.begin({"a": tokens}, drafts, {"a": sequence.kv.num_computed_tokens})
     hub.computed()
     hub.commit([Outcome("a", [], list(committed))], Occupancy(pages=pages))
 
@@ -245,7 +254,7 @@ def test_a_stop_inside_an_accepted_run_counts_what_was_committed(begun: TestHub)
     [sequence] = begun.sequences.values()
     begun.plan_step([("a", 5)])
     draft = begun.choose("a", 4)
-    begun.begin({"a": 5}, {"a": draft})
+    begun.begin({"a": 5}, {"a": draft}, {"a": 5})
     begun.computed()
     begun.close("a")  # vLLM frees the request while it commits the step
     assert sequence.id in begun.sequences

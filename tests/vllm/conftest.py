@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.stack import TARGET, Stack, running
+from tests.stack import ROOT, TARGET, Stack, running
 
 collect_ignore_glob = [] if find_spec("vllm") is not None else ["test_*.py"]
 
@@ -17,6 +17,7 @@ collect_ignore_glob = [] if find_spec("vllm") is not None else ["test_*.py"]
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+HEAD = str(ROOT / "models/heads/eagle3")
 START_S = 240.0
 FLAGS = (
     "--engine",
@@ -34,11 +35,12 @@ FLAGS = (
 def stack() -> Iterator[Stack]:
     """Yield vLLM's engine behind our verifier, with drafters.
 
-    These are an n-gram drafter, a draft model and a grammar drafter.
+    These are an n-gram drafter, a draft model, a head and a grammar drafter.
     """
     stack = Stack(*FLAGS, "--engine-arg", "max_num_batched_tokens=256")
     stack.add_drafter("ngram-1", "ngram")
     stack.add_drafter("model-1", "model")
+    stack.add_drafter("head-1", "head", "--head", HEAD, "--target", TARGET, "--threads", "1")
     stack.add_drafter("grammar-1", "grammar", "--target", TARGET)
     with running(stack, START_S):
         yield stack

@@ -11,6 +11,7 @@ import pytest
 
 from outrider.process.network.ports import free_port
 from outrider.protocol.messages import TokenRequest
+from tests.e2e.test_features_of_a_target import FEATURES, PROMPT, WANTED, error, features
 from tests.e2e.test_greedy_equality import Reference
 from tests.stack import DRAFT, TARGET, Client, Process
 from tests.vllm.test_vllm_engine import PROMPTS, Answer, drafting, garbage, silent, wrong
@@ -24,7 +25,7 @@ START_S = 240
 class VllmServer:
     """Runs `vllm serve` with a port for drafters."""
 
-    def __init__(self) -> None:
+    def __init__(self, *environment: str) -> None:
         self.drafts = f"127.0.0.1:{free_port()}"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -37,7 +38,11 @@ class VllmServer:
             *("--scheduler-cls", arguments["scheduler_cls"]),
             *("--speculative-config", json.dumps(arguments["speculative_config"])),
         ]
-        settings = [f"OUTRIDER_VERIFIER_LISTEN={self.drafts}", "OUTRIDER_VERIFIER_ALWAYS_DRAFT=1"]
+        settings = [
+            *environment,
+            f"OUTRIDER_VERIFIER_LISTEN={self.drafts}",
+            "OUTRIDER_VERIFIER_ALWAYS_DRAFT=1",
+        ]
         self.process = Process("", command=["env", *settings, *command])
 
     async def wait_ready(self) -> None:
@@ -144,3 +149,29 @@ async def test_the_drafters_port_takes_no_requests(
     async with Client(server.drafts) as client:
         with pytest.raises(Exception, match="vLLM's own server takes the requests"):
             await client.tokens(TokenRequest(reference.prompts[0], 4))
+
+
+async def test_a_worker_in_a_process_of_its_own_sends_no_features(server: VllmServer) -> None:
+    async with (
+        Client(server.drafts) as client,
+        client.drafter("head", capabilities=[FEATURES], feature_request=WANTED) as drafter,
+    ):
+        assert list((await drafter.hear()).welcome.capabilities) == []
+
+
+@pytest.mark.slow  # It starts another server.
+async def test_features_of_vllms_server_are_the_targets_hidden_states() -> None:
+    """On a CPU, vLLM computes in its engine core's process only if it is told so."""
+    server = VllmServer("VLLM_ENABLE_V1_MULTIPROCESSING=0")
+    try:
+        await server.wait_ready()
+        async with (
+            Client(server.drafts) as client,
+            client.drafter("head", capabilities=[FEATURES], feature_request=WANTED) as drafter,
+        ):
+            assert list((await drafter.hear()).welcome.capabilities) == [FEATURES]
+            tokens, found = await asyncio.gather(server.complete(PROMPT), features(drafter))
+        assert error(found, [*PROMPT, *tokens]) < 1e-3
+    finally:
+        server.process.stop(60)
+        server.process.log.close()

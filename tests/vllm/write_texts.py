@@ -15,6 +15,16 @@ from typing import Any
 def main() -> None:
     """Write all texts once with each kind of draft."""
     v2 = sys.argv[1] == "v2"
+    choose_runner(v2=v2)
+    asked = json.load(sys.stdin)
+    # vLLM and its libraries print.
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        json.dump(_texts(asked, v2), answer)
+
+
+def choose_runner(*, v2: bool) -> None:
+    """Let vLLM, which is not imported yet, run in this process with one of its runners."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -27,11 +37,6 @@ def main() -> None:
     }
     if v2:
         _interpret_triton()
-    asked = json.load(sys.stdin)
-    # vLLM and its libraries print.
-    with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)
-        json.dump(_texts(asked, v2), answer)
 
 
 def _interpret_triton() -> None:

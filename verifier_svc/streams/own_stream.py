@@ -58,12 +58,12 @@ class OwnDrafter:
     `name` is its id. `run` drafts for this verifier until it is cancelled. If `run` ends earlier,
     the verifier continues without the drafter. `meet` is called on the engine's thread with the
     loaded target, before CUDA graphs are captured, and returns the hidden states that the drafter
-    reads. `meet` may run forwards.
+    reads. `meet` may run forwards. For vLLM, `meet` gets None, before vLLM loads the target.
     """
 
     name: str
     run: Callable[[OwnVerifier], Coroutine[Any, Any, None]]
-    meet: Callable[[ModelRunner], Sequence[int]]
+    meet: Callable[[ModelRunner | None], Sequence[int]]
 
 
 class _Own:

@@ -41,6 +41,7 @@ from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.step_clock import StepClock
 from verifier_svc.state.target_device import NO_DEVICE, TargetDevice
 from verifier_svc.state.trie import NO_DRAFT, DraftTree
+from verifier_svc.vllm.outcome import Outcome, StepStates, computed_tokens
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +54,6 @@ class Limits:
     max_sequences: int
     max_waiting: int = 1024
     max_drafters: int = 64
-
-
-@dataclass(slots=True)
-class Outcome:
-    """The result of a step for one request."""
-
-    request_id: str
-    drafted: list[int]
-    """The draft tokens that the forward verified."""
-    committed: list[int]
-    """The accepted draft tokens and the target's own, cut where the request ended."""
 
 
 @dataclass(slots=True)
@@ -95,8 +85,12 @@ class DraftHub:
         clock: Clock = monotonic,
         *,
         target_device: TargetDevice = NO_DEVICE,
+        states: StepStates | None = None,
     ) -> None:
-        """`target_device` is where vLLM computes, as in `DraftExchange`."""
+        """`target_device` is where vLLM computes, as in `DraftExchange`.
+
+        Without `states`, no drafter gets features.
+        """
         self.limits = limits
         self.clock = clock
         self.turn = threading.Condition()
@@ -110,8 +104,14 @@ class DraftHub:
         budget = SpeculationBudget(self.isolated_cost)
         self.planner = Planner(policy, self.cost, budget, draft_policy, trees=False)
         self.drafting = DraftExchange(
-            self.sequences, self.planner, metrics, target_device=target_device, clock=clock
+            self.sequences,
+            self.planner,
+            metrics,
+            target_device=target_device,
+            features=states,
+            clock=clock,
         )
+        self._states = states
         self.drafting.roster.max_drafters = limits.max_drafters
         self.outbox = Outbox(deliver, self.drafting)
         self.book = SequenceBook(self.outbox, clock, limits.max_waiting, {})
@@ -261,9 +261,15 @@ class DraftHub:
         if self.bad_draft_count == 1:
             log.error("a draft has ids that are none, and is dropped: %s; logged once", draft)
 
-    def begin(self, scheduled: Mapping[str, int], drafts: Mapping[str, list[int]]) -> None:
+    def begin(
+        self,
+        scheduled: Mapping[str, int],
+        drafts: Mapping[str, list[int]],
+        computed: Mapping[str, int],
+    ) -> None:
         """Begin the forward of `scheduled`: the tokens of each request, its draft included.
 
+        `computed` has the number of tokens before them, of which the prefix cache may have some.
         Sequences that are in a batch for the first time get their drafters now, while the forward
         reads their prompts.
         """
@@ -276,6 +282,7 @@ class DraftHub:
             if sequence is None:
                 continue
             known.append(request_id)
+            sequence.kv.num_computed_tokens = computed[request_id]
             batch.append(self._scheduled(sequence, request_id, token_count, drafts))
         spans = self._spans.begin(batch, self._step_clock.wait_s)
         pairs = zip(batch, spans, strict=True)
@@ -324,7 +331,7 @@ class DraftHub:
         """Note that the forward of the step has ended."""
         self._step_clock.end("forward")
 
-    def commit(self, outcomes: Iterable[Outcome], occupancy: Occupancy) -> None:
+    def commit(self, outcomes: Collection[Outcome], occupancy: Occupancy) -> None:
         """Commit a step: send its verdicts, and learn from the fate of its drafts.
 
         `occupancy` has vLLM's present sequences and pages. Only its count of preemptions comes from
@@ -332,6 +339,7 @@ class DraftHub:
         """
         committed = 0
         self.judged.clear()
+        self._take_features(outcomes)
         for outcome in outcomes:
             sequence = self._by_request.get(outcome.request_id)
             if sequence is not None and (outcome.committed or outcome.drafted):
@@ -364,10 +372,20 @@ class DraftHub:
         self._step_clock.idle()
         self._step_ended = None
 
+    def _take_features(self, outcomes: Iterable[Outcome]) -> None:
+        """Take the features of the step's tokens, and free the states of its forward."""
+        states, sender = self._states, self.drafting.features
+        if states is None:
+            return
+        if sender.has_readers:
+            batch = {name: scheduled for name, (scheduled, _) in self._batch.items()}
+            sender.take_rows(computed_tokens(states.first_rows, batch, outcomes))
+        states.clear()
+
     def _commit(self, sequence: Sequence, outcome: Outcome) -> None:
         """Commit one sequence's part of a step, and send its drafters the verdict."""
         new, drafted = outcome.committed, outcome.drafted
-        accepted = _matches(drafted, new)
+        accepted = outcome.accepted_count
         scheduled, span = self._batch[outcome.request_id]
         assignment = scheduled.assignment
         if not drafted:
@@ -418,16 +436,6 @@ class DraftHub:
         for drafter in list(self.drafting.roster.connected.values()):
             self.drafting.reject(drafter, OutriderError(Reason.INTERNAL, message))
         self.outbox.send_to_drafters()
-
-
-def _matches(drafted: list[int], committed: list[int]) -> int:
-    """Return how many draft tokens were accepted: those with which the committed tokens begin."""
-    count = 0
-    for guess, token in zip(drafted, committed, strict=False):
-        if guess != token:
-            break
-        count += 1
-    return count
 
 
 def _rule(sequence: Sequence) -> AcceptanceRule:

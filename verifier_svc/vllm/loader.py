@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
+from verifier_svc.streams.own_stream import OwnDrafter
 from verifier_svc.streams.servicer import VerifierServicer
-from verifier_svc.vllm import parameters, plugin, runner, versions
+from verifier_svc.vllm import features, parameters, plugin, runner, versions
 from verifier_svc.vllm.engine import VllmEngine
 from verifier_svc.vllm.hub import DraftHub, Limits
 
@@ -32,8 +33,6 @@ _NATIVE_ONLY = {
     "device": "auto",
     "sampled_rule": "block",
     "sampled_drafts": False,
-    "feature_states": [],
-    "feature_projection": [],
     "synthetic_acceptance_rates": [],
     "page_count": None,
 }
@@ -52,7 +51,11 @@ class VllmLoader:
     """Like `verifier_svc.server.Loader`, for vLLM's engine."""
 
     def __init__(
-        self, settings: VerifierSettings, servicer: VerifierServicer, metrics: VerifierMetrics
+        self,
+        settings: VerifierSettings,
+        servicer: VerifierServicer,
+        metrics: VerifierMetrics,
+        own_drafters: Sequence[OwnDrafter] = (),
     ) -> None:
         """Raises OutriderError for settings that vLLM lacks, and for an unsupported vLLM."""
         versions.check_version(installed_version())
@@ -60,6 +63,7 @@ class VllmLoader:
             if getattr(settings, name) != nothing:
                 raise invalid(name, "is for the native engine alone; vLLM has no such setting")
         self._settings = settings
+        self._own_drafters = own_drafters
         self._servicer = servicer
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -68,7 +72,9 @@ class VllmLoader:
 
     def build(self, deliver: Callable[[list[Delivery]], None]) -> VllmEngine:
         """Build the engine, ready to run; raise OutriderError if vLLM cannot serve the target."""
-        settings = self._settings
+        own = [state for drafter in self._own_drafters for state in drafter.meet(None)]
+        states = [*self._settings.feature_states, *own]
+        settings = self._settings.model_copy(update={"feature_states": states})
         policy = DraftTokensPolicy.parse(settings.draft_tokens)
         self._report(Stage.LOADING, "vLLM loads the target")
         made: list[DraftHub] = []
@@ -88,11 +94,12 @@ class VllmLoader:
                     deliver,
                     drafts,
                     target_device=plugin.target_device(config),
+                    states=features.states_for(config, settings),
                 )
             )
             return made[0]
 
-        with plugin.own_hub(make_hub):
+        with plugin.own_hub(settings, make_hub):
             llm = self._load(policy)
         model = llm.vllm_config.model_config
         eos = end_token_ids(settings.target, model.get_vocab_size())

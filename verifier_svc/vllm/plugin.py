@@ -37,22 +37,23 @@ from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.target_device import TargetDevice
 from verifier_svc.streams.servicer import VerifierServicer, report_health
+from verifier_svc.vllm.features import states_for
 from verifier_svc.vllm.hub import DraftHub, Limits
 
 log = logging.getLogger(__name__)
 
 _START_S = 30.0
-_own: list[Callable[[Any], DraftHub]] = []
+_own: list[tuple[VerifierSettings, Callable[[Any], DraftHub]]] = []
 
 
 @contextmanager
-def own_hub(make: Callable[[Any], DraftHub]) -> Iterator[None]:
+def own_hub(settings: VerifierSettings, make: Callable[[Any], DraftHub]) -> Iterator[None]:
     """Within the block, a new scheduler gets its hub from `make`: our own server runs vLLM here."""
-    _own.append(make)
+    _own.append((settings, make))
     try:
         yield
     finally:
-        _own.remove(make)
+        _own.pop()
 
 
 def hub_for(vllm_config: Any) -> DraftHub:
@@ -61,8 +62,8 @@ def hub_for(vllm_config: Any) -> DraftHub:
     Raises OutriderError if a setting is wrong, or the port cannot be bound.
     """
     if _own:
-        return _own[-1](vllm_config)
-    settings = _settings(vllm_config)
+        return _own[-1][1](vllm_config)
+    settings = settings_for(vllm_config)
     port = DraftPort(settings, vllm_config)
     port.start()
     return port.hub
@@ -85,8 +86,13 @@ def target_device(vllm_config: Any) -> TargetDevice:
     return TargetDevice.of_cpu(torch.get_num_threads())
 
 
-def _settings(vllm_config: Any) -> VerifierSettings:
-    """Return the verifier's settings. Each engine core of data parallelism has ports of its own."""
+def settings_for(vllm_config: Any) -> VerifierSettings:
+    """Return the verifier's settings. Each engine core of data parallelism has ports of its own.
+
+    Raises OutriderError if a setting is wrong.
+    """
+    if _own:
+        return _own[-1][0]
     try:
         settings = load(VerifierSettings, {"target": vllm_config.model_config.model})
     except ValueError as error:
@@ -124,6 +130,7 @@ class DraftPort:
             self._send,
             drafts,
             target_device=target_device(vllm_config),
+            states=states_for(vllm_config, settings),
         )
         self.info = ModelInfo(
             name,

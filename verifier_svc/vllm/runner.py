@@ -4,7 +4,7 @@ vLLM verifies drafts only beside a drafter of its own, so each runner gets a dra
 drafts. The first runner takes the drafter's class by name. The second runner has a closed list of
 drafters, so `install`, a general plugin of vLLM, replaces the n-gram drafter by ours. `install`
 also hands the scheduler's drafts to the second runner, which would otherwise look only at its own
-drafter's drafts.
+drafter's drafts. Both runners keep the hidden states that our drafters read, see `features`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SCHEDULER = "verifier_svc.vllm.scheduler.OutriderScheduler"
 _V2_MODULE = "vllm.v1.worker.gpu.model_runner"
+_MARK = "outrider_wraps"
 
 
 def uses_v2() -> bool:
@@ -67,6 +68,49 @@ def is_ours(vllm_config: VllmConfig) -> bool:
     return name.rpartition(".")[2] == SCHEDULER.rpartition(".")[2]
 
 
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Wrap a function of vLLM's, once."""
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        wrapped = wrap(original)
+        setattr(wrapped, _MARK, True)
+        setattr(owner, name, wrapped)
+
+
+# --- both runners ---
+
+
+def _with_offer(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that loads a model, and then offers its states to a scheduler of ours."""
+
+    @wraps(load)
+    def load_and_offer(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(runner, *args, **kwargs)
+        if is_ours(runner.vllm_config):
+            from verifier_svc.vllm import features, plugin
+
+            features.offer(runner, plugin.settings_for(runner.vllm_config))
+        return result
+
+    return load_and_offer
+
+
+def _with_states(execute_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `execute_model` that keeps the states that drafters read."""
+
+    @wraps(execute_model)
+    def execute(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        states = getattr(runner, "outrider_states", None)
+        if states is None:
+            return execute_model(runner, scheduler_output, *args, **kwargs)
+        watched = states.begin()
+        result = execute_model(runner, scheduler_output, *args, **kwargs)
+        states.end(watched, scheduler_output.num_scheduled_tokens)
+        return result
+
+    return execute
+
+
 # --- the first runner ---
 
 
@@ -81,8 +125,10 @@ class NoProposer:
 
         check_version(vllm.__version__)
         self.noise: Any = None
-        if not hasattr(GPUModelRunner._sample, "__wrapped__"):
-            GPUModelRunner._sample = _with_noise(GPUModelRunner._sample)
+        _replace(GPUModelRunner, "_sample", _with_noise)
+        # It is the last part of loading a model, on a GPU and on a CPU.
+        _replace(GPUModelRunner, "_setup_eagle3_aux_hidden_state_outputs", _with_offer)
+        _replace(GPUModelRunner, "execute_model", _with_states)
         if current_platform.is_cpu():
             from vllm.triton_utils.dispatcher import register_kernels
 
@@ -148,11 +194,9 @@ def install() -> None:
     """
     from vllm.v1.worker.gpu import spec_decode
 
-    if hasattr(spec_decode.init_speculator, "__wrapped__"):
-        return
-    init_speculator = _with_ours(spec_decode.init_speculator)
-    spec_decode.init_speculator = init_speculator
+    _replace(spec_decode, "init_speculator", _with_ours)
     if _V2_MODULE in sys.modules:
+        init_speculator = spec_decode.init_speculator
         sys.modules[_V2_MODULE].init_speculator = init_speculator  # type: ignore[attr-defined]
 
 
@@ -165,8 +209,9 @@ def _with_ours(init_speculator: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
         check_version(vllm.__version__)
-        if not hasattr(GPUModelRunner.prepare_inputs, "__wrapped__"):
-            GPUModelRunner.prepare_inputs = _with_drafts(GPUModelRunner.prepare_inputs)
+        _replace(GPUModelRunner, "prepare_inputs", _with_drafts)
+        _replace(GPUModelRunner, "load_model", _with_offer)
+        _replace(GPUModelRunner, "execute_model", _with_states)
         return NoSpeculator(vllm_config, device)
 
     return choose

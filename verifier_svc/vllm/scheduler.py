@@ -18,7 +18,8 @@ from outrider.errors import OutriderError, Reason
 from outrider.process.observability.telemetry import NO_SPAN
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.state.occupancy import Occupancy
-from verifier_svc.vllm.hub import DraftHub, Outcome
+from verifier_svc.vllm.hub import DraftHub
+from verifier_svc.vllm.outcome import Outcome
 from verifier_svc.vllm.parameters import sequence_id_of, strip
 from verifier_svc.vllm.runner import check_config
 
@@ -102,8 +103,13 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         output = super().schedule(*args, **kwargs)
         if self._drafts:
             with self._guarded() as hub:
-                drafts = output.scheduled_spec_decode_tokens
-                hub.begin(output.num_scheduled_tokens, drafts)
+                counts = output.num_scheduled_tokens
+                # vLLM counts the step's tokens as computed already.
+                computed = {
+                    each: self.requests[each].num_computed_tokens - count
+                    for each, count in counts.items()
+                }
+                hub.begin(counts, output.scheduled_spec_decode_tokens, computed)
         return output
 
     def _place(self, hub: DraftHub) -> None:

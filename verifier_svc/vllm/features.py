@@ -1,0 +1,184 @@
+"""Hidden states of vLLM's target, kept for drafters with a head.
+
+vLLM's models return the states that enter chosen layers, for vLLM's own EAGLE-3 heads; here they
+are chosen by our drafters. A forward's states stay on the device until its tokens are committed. So
+vLLM's runner must be in the scheduler's process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from outrider.errors import invalid
+from outrider.heads.loading import load_projections
+from outrider.lm.hidden_states import KeptStates
+from outrider.protocol.draft_messages import FINAL_STATE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from verifier_svc.config import VerifierSettings
+
+log = logging.getLogger(__name__)
+
+_ELSEWHERE = (
+    "needs vLLM's runner in the scheduler's process: with tensor parallelism, and on a CPU unless"
+    " VLLM_ENABLE_V1_MULTIPROCESSING=0, vLLM computes in processes of its own"
+)
+# Maps the name of an engine's configuration to the states of its runner in this process.
+_offered: WeakValueDictionary[str, VllmStates] = WeakValueDictionary()
+
+
+class VllmStates(KeptStates):
+    """The states of one runner. `watch` may be called on any thread, the rest on vLLM's.
+
+    vLLM compiles a model with the states that it returns. So unless vLLM is eager, all forwards
+    keep the states that the settings name, and no others.
+    """
+
+    def __init__(self, runner: Any, settings: VerifierSettings) -> None:
+        """Raises OutriderError(INVALID_VALUE) for states or projections that the model lacks."""
+        super().__init__()
+        config = runner.vllm_config
+        self._runner = runner
+        self.layer_count: int = config.model_config.get_total_num_hidden_layers()
+        self.hidden_size: int = config.model_config.get_hidden_size()
+        self.first_rows: Mapping[str, int] = {}
+        """Maps a request of the last forward to the row of its first token."""
+        self._watched: frozenset[int] = frozenset()
+        self._layers: tuple[int, ...] = ()
+        self._fixed: frozenset[int] | None = None
+        self._failed = False
+        self.projections = load_projections(
+            settings.feature_projection,
+            settings.target,
+            runner.device,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        projected = [each.states for each in self.projections.values()]
+        states = {*settings.feature_states}.union(*projected)
+        if not self.can_watch(states):
+            message = f"must be -1 or in [0, {self.layer_count}], not {sorted(states)}"
+            if not self._has_layers:
+                message = f"must be -1: vLLM's {type(runner.get_model()).__name__} keeps no others"
+            raise invalid("feature_states", message)
+        runner.get_model().register_forward_hook(self._as_pair)
+        if not _is_eager(config):
+            self._fixed = frozenset(states) | {FINAL_STATE}
+            self._keep_layers(states)
+
+    @property
+    def _has_layers(self) -> bool:
+        """Whether vLLM's model can return the states between its layers."""
+        from vllm.model_executor.models.interfaces import supports_eagle3
+
+        return bool(supports_eagle3(self._runner.get_model()))
+
+    def can_watch(self, states: Collection[int]) -> bool:
+        """Return whether forwards can keep these states; see `outrider.lm.hidden_states`."""
+        if self._fixed is not None:
+            return self._fixed.issuperset(states)
+        layers = range(self.layer_count + 1) if self._has_layers else ()
+        return {FINAL_STATE, *layers}.issuperset(states)
+
+    def watch(self, states: Collection[int]) -> None:
+        """Keep these states of each forward that begins from now on."""
+        self._watched = frozenset(states)
+
+    def begin(self) -> frozenset[int]:
+        """Prepare the next forward; return the states to keep of it."""
+        self.clear()
+        watched = self._watched
+        if self._fixed is None:
+            self._keep_layers(watched)
+        return watched
+
+    def _as_pair(self, model: object, arguments: object, output: Any) -> Any:
+        """Return the model's output as the runner takes it apart.
+
+        A few models lack the last layer's output. If a drafter asks for nothing else, such a model
+        returns no list of states, which would end vLLM's engine.
+        """
+        if self._layers and not isinstance(output, tuple):
+            return output, []
+        return output
+
+    def _keep_layers(self, states: Collection[int]) -> None:
+        layers = tuple(sorted(state for state in states if state != FINAL_STATE))
+        if layers == self._layers:
+            return
+        self._layers = layers
+        self._runner.get_model().set_aux_hidden_state_layers(layers)
+        self._runner.use_aux_hidden_state_outputs = bool(layers)
+        if self._fixed is not None:
+            # The key of vLLM's cache of compiled models. Without it, vLLM could load a model that
+            # was compiled to return other states.
+            self._runner.vllm_config.additional_config["outrider_feature_states"] = layers
+
+    def end(self, watched: Collection[int], tokens: Mapping[str, int]) -> None:
+        """Keep the `watched` states of a forward, which computed `tokens` of each request."""
+        state = self._runner.execute_model_state
+        if not watched or state is None:
+            return
+        found: dict[int, Any] = {FINAL_STATE: state.hidden_states}
+        returned = state.aux_hidden_states or ()
+        if len(returned) == len(self._layers):
+            found |= zip(self._layers, returned, strict=True)
+        elif not self._failed:
+            self._failed = True
+            log.error(
+                "no drafter gets features: vLLM's model returned %d states, not those of layers %s",
+                len(returned),
+                self._layers,
+            )
+        self.kept = {number: found[number] for number in watched if number in found}
+        # The second runner makes a batch for each step; the first runner always has the same.
+        batch = getattr(state, "input_batch", None) or self._runner.input_batch
+        rows: dict[str, int] = {}
+        row = 0
+        for request_id in batch.req_ids:
+            rows[request_id] = row
+            row += tokens[request_id]
+        self.first_rows = rows
+
+    def clear(self) -> None:
+        """Free the states of the last forward."""
+        self.kept = {}
+        self.first_rows = {}
+
+
+def _is_eager(config: VllmConfig) -> bool:
+    """Return whether vLLM neither compiles its model nor captures CUDA graphs of it."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    compilation = config.compilation_config
+    compiles = compilation.mode != CompilationMode.NONE
+    captures = compilation.cudagraph_mode != CUDAGraphMode.NONE
+    return not (compiles or captures)
+
+
+def offer(runner: Any, settings: VerifierSettings) -> None:
+    """Let the scheduler in this process find the states of a runner that has loaded its model.
+
+    Raises as `VllmStates` does.
+    """
+    config = runner.vllm_config
+    if config.parallel_config.distributed_executor_backend == "uni":
+        runner.outrider_states = _offered[config.instance_id] = VllmStates(runner, settings)
+
+
+def states_for(config: VllmConfig, settings: VerifierSettings) -> VllmStates | None:
+    """Return the states of the runner of a scheduler; None if it is in another process.
+
+    Raises OutriderError(INVALID_VALUE) if the settings need the states.
+    """
+    states = _offered.get(config.instance_id)
+    if states is None:
+        for name in ("feature_states", "feature_projection"):
+            if getattr(settings, name):
+                raise invalid(name, _ELSEWHERE)
+        log.info("no drafter gets features: a head %s", _ELSEWHERE)
+    return states
