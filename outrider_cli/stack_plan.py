@@ -107,7 +107,7 @@ def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
     """
     if spec.place is not None:
         return spec.place == "in-process"
-    if not spec.runs_model or settings.engine != "native":
+    if not spec.runs_model:
         return False
     if spec.options.keys() - spec.in_process_schema.model_fields.keys():
         # The drafter has settings that need a separate process, such as its cores.
@@ -115,7 +115,9 @@ def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
     device = spec.options.get("device", "auto")
     if device != "auto" and gpu_of(device) != gpu_of(settings.device):
         return False
-    return spec.reads_states or gpu_of(settings.device) is not None
+    # vLLM takes the GPU's memory for itself, and a head is small beside it.
+    has_room = settings.engine == "native" and gpu_of(settings.device) is not None
+    return spec.reads_states or has_room
 
 
 def gpu_of(device: str) -> int | None:

@@ -171,6 +171,16 @@ def test_a_drafter_on_the_targets_gpu_and_a_head_run_in_the_verifiers_process(
     assert len(children) == 2 + (in_process is None)
 
 
+def test_beside_vllm_only_a_head_runs_in_the_verifiers_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_plan, "_has_gpu", lambda: True)
+    drafters = ["--drafter", "head=h", "--drafter", "model=m"]
+    children = planned(tmp_path, "--engine", "vllm", *drafters)
+    assert list(children) == ["verifier", "model-1", "gateway"]
+    assert children["verifier"]["--in-process"] == "head=h,id=head-1"
+
+
 def test_drafters_have_names_of_their_own_wherever_they_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
