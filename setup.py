@@ -100,7 +100,7 @@ _STEP = [
     "verifier_svc/policy/goodput.py",
     "verifier_svc/policy/plan.py",
     "verifier_svc/policy/asks.py",
-    "verifier_svc/policy/pauses.py",
+    "verifier_svc/policy/pause_reasons.py",
     "verifier_svc/policy/planner.py",
     "verifier_svc/policy/waits.py",
     "verifier_svc/verification/rule_choice.py",

@@ -13,7 +13,7 @@ from drafter_svc.families.registry import find_family
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.observer import CountingObserver
 from drafter_svc.placement import PlacementPlan, choose_address
-from outrider.drafter.dialled import Dialled
+from outrider.drafter.grpc_transport import Dialled
 from outrider.drafter.serve import DraftStreams
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream

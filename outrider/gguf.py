@@ -1,8 +1,8 @@
 """Finds the checkpoint to which a GGUF file was unpacked, and first has a new file unpacked.
 
 No engine of ours computes GGUF's blocks. So the file's weights are dequantised once into a
-directory that every process reads like any other model. `outrider.lm.gguf` does that in a process
-of its own: the processes without torch need the directory too.
+directory that every process reads like any other model. `outrider.lm.unpack_gguf` does that in a
+process of its own: the processes without torch need the directory too.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _unpack(file: str, shards: list[Path], directory: Path) -> None:
     log.warning(f"{told}; later starts read it from there", file, size, directory)
     with tempfile.TemporaryDirectory(prefix="unpacking-", dir=directory.parent) as temporary:
         made = Path(temporary) / "model"
-        command = [sys.executable, "-m", "outrider.lm.gguf", str(made), *map(str, shards)]
+        command = [sys.executable, "-m", "outrider.lm.unpack_gguf", str(made), *map(str, shards)]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
         if done.returncode != 0:
             why = done.stdout.decode(errors="replace").strip()

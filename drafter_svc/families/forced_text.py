@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
-from drafter_svc.families.layout import BLANKS, Layout, Place
+from drafter_svc.families.blanks import BLANKS, Layout, Place
 from outrider.grammar.backends import MaskLimit, TextMatcher
 
 # The maximum number of continuations that are guessed, such as the values of an enum or the names

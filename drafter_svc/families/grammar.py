@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from drafter_svc.branching import Branch, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
+from drafter_svc.families.blanks import AfterThought, Layout
 from drafter_svc.families.forced_text import ForcedText, Path, Speller
-from drafter_svc.families.layout import AfterThought, Layout
 from drafter_svc.families.settings import GrammarSettings
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan

@@ -9,8 +9,8 @@ more: keep state for each sequence, offer branches, sample, draw with the verifi
 docs/drafters.md explains functions and strategies; docs/protocol.md explains the messages.
 """
 
-from outrider.drafter.dialled import Dialled
 from outrider.drafter.draft_sequence import DraftSequence
+from outrider.drafter.grpc_transport import Dialled
 from outrider.drafter.serve import serve
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer

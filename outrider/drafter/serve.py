@@ -12,7 +12,7 @@ import platform
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 
-from outrider.drafter.dialled import Dialled
+from outrider.drafter.grpc_transport import Dialled
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.errors import OutriderError

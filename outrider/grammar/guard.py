@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from outrider.errors import invalid
 from outrider.grammar.backends import Compiled
-from outrider.grammar.drafts import draft_of, validator
 from outrider.grammar.kinds import Grammar, GrammarKind
+from outrider.grammar.schema_versions import draft_of, validator
 
 # The first tokens of a text are chosen freely; later tokens are chosen to end it.
 _MAX_TEXTS = 6

@@ -12,11 +12,11 @@ from itertools import combinations
 from typing import Any
 
 from outrider.errors import OutriderError, invalid
-from outrider.grammar.drafts import Draft, check_form, check_references, draft_of
 from outrider.grammar.endless import is_endless
 from outrider.grammar.formats import PATTERNS, UNENFORCED
 from outrider.grammar.regex import literal, schema_pattern, schema_text
 from outrider.grammar.repetition import check_pattern
+from outrider.grammar.schema_versions import Draft, check_form, check_references, draft_of
 
 # Keywords that LLGuidance does not enforce.
 _UNENFORCED = frozenset(

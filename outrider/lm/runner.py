@@ -15,6 +15,7 @@ from outrider.lm.checkpoint import read_checkpoint
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import dtype_for_int8, int8_is_faster, optimize_for_cpu
 from outrider.lm.devices import find_device
+from outrider.lm.forward_check import worse_than_own
 from outrider.lm.gpu import memory
 from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
@@ -22,7 +23,6 @@ from outrider.lm.hidden_states import HiddenStates, KeptStates
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 from outrider.lm.same_bits import reason_against
 from outrider.lm.trial import OwnLogits, Texts
-from outrider.lm.widened import worse_than_own
 from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.tensors import on, triton_works

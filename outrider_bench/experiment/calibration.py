@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from outrider.drafter.dialled import wait_until_ready
+from outrider.drafter.grpc_transport import wait_until_ready
 from outrider.process.network import rpc
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.load import Asked, play

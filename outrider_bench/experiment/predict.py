@@ -12,6 +12,7 @@ from rich.table import Table
 from outrider_bench.console import console_for_output, progress, table_of
 from outrider_bench.experiment.cell_scenarios import check, scenario_of, simulated_processes
 from outrider_bench.experiment.launches import DRAFT_MODEL
+from outrider_bench.experiment.made_profiles import load_profile, profile_of
 from outrider_bench.experiment.profile_record import Profile
 from outrider_bench.experiment.recording import Recorder
 from outrider_bench.experiment.records import (
@@ -27,7 +28,6 @@ from outrider_bench.experiment.report.output import write_plot
 from outrider_bench.experiment.report.results import read, words
 from outrider_bench.experiment.spec import Cell, Experiment, Target, drafters_of, load
 from outrider_bench.experiment.traffic import Encoder, requests_of, warm_up_of
-from outrider_bench.experiment.unmeasured import load_profile, profile_of
 from outrider_bench.simulator.simulation import Simulation
 
 PAYS = 1.02

@@ -44,7 +44,7 @@ def main() -> None:
 @torch.inference_mode()
 def _measure(path: Path, seconds: float, *, short: bool) -> None:
     from outrider_bench.gpu import steps
-    from outrider_bench.gpu.lines import Device, Lines
+    from outrider_bench.gpu.result_lines import Device, Lines
 
     lines = Lines(path, "steps", seconds)
     device = Device()

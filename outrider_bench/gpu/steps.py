@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.lm.pages import KVSequence
 from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
-from outrider_bench.gpu.lines import Device, Lines
+from outrider_bench.gpu.result_lines import Device, Lines
 
 _PAGE_SIZE = 16
 # The number of a forward's kernels that are listed.

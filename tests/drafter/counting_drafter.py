@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from drafter_svc.families.base import Family
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.observer import CountingObserver
-from outrider.drafter.dialled import Dialled
 from outrider.drafter.draft_sequence import DraftSequence
+from outrider.drafter.grpc_transport import Dialled
 from outrider.drafter.stream import DraftStream
 from outrider.protocol.draft_messages import Hello, Opened, Window
 from outrider.protocol.model_info import ModelInfo

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outrider.drafter import dialled
+from outrider.drafter import grpc_transport
 from outrider.drafter import stream as stream_module
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.draft_messages import (
@@ -198,8 +198,8 @@ def test_drafts_and_skips_are_one_message_where_they_fit() -> None:
     A message with only skips would seem to travel for as long as the drafting took.
     """
     batch = DraftBatch([Proposal(1, 2, [5])] * 300, [Skip(2, 2)] * 212)
-    assert list(dialled._messages(batch)) == [batch]
-    parts = list(dialled._messages(DraftBatch(batch.proposals, [*batch.skips, Skip(3, 2)])))
+    assert list(grpc_transport._messages(batch)) == [batch]
+    parts = list(grpc_transport._messages(DraftBatch(batch.proposals, [*batch.skips, Skip(3, 2)])))
     assert [len(part.proposals) + len(part.skips) for part in parts] == [300, 213]
 
 
@@ -208,7 +208,7 @@ def test_a_batch_is_divided_into_messages_that_the_verifier_accepts() -> None:
     sizes = [1024, 1, 700, 1024] * 200
     proposals = [Proposal(i, 2, [5] * size) for i, size in enumerate(sizes)]
     skips = [Skip(i, 2) for i in range(600)]
-    parts = list(dialled._messages(DraftBatch(proposals, skips)))
+    parts = list(grpc_transport._messages(DraftBatch(proposals, skips)))
     for part in parts:
         assert drafts_from_proto(drafts_to_proto(part), 10) == part
     assert [each for part in parts for each in part.proposals] == proposals

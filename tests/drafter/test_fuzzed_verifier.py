@@ -15,7 +15,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafter import dialled
+from outrider.drafter import grpc_transport
 from outrider.protocol.draft_messages import (
     Closed,
     DraftBatch,
@@ -91,7 +91,7 @@ class Site:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site() -> AsyncIterator[Site]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dialled, "_POLL_LOADING_S", 0.0)
+        patch.setattr(grpc_transport, "_POLL_LOADING_S", 0.0)
         async with serving(ScriptedVerifier()) as verifier:
             drafter = Drafter(verifier.port)
             drafter.redial_at_once()

@@ -7,10 +7,10 @@ import pytest
 from drafter_svc.placement import Topology, plan
 from outrider_bench.commands.run import main as run
 from outrider_bench.experiment.cell_scenarios import check, cost_of
+from outrider_bench.experiment.made_profiles import TOPOLOGIES, profile_of
 from outrider_bench.experiment.predict import Predictor
 from outrider_bench.experiment.records import DRAFTED, PLAIN
 from outrider_bench.experiment.spec import Cell, Experiment, drafters_of, load
-from outrider_bench.experiment.unmeasured import TOPOLOGIES, profile_of
 from outrider_bench.simulator import costs
 from tests.experiment.made_up_profile import made_up_profile
 from tests.sys_trees import gb200

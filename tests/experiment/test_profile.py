@@ -7,8 +7,8 @@ import pytest
 
 from outrider_bench.commands.profile import main
 from outrider_bench.experiment.calibration import Served, Step
+from outrider_bench.experiment.made_profiles import load_profile
 from outrider_bench.experiment.serving import Serving, busy, costs_of_serving, expected_s
-from outrider_bench.experiment.unmeasured import load_profile
 from outrider_bench.simulator import costs
 from outrider_bench.simulator.costs import Costs
 from tests.experiment.made_up_profile import COSTS, made_up_profile

@@ -25,7 +25,7 @@ from drafter_svc.families.head_worker import HeadWorker
 from drafter_svc.families.settings import HeadSettings
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
-from outrider.drafter.dialled import Dialled
+from outrider.drafter.grpc_transport import Dialled
 from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.drafter.transport import Verifier

@@ -20,13 +20,13 @@ from transformers import (
     Qwen3Config,
 )
 
-from outrider.lm import widened
+from outrider.lm import forward_check
 from outrider.lm.cpu import weights
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.library import runnable_builds
 from outrider.lm.cpu.weights import TiledLinear, optimize_for_cpu
+from outrider.lm.forward_check import widened_logits
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.lm.widened import widened_logits
 from outrider.protocol.draft_messages import FINAL_STATE
 from tests.lm.builds import BUILDS, use_build
 from tests.lm.tiny_models import VOCAB_SIZE, build
@@ -289,13 +289,13 @@ def test_a_deep_model_is_taken_though_its_layers_round_differently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     errors: list[tuple[float, float]] = []
-    measured = widened.rounding_errors
+    measured = forward_check.rounding_errors
 
     def watched(*arguments: Any) -> tuple[float, float]:
         errors.append(measured(*arguments))
         return errors[-1]
 
-    monkeypatch.setattr(widened, "rounding_errors", watched)
+    monkeypatch.setattr(forward_check, "rounding_errors", watched)
     assert deep_runner().decoder is not None
     [(found, own)] = errors
     assert min(found, own) > 0.02
@@ -319,7 +319,7 @@ def test_a_deep_model_with_another_scale_of_attention_is_not_taken(
 def test_a_trial_that_is_further_off_leaves_the_model_its_own_forward(
     errors: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widened, "rounding_errors", lambda *arguments: errors)
+    monkeypatch.setattr(forward_check, "rounding_errors", lambda *arguments: errors)
     assert cpu_runner(SUPPORTED["llama"], torch.float32).decoder is None
 
 

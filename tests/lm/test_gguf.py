@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 
 from outrider import gguf, smollm2
 from outrider.errors import OutriderError, Reason
-from outrider.lm import gguf as unpacking
+from outrider.lm import unpack_gguf as unpacking
 from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.tokenizer import end_token_ids, load_tokenizer, model_file
 from tests.lm.gguf_files import END, MODELS, TEMPLATE, tiny_llama, write_gguf

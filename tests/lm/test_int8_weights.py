@@ -18,8 +18,8 @@ from outrider.errors import OutriderError, Reason
 from outrider.lm import runner as runner_module
 from outrider.lm.cpu import weights
 from outrider.lm.cpu.weights import TiledLinear, optimize_for_cpu
+from outrider.lm.forward_check import rounding_errors
 from outrider.lm.runner import ModelRunner, SequenceSlice
-from outrider.lm.widened import rounding_errors
 from tests.lm.builds import BUILDS, use_build
 from tests.lm.tiny_models import VOCAB_SIZE, build
 

@@ -19,7 +19,7 @@ import pytest
 
 from outrider_bench.gpu.__main__ import _tables
 from outrider_bench.gpu.decisions import decisions
-from outrider_bench.gpu.lines import Lines
+from outrider_bench.gpu.result_lines import Lines
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench/gpu.sh"

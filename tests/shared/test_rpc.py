@@ -21,7 +21,7 @@ from outrider.process.network import rpc, rpc_errors
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
-from tests.hastened import hastened
+from tests.short_grpc_times import hastened
 from tests.waiting import until
 
 HOST = "127.0.0.1"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import OutriderError
-from outrider.grammar.drafts import DRAFTS, Draft, check_form, validator
+from outrider.grammar.schema_versions import DRAFTS, Draft, check_form, validator
 from tests.shared.grammar_texts import compiler, schema, takes
 from tests.shared.secret_traps import SECRET, Traps, set_traps
 

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.upstream.replica import Replica
 from gateway.upstream.routing import Router
-from outrider.drafter.dialled import Dialled
+from outrider.drafter.grpc_transport import Dialled
 from outrider.drafter.serve import own_id
 from outrider.drafter.strategy import GuessStrategy
 from outrider.drafter.stream import DraftStream, Observer

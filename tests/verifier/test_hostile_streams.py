@@ -15,8 +15,8 @@ from outrider.protocol.wire import model as wire_model
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from outrider_bench.experiment.links import ShapedLink
 from outrider_bench.experiment.spec import Link
-from tests.hastened import hastened
 from tests.raw_drafter import RawDrafter
+from tests.short_grpc_times import hastened
 from tests.verifier.fake_model import VOCAB
 from tests.verifier.served_engine import verifier
 from verifier_svc.engine.config import EngineConfig

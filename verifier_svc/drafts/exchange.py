@@ -21,7 +21,7 @@ from verifier_svc.drafts.features import (
 from verifier_svc.drafts.new_assignment import new_assignment, run_ahead_window
 from verifier_svc.drafts.roster import PLACES, Roster
 from verifier_svc.metrics import VerifierMetrics
-from verifier_svc.policy.pauses import pause_reason
+from verifier_svc.policy.pause_reasons import pause_reason
 from verifier_svc.policy.plan import Plan
 from verifier_svc.policy.planner import Planner
 from verifier_svc.state.drafter import Drafter, held_bytes

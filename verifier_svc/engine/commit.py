@@ -16,7 +16,7 @@ from verifier_svc.engine.chunks import chunk_of, cut_at_end, cut_at_grammars_end
 from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.endings import Endings
 from verifier_svc.engine.step_spans import StepSpans
-from verifier_svc.policy.pauses import pause_of
+from verifier_svc.policy.pause_reasons import pause_of
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import Verified

@@ -34,7 +34,7 @@ from verifier_svc.engine.served import DraftingEngine, ServedEngine
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.drafter_streams import DrafterStream
 from verifier_svc.streams.gateway_streams import GatewayStream
-from verifier_svc.streams.served_sequence import ServedSequence
+from verifier_svc.streams.sequence_log import ServedSequence
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import PAYING_DRAFTS, DraftPolicy
 from verifier_svc.policy.draft_trees import best_chain
 from verifier_svc.policy.forward_cost import ForwardCost
-from verifier_svc.policy.pauses import pause_of
+from verifier_svc.policy.pause_reasons import pause_of
 from verifier_svc.policy.planner import Planner
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.occupancy import Occupancy

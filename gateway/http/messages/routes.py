@@ -14,7 +14,7 @@ from gateway.http.ingress.json_body import JsonRoute
 from gateway.http.messages.body import NAMES, CountTokensBody, MessagesBody
 from gateway.http.messages.writer import MessagesWriter
 from gateway.http.openai.calls import ChatCall
-from gateway.http.openai.own_names import own_names
+from gateway.http.openai.error_fields import own_names
 from gateway.http.openai.schema import ChatBody
 from gateway.http.openapi import STREAMED, json_responses
 from gateway.text.request import AnswerLimit

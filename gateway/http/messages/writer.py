@@ -9,7 +9,7 @@ from gateway.api_errors import messages_error
 from gateway.generation.serve_text import TextAnswer
 from gateway.http.messages.body import NAMES
 from gateway.http.openai.conversation import read_arguments
-from gateway.http.openai.own_names import renamed
+from gateway.http.openai.error_fields import renamed
 from gateway.http.streaming import event
 from gateway.text.choices import WholeChoice
 from gateway.text.deltas import FinishInfo, TextDelta

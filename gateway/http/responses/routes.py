@@ -17,7 +17,7 @@ from gateway.http.answering import answer_text, count_prompt
 from gateway.http.ingress.json_body import JsonRoute
 from gateway.http.ingress.request_body import MAX_BODY_BYTES
 from gateway.http.openai.calls import ChatCall
-from gateway.http.openai.own_names import own_names
+from gateway.http.openai.error_fields import own_names
 from gateway.http.openapi import STREAMED, json_responses
 from gateway.http.responses.body import InputTokensBody, PromptBody, ResponsesBody
 from gateway.http.responses.items import Item, ItemReference, kept_item

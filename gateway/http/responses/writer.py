@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from gateway.api_errors import error_body
 from gateway.generation.serve_text import TextAnswer
-from gateway.http.openai.own_names import renamed
+from gateway.http.openai.error_fields import renamed
 from gateway.http.responses.body import ResponsesBody
 from gateway.http.responses.output import Json, OutputItems, Status
 from gateway.http.streaming import event

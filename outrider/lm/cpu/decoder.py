@@ -20,10 +20,10 @@ from outrider.lm.attention import LayerCache
 from outrider.lm.cpu.attention import Batch, Layer
 from outrider.lm.cpu.library import library, prefix
 from outrider.lm.cpu.weights import LinearStruct, TiledLinear
+from outrider.lm.forward_check import worse_than_own
 from outrider.lm.fused_linear import FusedLinearPart
 from outrider.lm.layout import BatchLayout
 from outrider.lm.support import is_built_like_llama
-from outrider.lm.widened import worse_than_own
 
 log = logging.getLogger(__name__)
 

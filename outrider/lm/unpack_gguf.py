@@ -1,6 +1,6 @@
 """Writes the model of a GGUF file as a checkpoint of `transformers`: see `outrider.gguf`.
 
-Run as `python -m outrider.lm.gguf DIRECTORY FILE...`. If a file cannot be read, one line on
+Run as `python -m outrider.lm.unpack_gguf DIRECTORY FILE...`. If a file cannot be read, one line on
 standard output says why.
 """
 

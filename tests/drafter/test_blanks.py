@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from drafter_svc.families.layout import AfterThought, Layout, Place
+from drafter_svc.families.blanks import AfterThought, Layout, Place
 from outrider.grammar.kinds import FreeThought
 
 VALUE = {"a": 1, "b": [2, {"c": None}], "d": {"e": 'x, y: {z} \\" q'}, "f": []}
