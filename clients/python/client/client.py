@@ -1,4 +1,4 @@
-"""Call Outrider's gRPC services from Python, with the stubs of `pip install outrider`.
+"""Call Outrider's gRPC services from Python, with the stubs of the package outrider-protos.
 
 python client.py GATEWAY VERIFIER UNAVAILABLE [CERTS]    (host:port each)
 
