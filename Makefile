@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo serve test test-slow test-all test-apart test-together coverage bench lint proto sbom \
-  pinned audit clean
+  release pinned audit clean
 
 demo: $(VENV)/installed $(VENV)/smollm2
 	$(BIN)/outrider demo
@@ -76,11 +76,18 @@ $(SUPPLY)/installed:
 	$(SUPPLY)/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom pip-audit uv
 	@touch $@
 
-# Writes a list of everything that is installed, in CycloneDX's format.
-sbom: $(VENV)/installed $(SUPPLY)/installed
-	$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
-	  --output-file build/sbom.json $(BIN)/python
+# Writes a list of the packages that the images install, in CycloneDX's format: the pinned packages
+# with the hashes of their files, and torch.
+sbom: $(SUPPLY)/installed
+	cat $(PINNED)/heavy.txt constraints.txt >$(SUPPLY)/listed.txt
+	$(SUPPLY)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+	  --output-file build/sbom.json $(SUPPLY)/listed.txt
 	@echo "build/sbom.json lists $$(grep -c '"purl"' build/sbom.json) packages"
+
+# Writes the files of a release of the commit that is checked out into INTO, a new folder.
+INTO ?= dist
+release: sbom
+	PYTHON=$(PYTHON) release/build.sh $(INTO) build/sbom.json
 
 # Writes the versions that the images install, with the hashes of their files. Only UPGRADE=yes
 # changes versions. The lists leave out torch and the CUDA that it brings, because each index has
