@@ -43,14 +43,15 @@ class FeatureRequest:
     """The target's hidden states that make up a token's feature, one after the other.
 
     First come the residual streams that enter the layers `aux_layers`, then, with `final_state`,
-    the state after the final norm. Only a prompt's last `prompt_token_count` tokens need features;
-    0 stands for all. `projection` names the projection that the verifier may apply to the states.
+    the state after the final norm. Only the last `last_prompt_token_count` tokens of a prompt need
+    features; 0 stands for all. `projection` names the projection that the verifier may apply to the
+    states.
     """
 
     aux_layers: tuple[int, ...] = ()
     final_state: bool = False
     dtype: FeatureDtype = FeatureDtype.BFLOAT16
-    prompt_token_count: int = 0
+    last_prompt_token_count: int = 0
     projection: str = ""
 
     @property

@@ -154,13 +154,13 @@ class FeatureRequest(_message.Message):
     AUX_LAYERS_FIELD_NUMBER: _builtins.int
     FINAL_STATE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LAST_PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PROJECTION_FIELD_NUMBER: _builtins.int
     final_state: _builtins.bool
     """Whether the feature has the state after the final norm, from which the logits are computed."""
     dtype: Global___FeatureDtype.ValueType
     """The type of the numbers."""
-    prompt_token_count: _builtins.int
+    last_prompt_token_count: _builtins.int
     """How many of a prompt's last tokens need features; 0 means all. At least 0."""
     projection: _builtins.str
     """The name of a projection, which turns these states into fewer numbers; at most 128 printable
@@ -181,12 +181,12 @@ class FeatureRequest(_message.Message):
         aux_layers: _abc.Iterable[_builtins.int] | None = ...,
         final_state: _builtins.bool = ...,
         dtype: Global___FeatureDtype.ValueType = ...,
-        prompt_token_count: _builtins.int = ...,
+        last_prompt_token_count: _builtins.int = ...,
         projection: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_layers", b"aux_layers", "dtype", b"dtype", "final_state", b"final_state", "projection", b"projection", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_layers", b"aux_layers", "dtype", b"dtype", "final_state", b"final_state", "last_prompt_token_count", b"last_prompt_token_count", "projection", b"projection"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

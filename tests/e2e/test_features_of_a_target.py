@@ -77,8 +77,8 @@ async def test_features_are_the_targets_hidden_states(stack: Stack) -> None:
         (drafts_pb2.FeatureRequest(aux_layers=[7]), "hello.feature_request.aux_layers"),
         (drafts_pb2.FeatureRequest(aux_layers=[1, 1]), "hello.feature_request.aux_layers"),
         (
-            drafts_pb2.FeatureRequest(final_state=True, prompt_token_count=-1),
-            "hello.feature_request.prompt_token_count",
+            drafts_pb2.FeatureRequest(final_state=True, last_prompt_token_count=-1),
+            "hello.feature_request.last_prompt_token_count",
         ),
     ],
 )

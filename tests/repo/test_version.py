@@ -32,6 +32,11 @@ def test_files_that_cannot_read_the_version_have_the_same(file: str, pattern: st
     assert found(file, pattern) == {__version__}
 
 
+def test_the_protocol_of_this_version_is_frozen() -> None:
+    released = ROOT / "protos/released" / __version__.rpartition(".")[0]
+    assert (released / "outrider.v1.binpb").is_file()
+
+
 def test_packages_take_the_version_or_have_the_same() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]

@@ -146,7 +146,7 @@ def test_tokens_of_the_prefix_cache_leave_a_gap() -> None:
 
 def test_only_the_last_tokens_of_a_prompt_have_features_if_so_requested() -> None:
     engine, model = make_engine(eos_bias=-99, always_draft=True)
-    drafter = ScriptedDrafter(engine, feature_request=replace(REQUEST, prompt_token_count=3))
+    drafter = ScriptedDrafter(engine, feature_request=replace(REQUEST, last_prompt_token_count=3))
     number, _ = run(engine, drafter, model, TokenRequest(PROMPT, 6, GREEDY), 2)
     assert min(received(drafter, number)) == len(PROMPT) - 3
 

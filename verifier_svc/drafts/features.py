@@ -223,9 +223,9 @@ def _computed(
 def _part(tokens: ComputedTokens, assignment: Assignment, request: FeatureRequest) -> _Part:
     """Return those of the tokens whose features the drafter wants and lacks."""
     first = assignment.feature_position
-    if request.prompt_token_count:
+    if request.last_prompt_token_count:
         prompt_count = len(tokens.sequence.request.prompt)
-        first = max(first, prompt_count - request.prompt_token_count)
+        first = max(first, prompt_count - request.last_prompt_token_count)
     known = max(0, first - tokens.start)
     rows = tokens.rows[known:]
     return _Part(tokens.sequence.id, assignment, rows, tokens.start + known, tokens.draws)

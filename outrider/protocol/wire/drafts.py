@@ -83,9 +83,9 @@ def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | No
     if len(aux_layers) > MAX_AUX_LAYERS or len(set(aux_layers)) < len(aux_layers):
         message = f"must hold at most {MAX_AUX_LAYERS} distinct layers"
         raise invalid(f"{name}.aux_layers", message)
-    if proto.prompt_token_count < 0:
-        message = f"must be at least 0, not {proto.prompt_token_count}"
-        raise invalid(f"{name}.prompt_token_count", message)
+    if proto.last_prompt_token_count < 0:
+        message = f"must be at least 0, not {proto.last_prompt_token_count}"
+        raise invalid(f"{name}.last_prompt_token_count", message)
     number = int(proto.dtype or drafts_pb2.FEATURE_DTYPE_BFLOAT16)
     dtypes = {int(dtype): dtype for dtype in d.FeatureDtype}
     if number not in dtypes:
@@ -95,7 +95,7 @@ def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | No
         aux_layers,
         proto.final_state,
         dtypes[number],
-        proto.prompt_token_count,
+        proto.last_prompt_token_count,
         proto.projection,
     )
 
@@ -118,7 +118,7 @@ def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
         proto.feature_request.aux_layers.extend(request.aux_layers)
         proto.feature_request.final_state = request.final_state
         proto.feature_request.dtype = proto_enum(request.dtype)
-        proto.feature_request.prompt_token_count = request.prompt_token_count
+        proto.feature_request.last_prompt_token_count = request.last_prompt_token_count
         proto.feature_request.projection = request.projection
     return proto
 

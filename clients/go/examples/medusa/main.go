@@ -53,7 +53,7 @@ func main() {
 		Verifiers: os.Args[2:3], Family: "go-medusa", Logf: log.Printf,
 		Open: func(*pb.Opened) drafter.Strategy { return &medusa{heads: heads} },
 		Features: &pb.FeatureRequest{
-			FinalState: true, Dtype: pb.FeatureDtype_FEATURE_DTYPE_FLOAT32, PromptTokenCount: 1,
+			FinalState: true, Dtype: pb.FeatureDtype_FEATURE_DTYPE_FLOAT32, LastPromptTokenCount: 1,
 		},
 		FeatureWidth: heads[0].out.width,
 	}
