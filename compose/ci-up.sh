@@ -312,8 +312,8 @@ reaches_outside() {
   docker exec "$(of_service "$1")" timeout 3 bash -c "$try" 2>/dev/null
 }
 
-# A gateway is on a network with a way out, since its ports are published. That it reaches the host
-# shows that the host answers.
+# A gateway is on a network with a way out, since its ports are published. If the gateway reaches
+# the host, the host answers.
 no_way_out() {
   local service status=0
   outside_up || { echo "no host outside could be made"; return 1; }
@@ -526,8 +526,8 @@ step "no root, rights or writes" "$python" compose/check.py rights "$COMPOSE_PRO
 [ -z "$keep" ] || exit 0
 step "stop" stop
 stack=$COMPOSE_PROJECT_NAME-swarm
-# This kernel may lack IPVS. The swarm runs no draft model, which the steps above check, since two
-# cores are few.
+# The kernel may lack IPVS, so the swarm publishes its ports in the mode `host`. The swarm runs no
+# draft model, which the steps above check, since two cores are few.
 export OUTRIDER_PORT_MODE=host OUTRIDER_MODEL_DRAFTERS=0 OUTRIDER_NGRAM_DRAFTERS=1
 export OUTRIDER_SECRETS=$work/swarm SSL_CERT_FILE=$work/swarm/ca.pem
 step "a swarm instead" swarm_up

@@ -153,10 +153,10 @@ def plan(
 ) -> PlacementPlan:
     """Check the settings of a placement against the topology.
 
-    Without cores and node, the system places the process (`local`). Else it runs on the cores
-    named, or on all cores of the node (`cpu`). `grace` stands for the cores of a Grace CPU's node,
-    by default of the first node. Raises OutriderError(INVALID_VALUE) that names the setting at
-    fault and the possible values.
+    Without cores and node, the system places the process (`local`). With cores, the process runs on
+    these cores; with a node alone, on all cores of the node (`cpu`). `grace` stands for the cores
+    of a Grace CPU's node, by default of the first node. Raises OutriderError(INVALID_VALUE) that
+    names the setting at fault and the possible values.
     """
     if cores is None and numa_node is None:
         return PlacementPlan("local", (), None, threads)

@@ -43,11 +43,11 @@ def create_app(
     api_errors.install(app)
     openapi.install(app)
     app.add_middleware(BodyLimit)
-    # This runs inside the check of keys, because the key tells whose request it is.
+    # Admission runs inside the check of keys, because the key tells whose request it is.
     app.add_middleware(
         AdmissionMiddleware, admission=generation.admission, preparing=generation.preparing
     )
-    # This runs inside CORS, because a browser asks for permission without a key.
+    # The check of keys runs inside CORS, because a browser asks for permission without a key.
     app.add_middleware(RequireKey, gate=gate)
     if settings.allowed_origins:
         app.add_middleware(
@@ -70,7 +70,8 @@ def create_app(
 class LogResponses:
     """ASGI middleware that gives each request an id, and counts and logs its response.
 
-    It also answers after a bug of ours, because only here can that answer get the id.
+    The middleware also answers a request on which the gateway's own code fails, because only here
+    can that answer get the id.
     """
 
     def __init__(self, app: ASGIApp, log: AccessLog) -> None:
@@ -107,6 +108,7 @@ class LogResponses:
                 await failed(scope, receive, identified)
             raise
         finally:
-            # This is the pattern, not the path: each new path would make a new time series.
+            # The metrics get the route's pattern, not the path: each new path would make a new time
+            # series.
             route = getattr(scope.get("route"), "path", "unknown")
             self._log.responded(access, route, status or 500)

@@ -14,7 +14,7 @@ LARGE = Shape(hidden=1280, layers=24, heads=20, kv_heads=4, intermediate=3456)
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
     """Return the path of the grown checkpoint with its tokenizer, in `directory`.
 
-    It is made on first use.
+    The function makes the checkpoint on first use.
     """
     sizes = "x".join(str(size) for size in astuple(shape) if size)
     out = directory / f"{small.name}-{sizes}-{dtype}"
@@ -26,7 +26,7 @@ def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> 
 def modest_target(small: Path, dtype: str) -> Path:
     """Return the path of the target of experiments, grown to 154 M parameters.
 
-    It is made on first use.
+    The function makes the checkpoint on first use.
     """
     return grown_checkpoint(small, Path("bench/out"), MODEST, dtype)
 

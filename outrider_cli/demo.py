@@ -1,8 +1,8 @@
 """`outrider demo`: plain decoding and each drafter on real prompts, as separate processes.
 
-It prints one table per target. On the bundled pair in float32, every draft is verified and all
-texts must be identical. On SmolLM2 in bfloat16, drafts are verified where they pay, which shows the
-speed.
+The command prints one table for each target. On the bundled pair in float32, every draft is
+verified and all texts must be identical. On SmolLM2 in bfloat16, drafts are verified where they
+pay, which shows the speed.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Part:
 def run() -> int:
     """Run both parts, and return the exit status.
 
-    It is 0 if every drafter's texts in float32 equal the texts of plain decoding, 1 if not or if a
-    process failed, 2 without the bundled models, 130 after Ctrl-C.
+    The status is 0 if every drafter's texts in float32 equal the texts of plain decoding, 1 if not
+    or if a process failed, 2 without the bundled models, 130 after Ctrl-C.
     """
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     for model in (_TARGET, _DRAFT, _HEAD):

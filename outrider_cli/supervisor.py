@@ -180,8 +180,8 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
 def not_orphaned() -> list[str]:
     """Return a prefix for a command, so that the child gets SIGTERM when its starter has ended.
 
-    So children end even if the supervisor is killed: Linux sends SIGTERM when the thread that
-    started them has ended. The prefix is empty if `setpriv` cannot do that.
+    With the prefix, children end even if the supervisor is killed: Linux sends SIGTERM when the
+    thread that started them has ended. The prefix is empty if `setpriv` cannot do that.
     """
     command = ["setpriv", "--pdeathsig", "TERM"]
     try:

@@ -29,7 +29,7 @@ def opened_sequence(
 ) -> Opened:
     """Return a sequence for which the verifier takes `draft_tokens` tokens in each step.
 
-    It is greedy by default.
+    The sequence is greedy by default.
     """
     text = list(tokens)
     return Opened(sequence_id, text, sampling, distribution, window, draft_tokens, **more)

@@ -60,7 +60,7 @@ def gh200(root: Path, *, boards: int = 1, driver_manages: bool = False) -> Path:
 def graviton4(root: Path, *, sockets: int) -> Path:
     """Return the /sys of an EC2 instance with all of one or two Graviton 4; **reconstructed**.
 
-    It has Grace's core, Neoverse V2, 96 to a socket, on one node or two:
+    The machine has Grace's core, Neoverse V2, 96 to a socket, on one node or two:
     https://github.com/aws/aws-graviton-getting-started/pull/459. EC2's machines name this vendor.
     """
     nodes = {node: f"{96 * node}-{96 * node + 95}" for node in range(sockets)}

@@ -44,7 +44,7 @@ class Family(Strategy):
     async def load(cls, settings: Any, place: PlacementPlan, metrics: DrafterMetrics) -> Loaded:
         """Load what all connections share. `settings` is an instance of `cls.settings`.
 
-        This implementation loads nothing, and makes instances without arguments.
+        The base class loads nothing, and makes instances of the family without arguments.
 
         Raises OutriderError(INVALID_VALUE) that names the setting at fault.
         """

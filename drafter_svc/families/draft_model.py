@@ -36,8 +36,8 @@ class _Round:
     def pause_prompts(self) -> None:
         """Drop the drafts that still read their prompts, if others have started to guess.
 
-        So a round reads one chunk of prompts, and sequences that guess need not wait for more
-        chunks.
+        A round then reads only one chunk of prompts, and sequences that guess need not wait for
+        more chunks.
         """
         self.drafts = [draft for draft in self.drafts if draft.begun] or self.drafts
 

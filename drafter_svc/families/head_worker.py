@@ -228,7 +228,7 @@ class HeadWorker:
         """Choose the interpretation of the head's file that guesses a text best, and log it.
 
         For the arguments see `reading_choice`. Call this before the first sequence, on any thread.
-        It returns after the choice.
+        The method returns after the choice.
         """
         choice = self._thread.submit(choose_reading, self._model, text, states, answers).result()
         self._model.read_as(choice.spec)

@@ -22,8 +22,8 @@ INT8: Mapping[Weights, bool | None] = {"auto": None, "int8": True, "dtype": Fals
 class FamilySettings(BaseModel):
     """Base of a family's own settings.
 
-    They become flags, environment variables and YAML keys of a drafter that runs this family. The
-    docstring below each setting is its help text.
+    A family's settings become flags, environment variables and YAML keys of a drafter that runs
+    this family. The docstring below each setting is its help text.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True)

@@ -24,8 +24,8 @@ OF_A_TENANT = 2
 """How many of these may be a single tenant's. Each adds its work to a round of the event loop."""
 # While requests come in, round after round, no slots are given for at most `_HOLD_S`: enough time
 # to accept some thousand connections. After that time slots are given for `_GIVE_S` even while
-# requests come in, since requests may never stop. Both are seconds of processor time, because a
-# busy machine takes longer to accept requests.
+# requests come in, since requests may never stop. Both limits are seconds of processor time,
+# because a busy machine takes longer to accept requests.
 _HOLD_S = 0.4
 _GIVE_S = 0.1
 

@@ -59,9 +59,10 @@ class AnswerWriter(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Streams events. It closes their answer when they end, or when the client disconnects.
+    """Streams events, and closes their answer when they end or when the client disconnects.
 
-    While there are no events, it sends pings, so that no proxy takes the connection for dead.
+    While there are no events, the response sends pings, so that no proxy takes the connection for
+    dead.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], answer: AsyncExitStack) -> None:

@@ -67,7 +67,7 @@ class AttributedToken:
 
     `drafter_id` is empty if the step verified no draft. `part` is the field of the answer's message
     to which the token belongs, such as tool_calls[0]. The marks around a call belong to its field.
-    `part` is empty if an answer can have only content. It is None for blanks and for possible
+    `part` is empty if an answer can have only content. `part` is None for blanks and for possible
     beginnings of marks. Such a token has the part of the next token whose `part` is not None; if
     none follows, of the last token before it.
     """
@@ -130,13 +130,13 @@ class DeltaBuilder:
             prompt=prompt,
             within=within,
         )
-        # This decodes token by token to find the text of each token.
+        # `_attribution` decodes token by token to find the text of each token.
         hidden = None if reading is None else table.hidden_ids(reading.literals)
         self._attribution = None
         if request.attributed:
             self._attribution = Detokenizer(table, hidden, prompt=prompt, within=within)
-        # This finds the part of the answer to which each token belongs. `_text` gives only the text
-        # of parts, not of tokens.
+        # `_attribution_reader` finds the part of the answer to which each token belongs. `_text`
+        # gives only the text of parts, not of tokens.
         places = request.attributed and reading is not None
         self._attribution_reader = AnswerReader(reading) if places and reading else None
         self._echo = request.echo or ""

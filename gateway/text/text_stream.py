@@ -14,8 +14,8 @@ _UNSURE_CHARACTERS = 3
 # byte tokens as replacement characters until the run's last character is complete.
 _LONGEST_WAIT = 128
 _BORDER_SEARCH = 8
-# An answer's first token is decoded after this many of the prompt's last tokens that have text.
-# They are searched among the prompt's last `_PROMPT_SEARCH` tokens.
+# An answer's first token is decoded after this many of the prompt's last tokens that have text. The
+# decoder looks for these tokens among the prompt's last `_PROMPT_SEARCH` tokens.
 _PROMPT_CONTEXT = 8
 _PROMPT_SEARCH = 1024
 
@@ -155,8 +155,8 @@ class TokenOffsets:
 class StopScanner:
     """Finds the first complete stop string. If several end at one place, it finds the longest.
 
-    So the result does not depend on how the text is cut into chunks. Text that may begin a stop
-    string is held back.
+    The result therefore does not depend on how the text is cut into chunks. Text that may begin a
+    stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 # The maximum size of a message. A larger message would end the stream for all sequences.
 _MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
-# This bounds the gateway's memory if a verifier goes on with a paused sequence.
+# The maximum number of unread chunks of a sequence. It bounds the gateway's memory if a verifier
+# goes on with a paused sequence.
 _MOST_CHUNKS = 8192
 _Chunks = ReadAhead[TokenChunk | OutriderError | None]
 """The chunks of one sequence. An error or None ends them; None means that the verifier hung up."""

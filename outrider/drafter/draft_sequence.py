@@ -79,7 +79,7 @@ class DraftSequence:
         """The number of tokens by which all branches together may grow.
 
         Where the window lets the drafter run ahead of the next step, this is the window's room for
-        branches; else `tree_room`. It is 0 where there is no guess to branch from, and after
+        branches; else `tree_room`. The room is 0 where there is no guess to branch from, and after
         `give_up_branches` and `abandon`.
         """
         if self.window.depth <= self.draft_tokens:
@@ -105,8 +105,8 @@ class DraftSequence:
     def num_wanted(self) -> int:
         """The number of tokens to guess now.
 
-        This is the number that the verifier's next step lacks. If the step lacks no guesses, this
-        is the number that a step takes.
+        If the verifier's next step lacks guesses, `num_wanted` is the number that it lacks; else it
+        is the number of guesses that a step takes.
         """
         wanted = self.draft_tokens
         if self.urgent:

@@ -59,8 +59,8 @@ class GrammarCompiler:
     ) -> None:
         """Load the tokenizer; raise ImportError when LLGuidance is not installed.
 
-        `trusted` grammars have been checked by somebody else. They are compiled only here, and no
-        worker processes are started.
+        `trusted` grammars have been checked by somebody else. Trusted grammars are compiled only in
+        this process, and no worker processes are started.
         """
         self.mask_width = -(-vocab_size // 32)
         self.cache = GrammarCache(cache_bytes)

@@ -56,8 +56,8 @@ _PARTS = ("fc", "fc_norm", "input_norm")
 def projection_name(head: Head) -> str:
     """Name a projection by what it computes: a SHA-256 (hex) of its states, norms and weights.
 
-    So a drafter cannot get rows that another head's projection made. The name is empty if the head
-    has no projection.
+    With such a name, a drafter cannot get rows that another head's projection made. The name is
+    empty if the head has no projection.
     """
     tensors = projection_tensors(head)
     if not tensors or head.spec.decoder is None:

@@ -32,8 +32,8 @@ _IN_A_ROW = 3
 class Matches:
     """The number of right guesses of an interpretation.
 
-    `later` counts the guesses after the first, which were made from the head's own states. It is 0
-    where all interpretations recycle the states in the same way.
+    `later` counts the guesses after the first, which were made from the head's own states. `later`
+    is 0 where all interpretations recycle the states in the same way.
     """
 
     spec: HeadSpec

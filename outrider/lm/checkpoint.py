@@ -73,8 +73,8 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
 def _dequantizing(model: str, config: Any) -> dict[str, Any]:
     """Return the arguments with which `transformers` dequantises MXFP4, as gpt-oss is published.
 
-    They are empty for weights that are not quantised. Raises OutriderError for other quantised
-    weights.
+    The arguments are empty for weights that are not quantised. Raises OutriderError for other
+    quantised weights.
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:

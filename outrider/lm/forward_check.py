@@ -1,8 +1,8 @@
 """Compares our forward of a Llama-like model with the model's own, using a forward in float32.
 
-Both round to the model's dtype, each in its own places. Both are compared with the same weights'
-logits in float32. Our forward's error may be larger than the error of the model's own forward, by
-at most a factor.
+Both forwards round to the model's dtype, each in its own places. The logits of both are compared
+with the logits of the same weights in float32. Our forward's error may be larger than the error of
+the model's own forward, by at most a factor.
 """
 
 from __future__ import annotations

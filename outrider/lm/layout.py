@@ -34,9 +34,9 @@ class SequenceSlice:
 
     `parents` has the parents of the last `len(parents)` tokens, as in `protocol.token_tree`; row 0
     is the token before them. Token i is in the slot `start + i` of the sequence, and a token of the
-    tree has the position after its parent's. It attends to the tokens before the tree and to its
-    ancestors. Without `parents`, each token follows the previous token, and slots and positions are
-    the same.
+    tree has the position after its parent's. A token of the tree attends to the tokens before the
+    tree and to its ancestors. Without `parents`, each token follows the previous token, and slots
+    and positions are the same.
 
     `kv` is the sequence that holds the pages, if the pages stay from step to step. The block table
     on a GPU then gets only its new pages.

@@ -1,8 +1,8 @@
 """A fingerprint of a checkpoint: equal for the same tensors, however they are divided into files.
 
-Reads only samples of each tensor, so it takes seconds for hundreds of gigabytes. It distinguishes
-checkpoints that were trained further or quantised, but not checkpoints that somebody made to look
-alike.
+Reads only samples of each tensor, so it takes seconds for hundreds of gigabytes. The fingerprint
+distinguishes checkpoints that were trained further or quantised, but not checkpoints that somebody
+made to look alike.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     banned_token_ids: tuple[int, ...] = ()
-    # These are computed once, because each step reads them for every sequence.
+    # `greedy` and `adjusts` are computed once, because each step reads them for every sequence.
     greedy: bool = field(init=False, repr=False, compare=False)
     adjusts: bool = field(init=False, repr=False, compare=False)
     """True if bias, penalties, bans or min_tokens change the logits before the temperature."""
@@ -264,8 +264,8 @@ class SpeculationStats:
 class TokenLogprob:
     """Log probabilities of a token and the likeliest tokens, from the target's unprocessed softmax.
 
-    They are natural logarithms, and the likeliest tokens come first. `rank` counts the tokens at
-    least as likely as this token, itself included.
+    All log probabilities are natural logarithms, and the likeliest tokens come first. `rank` counts
+    the tokens at least as likely as this token, itself included.
     """
 
     logprob: float

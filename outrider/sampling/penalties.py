@@ -25,7 +25,7 @@ _IN_OUTPUT = 2
 class _Text:
     """A counted sequence.
 
-    It holds the list of tokens, so that the list's identity is not reused.
+    The object keeps the list of tokens alive, so that the list's identity is not reused.
     """
 
     tokens: Sequence[int]

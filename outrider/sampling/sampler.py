@@ -317,8 +317,8 @@ def _typical_set(
 def inverse_cdf(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
     """Return each row's token at the fraction `uniform_R` of its cumulative weights, int64 [R].
 
-    Weights need not be normalised. They are summed in float64, because with a vocabulary of 150k,
-    float32 sums would shift the tail. A token of weight 0 is never returned.
+    Weights need not be normalised. The weights are summed in float64, because with a vocabulary of
+    150k, float32 sums would shift the tail. A token of weight 0 is never returned.
     """
     cumulative = weights_RV.cumsum(-1, dtype=torch.float64)
     # `uniform_R` is at most 1 - 2^-53, so the product never rounds up to the total, which would

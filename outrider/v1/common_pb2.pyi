@@ -31,11 +31,13 @@ class _AcceptanceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Acceptance
     ACCEPTANCE_EXACT: _Acceptance.ValueType  # 1
     """The output has exactly the target's distribution."""
     ACCEPTANCE_TYPICAL: _Acceptance.ValueType  # 2
-    """Lossy: typical acceptance (Medusa). It also accepts draft tokens that the target finds likely
-    enough.
+    """Lossy: typical acceptance (Medusa). The verifier also accepts draft tokens that the target
+    finds likely enough.
     """
     ACCEPTANCE_RELAXED: _Acceptance.ValueType  # 3
-    """Lossy: in the thinking phase it also accepts draft tokens among the target's likeliest few."""
+    """Lossy: in the thinking phase the verifier also accepts draft tokens among the target's
+    likeliest few.
+    """
 
 class Acceptance(_Acceptance, metaclass=_AcceptanceEnumTypeWrapper):
     """How closely the output has to follow the target. A request with an unknown value is refused."""
@@ -45,11 +47,13 @@ ACCEPTANCE_UNSPECIFIED: Acceptance.ValueType  # 0
 ACCEPTANCE_EXACT: Acceptance.ValueType  # 1
 """The output has exactly the target's distribution."""
 ACCEPTANCE_TYPICAL: Acceptance.ValueType  # 2
-"""Lossy: typical acceptance (Medusa). It also accepts draft tokens that the target finds likely
-enough.
+"""Lossy: typical acceptance (Medusa). The verifier also accepts draft tokens that the target
+finds likely enough.
 """
 ACCEPTANCE_RELAXED: Acceptance.ValueType  # 3
-"""Lossy: in the thinking phase it also accepts draft tokens among the target's likeliest few."""
+"""Lossy: in the thinking phase the verifier also accepts draft tokens among the target's
+likeliest few.
+"""
 Global___Acceptance: _TypeAlias = Acceptance  # noqa: Y015
 
 class _AcceptanceRule:
@@ -326,7 +330,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """A constraint on the output. It masks the target's logits at every position."""
+    """A constraint on the output. The verifier masks the target's logits by it at every position."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -144,7 +144,7 @@ async def _played(
 async def _speed(family: str, address: str) -> tuple[float, float]:
     """Return the round trip and the seconds per draft token that the verifier measured.
 
-    Both are for drafters of `family`, and 0 without such a drafter.
+    Both numbers are for drafters of `family`, and 0 without such a drafter.
     """
     async with rpc.dial(address) as channel:
         info = await wait_until_ready(channel)

@@ -2,8 +2,8 @@
 
 Forwards take the time of a cost table, and the simulated world decides which guesses are right.
 
-It replaces `outrider.lm.runner.ModelRunner` and `verifier_svc.verification.batch.DraftVerifier`,
-and computes no logits.
+The class replaces `outrider.lm.runner.ModelRunner` and
+`verifier_svc.verification.batch.DraftVerifier`, and computes no logits.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @asynccontextmanager
 async def python(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Yield a process that runs this interpreter. It is killed at the end."""
+    """Yield a process that runs this interpreter. The process is killed at the end."""
     environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(
         sys.executable, *arguments, cwd=ROOT, env=os.environ | environment, stdout=-1, stderr=-1

@@ -106,7 +106,8 @@ def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: 
         if i < len(draft):
             excess = np.maximum(0.0, weight * target_probs[i] - draft_probs[i]).sum()
             total = excess + 1.0 - weight
-            # Both terms are 0 only if target and draft agree and no mass was lost before.
+            # `excess` and `total` are both 0 only if target and draft agree and no mass was lost
+            # before.
             chance = excess / total if total > 0 else 1.0
         if coins.accept(i - 1) < chance:
             count = i

@@ -57,7 +57,8 @@ def observed_stack(directory: Path) -> Iterator[tuple[str, dict[str, list[int]]]
 async def traffic(url: str) -> None:
     """Send requests of every kind that a panel counts.
 
-    They are completions and a chat, two refused requests, and a stream whose client leaves.
+    The requests are completions and a chat, two requests that are refused, and a stream whose
+    client leaves.
     """
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         for family in ("ngram", "model", ""):

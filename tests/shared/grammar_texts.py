@@ -58,7 +58,7 @@ def allowed(mask: np.ndarray, row: int = 0) -> np.ndarray:
 def walk(compiled: Compiled, rng: random.Random, limit: int = 400) -> str | None:
     """Return a text of random allowed tokens; None if it grows beyond `limit` tokens.
 
-    It takes an end token with probability 1/2 where the grammar allows one.
+    Where the grammar allows an end token, the walk takes it with probability 1/2.
     """
     matcher = compiled.matcher()
     tokens: list[int] = []

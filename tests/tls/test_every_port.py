@@ -139,7 +139,7 @@ def shown(made: Served, stranger: str) -> Tls | None:
     return Tls(folder / f"{stranger}.pem", folder / f"{stranger}.key", made.certificates.ca)
 
 
-# These ports check no roles: Prometheus' library accepts every certificate of the authority.
+# The ports that check no roles: Prometheus' library accepts every certificate of the authority.
 WITHOUT_ROLES = ("verifier metrics", "drafter metrics")
 REFUSED = [
     (port, stranger)

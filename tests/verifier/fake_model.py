@@ -40,7 +40,7 @@ Positions = npt.NDArray[np.int64]
 class TableModel:
     """Looks up its logits in a table [V, V, V] by the last two tokens.
 
-    It reads earlier tokens only from its paged cache, so a wrong page gives wrong logits.
+    The model reads earlier tokens only from its paged cache, so a wrong page gives wrong logits.
     """
 
     vocab_size = VOCAB

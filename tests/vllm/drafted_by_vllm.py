@@ -2,8 +2,8 @@
 
     python -m tests.vllm.drafted_by_vllm TARGET HEAD DRAFTS < prompts.json
 
-It is a separate process, since vLLM's imports warn and vLLM prints. Its answer is JSON: `texts`,
-and `rounds`, how many drafts vLLM verified for all texts.
+The program is a process of its own, since vLLM's imports warn and vLLM prints. Its answer is JSON:
+`texts`, and `rounds`, how many drafts vLLM verified for all texts.
 """
 
 from __future__ import annotations

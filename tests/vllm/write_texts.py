@@ -1,6 +1,6 @@
 """Writes the texts of cases with vLLM: `python -m tests.vllm.write_texts v1 < cases.json`.
 
-It is a separate process, since a process has one runner, and vLLM's imports warn.
+The program is a process of its own, since a process has one runner, and vLLM's imports warn.
 """
 
 from __future__ import annotations

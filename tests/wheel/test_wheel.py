@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# These tests run most of the compiled lines, with wrong types too.
+# The tests that run with compiled modules: they run most of the compiled lines, with wrong types
+# too.
 TESTS = [
     *("verifier/test_engine.py", "verifier/test_trie.py", "verifier/test_tree_steps.py"),
     *("verifier/test_hostile_drafts.py", "verifier/test_known_attacks.py"),

@@ -16,7 +16,7 @@ from verifier_svc.verification.rule_choice import choose_distribution
 # path after that token.
 _AHEAD = 2
 _TOKENS_PER_DEPTH = 6
-# Prior acceptance of a drafter. It is high, because the verifier never tries a drafter whose
+# Prior acceptance of a drafter. The prior is high, because the verifier never tries a drafter whose
 # acceptance starts low.
 _OPTIMISM = 0.8
 _KNOWN_POSITIONS = 16

@@ -24,8 +24,8 @@ MOST_LOST = 32
 _MAX_DRAFTERS = 64
 # The part of all connections that drafters of one source may have, so that nobody has all of them.
 _SOURCE_SHARE = 0.25
-# The maximum number of drafters of a sequence. It bounds the cost of drafters in a step, however
-# many are connected.
+# The maximum number of drafters of a sequence. The limit bounds the cost of drafters in a step,
+# however many are connected.
 PLACES = 4
 
 

@@ -11,8 +11,8 @@ from verifier_svc.state.sequence import Sequence
 class FairQueue:
     """Gives the next place to the tenant with the fewest running sequences.
 
-    So a tenant that floods the queue cannot starve another tenant (max-min fairness). A tenant's
-    own sequences are served in order of arrival.
+    A tenant that floods the queue therefore cannot starve another tenant (max-min fairness). A
+    tenant's own sequences are served in order of arrival.
     """
 
     def __init__(self) -> None:

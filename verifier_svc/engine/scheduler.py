@@ -260,8 +260,8 @@ class Scheduler:
     def _page_victim_for_running(self, batch: Mapping[int, ScheduledSequence]) -> Sequence:
         """Return the sequence to preempt when a running sequence lacks a page.
 
-        It is the youngest of the sequences that are not in the batch and belong to the tenant with
-        the most pages.
+        The victim is the youngest of the sequences that are not in the batch and belong to the
+        tenant with the most pages.
         """
         held = self._pages_held()
         others = [each for each in self.running.values() if each.id not in batch]
@@ -324,9 +324,9 @@ class Scheduler:
     def _place_victim_for_admission(self, tenant: str) -> Sequence | None:
         """Return the sequence that loses its place to `tenant`.
 
-        It is the youngest sequence of the tenant with the most places. That tenant keeps at least
-        as many places as `tenant` then has, and so cannot take the place back. Return None if no
-        tenant has at least 2 places more than `tenant`.
+        The victim is the youngest sequence of the tenant with the most places. That tenant keeps at
+        least as many places as `tenant` then has, and so cannot take the place back. Return None if
+        no tenant has at least 2 places more than `tenant`.
         """
         most, count = self.tenants.most_common(1)[0]
         if count <= self.tenants[tenant] + 1:
@@ -337,7 +337,7 @@ class Scheduler:
     def _fits_without(self, victim: Sequence, sequence: Sequence) -> bool:
         """Return whether a sequence can get its pages if `victim` is preempted for its place.
 
-        Otherwise the place would stay empty.
+        If it cannot, the place would stay empty after the preemption.
         """
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)
         if missing <= self.pool.free_count + len(victim.kv.pages):
@@ -358,7 +358,8 @@ class Scheduler:
     def _lacks_pages(self, sequence: Sequence) -> bool:
         """Return whether a sequence lacks pages, even if it shares all cached pages of its text.
 
-        This runs at every step for a sequence that waits for pages, so it hashes nothing again.
+        The method runs at every step for a sequence that waits for pages, so it hashes nothing
+        again.
         """
         tenant = sequence.request.tenant
         if len(self.tenants) > 1 or tenant not in self.tenants:

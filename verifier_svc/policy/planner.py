@@ -260,7 +260,7 @@ class Planner:
     def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
         """Return a plan that asks no drafter, to measure baseline steps or for lack of drafters.
 
-        It keeps what the last plan decided about drafters.
+        The plan keeps what the last plan decided about drafters.
         """
         return Plan(
             batch,

@@ -104,8 +104,8 @@ def _pending_drafts(
 def pending_drafts(sequence: Sequence, draft_tokens: int, policy: DraftPolicy) -> Pending:
     """Return the drafts in flight for a sequence that verifies at most `draft_tokens`.
 
-    If the policy takes all drafts, these are all drafts that it may await. Otherwise each of them
-    promises more than every draft that has arrived.
+    If the policy takes all drafts, the result has all drafts that it may await. If not, the result
+    has only drafts that promise more than every draft that has arrived.
     """
     if draft_tokens == 0:
         return _NOTHING

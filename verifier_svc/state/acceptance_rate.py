@@ -26,7 +26,7 @@ _SHARE_DECAY = 0.99
 
 
 class _FixedRate:
-    """A prior that never changes. It has only a rate for the first position."""
+    """A prior that never changes. Such a prior has only a rate for the first position."""
 
     __slots__ = ("by_position", "version")
 
@@ -38,7 +38,7 @@ class _FixedRate:
 class AcceptanceRate:
     """For each position, the probability that a draft token is accepted if all before it were.
 
-    It is estimated from decayed counts and a prior.
+    The rate is estimated from decayed counts and a prior.
     """
 
     __slots__ = (
@@ -122,9 +122,9 @@ class AcceptanceRate:
     def expected_tokens(self, count: int) -> float:
         """Return how many tokens a step with `count` draft tokens commits on average.
 
-        This is one, for the target's own token, plus the sum of the cumulative acceptances. With
-        one rate a for all positions it is (1 - a^(k+1)) / (1 - a) for k draft tokens (Leviathan et
-        al. 2023, eq. 1).
+        The number is one, for the target's own token, plus the sum of the cumulative acceptances.
+        With one rate a for all positions it is (1 - a^(k+1)) / (1 - a) for k draft tokens
+        (Leviathan et al. 2023, eq. 1).
         """
         if self._valid != self.version + self._prior.version:
             self._refresh()
@@ -213,8 +213,8 @@ def _place(depth: int, rank: int) -> int:
 class Latency:
     """Median of the last few durations of one kind, in seconds; 0 before the first.
 
-    It is a median because one answer that was late for a special reason, such as a cold start or a
-    long prompt, should not keep the drafter from being asked.
+    The value is a median because one answer that was late for a special reason, such as a cold
+    start or a long prompt, should not keep the drafter from being asked.
     """
 
     __slots__ = ("_samples", "value")

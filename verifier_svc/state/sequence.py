@@ -170,8 +170,8 @@ class Assignment:
     def final_length(self, draft_tokens: int) -> tuple[int, int]:
         """Return how many tokens the drafter was asked for, and how many its draft has in the end.
 
-        Both count at most `draft_tokens`, since the step verifies no more. The second number is 0
-        if there is no draft, or if the draft may still grow before the next verdict.
+        Both numbers are at most `draft_tokens`, since the step verifies no more. The second number
+        is 0 if there is no draft, or if the draft may still grow before the next verdict.
         """
         if draft_tokens == 0 or not self.asked:
             return 0, 0

@@ -21,8 +21,8 @@ from outrider.process.network import rpc_errors
 from outrider.protocol.wire.batches import take_batch
 from outrider.v1 import verifier_pb2
 
-# This bounds how much memory of the verifier a caller that does not read can fill. The parts of one
-# step are far smaller.
+# The number of bytes of the verifier's memory that a caller which does not read can fill. The parts
+# of one step are far smaller.
 MOST_UNSENT_BYTES = 64 * 2**20
 
 Requests = AsyncIterator[token_streams_pb2.StreamTokensRequest]
@@ -57,8 +57,8 @@ class GatewayStream:
         Raises OutriderError: PROTOCOL_VIOLATION for a message without a meaning, SLOW_READER if the
         caller leaves MOST_UNSENT_BYTES unread.
         """
-        # Otherwise gRPC would send the metadata with the first message or with a status, and gRPC
-        # refuses a status while it writes a message with metadata.
+        # The metadata go out at once. If not, gRPC would send them with the first message or with a
+        # status, and gRPC refuses a status while it writes a message with metadata.
         await self._context.send_initial_metadata(())
         reading = asyncio.create_task(self._read())
         writing = asyncio.create_task(self._write())

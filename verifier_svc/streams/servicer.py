@@ -1,6 +1,6 @@
 """VerifierService: parses requests, submits them to the engine and streams its chunks.
 
-It owns the stage (loading, ready, draining), not the model.
+The service owns its stage (loading, ready, draining), not the model.
 """
 
 from __future__ import annotations

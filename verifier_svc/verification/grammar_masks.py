@@ -39,11 +39,11 @@ class GrammarMasks:
     """Works for one engine. Masks are computed on threads of `lanes` while the forward runs.
 
     A sequence whose masks are not there in time is left out of the step: nothing of it is accepted
-    or drawn. It comes back with the same draft when the masks are there, and the same noise, which
-    depends only on seed and position. The sequence's text therefore does not depend on how long
-    masks take, even where that time depends on the values of sampled draft tokens. Whether later
-    steps draft at all may depend on that time. This is harmless, because their drafts are sampled
-    only afterwards.
+    or drawn. Such a sequence comes back, when the masks are there, with the same draft and the same
+    noise, which depends only on seed and position. The sequence's text therefore does not depend on
+    how long masks take, even where that time depends on the values of sampled draft tokens. Whether
+    later steps draft at all may depend on that time. This is harmless, because their drafts are
+    sampled only afterwards.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from verifier_svc.state.sequence import Sequence as SequenceState
 # Processor time that each mask may take free of the budget, in seconds. Usual masks take 0.05 to
 # 0.5 ms.
 _FREE_S = 0.02
-# This many requests of a tenant can use up their budgets at the same time. In each second the
-# tenant's budget regains `_REFILL` seconds.
+# The number of a tenant's requests that can use up their budgets at the same time. In each second
+# the tenant's budget regains `_REFILL` seconds.
 _TENANTS_REQUESTS = 5
 _REFILL = 0.1
 # Tenants whose slow masks are computed at the same time. The threads have a lower priority than the

@@ -94,7 +94,7 @@ class Rows:
     def uniform(self, purpose: Purpose) -> np.ndarray:
         """Return each row's random number for the purpose, float64 [R].
 
-        It depends on the committed length too, so that no number is used at two steps.
+        The number depends on the committed length too, so that no number is used at two steps.
         """
         lengths = [len(draft.context.tokens) for draft in self.drafts]
         steps: np.ndarray = np.repeat(lengths, self._counts_B)

@@ -21,8 +21,8 @@ def walk(
 
     `own` has the target's own token after each row; a negative number equals no draft token.
     `accepts_first` tells for each row whether a rule accepts its first child, whatever the target's
-    own token is. Otherwise the walk goes to the child that equals that token, and stops if there is
-    none.
+    own token is. At a row whose first child no rule accepts, the walk goes to the child that equals
+    the target's own token, and stops if there is none.
     """
     below = children(parents)
     rows: list[int] = []

@@ -27,12 +27,12 @@ UNSENT_BYTES = 16 * 1024
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds on headers and on the time in which bytes must arrive."""
 
-    # These limits keep a slow sender from holding a connection. An honest sender is done far
+    # The next two limits keep a slow sender from holding a connection. An honest sender is done far
     # earlier.
     header_seconds = 10.0
     body_seconds = 60.0
-    # This limit keeps a client from holding an unread answer for ever. A slow reader's answer ends
-    # earlier, but its last chunks and its error may wait in the connection.
+    # The next limit keeps a client from holding an unread answer for ever. A slow reader's answer
+    # ends earlier, but its last chunks and its error may wait in the connection.
     unread_seconds = 120.0
     needs_certificate: bool
     log_access: AccessLog
@@ -47,8 +47,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._peer: Peer | None = None
         # The bytes of the request line and of complete headers.
         self._header_bytes = 0
-        # The bytes since the last byte of a body. They may be an unfinished header or trailer,
-        # which the parser has not reported yet.
+        # The bytes since the last byte of a body. These bytes may be an unfinished header or
+        # trailer, which the parser has not reported yet.
         self._pending_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -112,7 +112,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._pending_bytes > MAX_HEADER_BYTES:
             self._refuse(_too_large())
         elif self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            # These bytes begin another request, or are noise. Either way time is limited.
+            # The received bytes begin another request, or are noise. Either way time is limited.
             self._expect(self.header_seconds)
 
     def on_message_begin(self) -> None:

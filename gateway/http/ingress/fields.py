@@ -71,7 +71,8 @@ def check_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(check_unicode)]
-# These limits are for /openapi.json. Later checks enforce them with better messages.
+# The limits of the next three types are for /openapi.json. Later checks enforce them with better
+# messages.
 TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 Choice = Annotated[Text, WithJsonSchema({"type": "string", "minLength": 1})]
 Filled = Annotated[str, Field(min_length=1)]

@@ -220,7 +220,7 @@ class GenerationBody(TakesNeutral, SamplingBody):
         minimum=0,
         maximum=MAX_TOP_LOGPROBS,
     )
-    # OpenAI's labels for its own records and caches. They do not change the answer.
+    # OpenAI's labels for its own records and caches. The labels do not change the answer.
     user: str | None = None
     metadata: Entries[str] | None = None
     safety_identifier: str | None = None

@@ -200,8 +200,8 @@ class ResponsesBody(PromptBody, SamplingBody):
     background: Literal[False] | None = None
     prompt: None = None
     top_logprobs: Literal[0] | None = None
-    # These three are ignored, but answers repeat them. `max_tool_calls` limits tools that OpenAI
-    # runs; the other two are labels for OpenAI's records and caches.
+    # The next three parameters are ignored, but answers repeat them. `max_tool_calls` limits tools
+    # that OpenAI runs; the other two are labels for OpenAI's records and caches.
     max_tool_calls: int | None = limited("Ignored.")
     prompt_cache_key: Text | None = limited("Ignored.")
     safety_identifier: Text | None = limited("Ignored.")

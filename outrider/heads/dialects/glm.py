@@ -44,7 +44,7 @@ def read_glm(keys: Keys, folder: Path, target: TargetShape) -> Head:
     weights.take("hnorm.weight", hidden, to="hidden_layernorm.weight")
     weights.take("eh_proj.weight", hidden, 2 * hidden, to="fc.weight")
     weights.take("shared_head.norm.weight", hidden, to="norm.weight")
-    # These are copies of the target's tensors.
+    # The skipped tensors are copies of the target's tensors.
     weights.skip("embed_tokens.weight", "shared_head.head.weight")
     _take_attention(weights, decoder)
     _take_experts(weights, config)

@@ -82,7 +82,7 @@ class PagedBatch:
             page_offsets.append(len(pages))
             pages.extend(table)
         per_token_or_slice = (slot_mapping, first_rows, lengths, starts, page_offsets)
-        # These are kept alive, because the C structure has only their addresses.
+        # The arrays are kept alive, because the C structure has only their addresses.
         self._arrays = [*(array("q", numbers) for numbers in per_token_or_slice), pages]
         if tree_starts:
             self._arrays += [array("q", tree_starts), array("Q", ancestors)]
@@ -100,7 +100,7 @@ class PagedAttention:
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         _, page_size, kv_heads, head_size = keys.shape
-        # These are kept alive, because the C structure has only their addresses.
+        # The caches are kept alive, because the C structure has only their addresses.
         self._caches = keys, values
         self.struct = Layer(
             keys.data_ptr(),

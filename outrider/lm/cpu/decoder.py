@@ -87,7 +87,7 @@ class CpuDecoder:
         if not is_built_like_llama(model):
             raise LookupError("it is not one of the models that are built like Llama")
         base = model.model
-        # These are kept alive, because the C structures have only their addresses.
+        # `_kept` keeps objects alive, because the C structures have only their addresses.
         self._kept: list[object] = [model]
         self._layers = (_DecoderLayer * len(base.layers))(
             *(self._layer(layer, caches[i]) for i, layer in enumerate(base.layers))

@@ -152,7 +152,7 @@ def _norm(module: Any) -> Norm:
 def _join(module: torch.nn.Module, names: tuple[str, ...]) -> _Joined:
     """Join these layers' weights and biases; the layers then hold views of the joined tensors.
 
-    So the model's own forward computes as before, and the weights are in memory once.
+    The model's own forward therefore computes as before, and the weights are in memory once.
     """
     (layers,) = fusible(module, [names])
     weight, bias = joined(layers)

@@ -55,7 +55,7 @@ class Bounds:
 def buckets(bounds: Bounds) -> list[Bucket]:
     """Return the buckets to capture, those with the most tokens first.
 
-    So smaller graphs can reuse the memory of larger graphs.
+    In this order, smaller graphs can reuse the memory of larger graphs.
     """
     decoding = [
         _decoding(batch, mean, bounds)
@@ -106,9 +106,9 @@ class Graphs:
     ) -> None:
         """Hold the graphs of `forward`, which `capture` creates.
 
-        `forward` takes token ids [T], positions [T] and a layout, and returns logits [T, V]. It
-        must not read their values on the host. The graphs keep the hidden states that `states`
-        watches during the capture.
+        `forward` takes token ids [T], positions [T] and a layout, and returns logits [T, V].
+        `forward` must not read the values of these tensors on the host. The graphs keep the hidden
+        states that `states` watches during the capture.
         """
         self._forward = forward
         self._shape = shape
@@ -190,7 +190,8 @@ class Graphs:
     def largest_forward(self, bounds: Bounds) -> Callable[[], torch.Tensor]:
         """Return a function that runs the largest forward within `bounds` without a graph.
 
-        It runs on padding, and returns the logits [`bounds.tokens`, V].
+        The returned function runs the forward on padding, and returns the logits [`bounds.tokens`,
+        V].
         """
         table = BlockTable(bounds.sequences, self._shape, self._device)
         inputs = Inputs(_mixed(bounds.tokens, bounds), table)

@@ -27,8 +27,8 @@ def cache_bytes(total: int, free: int, own: int, step: int, share: float) -> int
     """Return the bytes that are left for the KV cache, negative if there are too few.
 
     This process may use a `share` of the card's `total` bytes. The process already holds `own`
-    bytes of its share, and keeps `step` bytes for its largest step. It takes at most the `free`
-    bytes.
+    bytes of its share, and keeps `step` bytes for its largest step. The cache gets at most the
+    `free` bytes, less `step`.
     """
     return min(int(total * share) - own - _CONTEXT_BYTES, free) - step
 

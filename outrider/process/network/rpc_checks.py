@@ -37,9 +37,9 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_leaving)
 class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs
     """Refuses calls to unknown methods and calls that the peer's role may not make.
 
-    It also refuses messages that are larger than `most_bytes` or cannot be parsed. gRPC itself
-    would answer without details, and log a traceback for the latter. The handler of a stream sees
-    an OutriderError where it reads: REQUEST_TOO_LARGE or MALFORMED_REQUEST.
+    The interceptor also refuses messages that are larger than `most_bytes` or cannot be parsed.
+    gRPC itself would answer without details, and log a traceback for the latter. The handler of a
+    stream sees an OutriderError where it reads: REQUEST_TOO_LARGE or MALFORMED_REQUEST.
 
     An OutriderError that a handler raises becomes the call's status. Any other exception is logged
     and becomes INTERNAL, without its text, which may contain a user's data. A peer that leaves

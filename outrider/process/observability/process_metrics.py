@@ -35,7 +35,7 @@ def add_process_metrics(
     )
     for name, files in tls.items():
         if files is not None:
-            # These are read with each scrape, since the files may be replaced.
+            # The expiry is read with each scrape, since the files may be replaced.
             expiry.labels(f"{name}-cert").set_function(partial(_expiry, files.cert))
 
 

@@ -21,7 +21,7 @@ _HEAD_BYTES = 8
 class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen at import
     """redis-py's parser of replies, but raises InvalidResponse for a reply that is too large.
 
-    Neither redis-py nor hiredis has a setting for this. hiredis bounds only the nesting. It
+    Neither redis-py nor hiredis has a setting for this. hiredis bounds only the nesting. hiredis
     allocates a list as soon as it has read the head: 8 bytes an element, for a head of a dozen
     bytes. A hostile Redis could stop a drafter with a list of a thousand million elements: nothing
     else runs during the seconds in which Python frees the list. redis-py also has a parser written

@@ -237,9 +237,9 @@ class WatchedTls(Generic[_Loaded]):
     def refresh(self) -> bool:
         """Load changed files; return whether `current` is new.
 
-        Files that do not fit, as halfway through a replacement, leave `current` in place. They are
-        loaded again when they have changed, and otherwise at most once a second, because any
-        stranger's handshake calls this.
+        Files that do not fit, as halfway through a replacement, leave `current` in place. Such
+        files are loaded again when they have changed, and otherwise at most once a second, because
+        any stranger's handshake calls this.
         """
         stamp = self._files.stamp()
         now = time.monotonic()

@@ -1,6 +1,6 @@
 """A target whose logits depend on every token that its paged cache holds for a sequence.
 
-So a page that is lost, shared wrongly or overwritten changes the output.
+A page that is lost, shared wrongly or overwritten therefore changes the output.
 """
 
 from __future__ import annotations

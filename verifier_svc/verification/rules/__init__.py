@@ -1,6 +1,6 @@
 """The acceptance rules that compute with probabilities: pure functions of these and of noise.
 
-They use no sequences, streams or settings. TOKEN_WISE and BLOCK are in `sampled_drafts.py`; TYPICAL
-and RELAXED are in `lossy.py`. GREEDY and COUPLED compare tokens, and SYNTHETIC compares noise with
-given rates: they are in `verification/acceptance.py`, which applies all rules.
+The rules use no sequences, streams or settings. TOKEN_WISE and BLOCK are in `sampled_drafts.py`;
+TYPICAL and RELAXED are in `lossy.py`. GREEDY and COUPLED compare tokens, and SYNTHETIC compares
+noise with given rates: they are in `verification/acceptance.py`, which applies all rules.
 """

@@ -101,8 +101,8 @@ def _prob_of_end(drafts: SparseDrafts, i: int, weight_B: torch.Tensor) -> torch.
     outside_B = weight_B * (1 - target_BE.sum(-1)).clamp(min=0)
     excess_B = outside_B + (weight_B.unsqueeze(-1) * target_BE - draft_BE).clamp(min=0).sum(-1)
     total_B = excess_B + 1 - weight_B
-    # Both are 0 only if target and draft agree and no mass was lost before: then a later coin is
-    # certain to accept.
+    # `excess_B` and `total_B` are both 0 only if target and draft agree and no mass was lost
+    # before: then a later coin is certain to accept.
     return torch.where(total_B > 0, excess_B / total_B.clamp(min=_TINY), 1.0)
 
 

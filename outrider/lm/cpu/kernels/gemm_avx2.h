@@ -65,8 +65,9 @@ INLINE void multiply(struct pass pass, float (*acc)[BLOCK], int n, int vectors) 
         ahead += BLOCK * 4;
       }
       for (int second = 0; second < PAIR; second++) {
-        // If the registers do not hold both halves of all pairs beside the sums, this makes the
-        // compiler load the pairs again. Otherwise the compiler would store sums on the stack.
+        // If the registers do not hold both halves of all pairs beside the sums, the empty
+        // instruction makes the compiler load the pairs again. Without it the compiler would store
+        // sums on the stack.
         if ((n + PAIR) * vectors > 12) __asm__("" : "+r"(weights), "+r"(x));
         vec some[VECTORS];
         for (int v = 0; v < vectors; v++)

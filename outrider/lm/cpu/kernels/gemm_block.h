@@ -45,7 +45,7 @@ struct linear {
 
 // The input [rows, in] of a product. If `tiled`, it consists of tiles of `tile_rows` rows by 32
 // elements, and the tiles of the same rows are adjacent; tiles are read faster, because their lines
-// fall into different sets of the cache. Otherwise each row is contiguous. The vector code
+// fall into different sets of the cache. If not `tiled`, each row is contiguous. The vector code
 // multiplies at most `tile_rows` rows at once in both cases. The output of a SWIGLU product has
 // tiles of the same shape. `room` has space for the rows in int8; only INT8 needs it.
 struct gemm_input {

@@ -23,9 +23,9 @@
 // With AVX-512 a single row needs no prefetching: on an EPYC (Zen 5) it made forwards of one thread
 // take 1.08 to 1.11 times as long.
 #define PREFETCHES_OWN(rows) ((rows) > 1 || LANES < 16)
-// Distance in bytes at which a block prefetches its own weights. It is two pages, because the
-// processor's own prefetching stops at the end of each page. On an EPYC (Zen 4) 8 rows took 0.57 of
-// the time that they took with 1 KiB, or without prefetching.
+// Distance in bytes at which a block prefetches its own weights. The distance is two pages, because
+// the processor's own prefetching stops at the end of each page. On an EPYC (Zen 4) 8 rows took
+// 0.57 of the time that they took with 1 KiB, or without prefetching.
 #define PREFETCH_DISTANCE 8192
 
 // Returns the tile_rows of an input with `rows` rows: the rows of one pass over the weights, about

@@ -27,8 +27,8 @@ INLINE float largest_lane(vec x) {
 
 // Up to QUERY_ROWS queries, those of a key/value head together, and the state of their softmax. If
 // `by_dots`, keys and queries are pairs of bfloat16 of adjacent dimensions, and values and weights
-// are pairs of adjacent keys. Otherwise they are floats, and the queries are already multiplied by
-// `scale`.
+// are pairs of adjacent keys. If not `by_dots`, all four are floats, and the queries are already
+// multiplied by `scale`.
 struct work {
   int by_dots;
   float scale;
