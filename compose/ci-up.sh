@@ -238,7 +238,7 @@ containers() {
   docker ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" "$@"
 }
 
-# of_service SERVICE [OPTION...]: a container of the service; options are those of `docker ps`.
+# of_service SERVICE [OPTION...]: a container of the service; `docker ps` gets the options.
 of_service() { containers --filter "label=com.docker.compose.service=$1" "${@:2}" | head -1; }
 
 # wait_healthy COUNT: waits until COUNT containers are healthy.

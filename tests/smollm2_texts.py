@@ -94,7 +94,7 @@ def smollm2() -> str:
 
 
 async def answers(client: Client, requests: list[TokenRequest]) -> list[list[TokenChunk]]:
-    """Return the answers to the requests, of which eight run at once."""
+    """Return the answers to the requests; eight requests run at once."""
     places = asyncio.Semaphore(8)
 
     async def one(request: TokenRequest) -> list[TokenChunk]:

@@ -45,11 +45,11 @@ def gb200(root: Path) -> Path:
 def gh200(root: Path, *, boards: int = 1, driver_manages: bool = False) -> Path:
     """Return the /sys of one GH200, or of four in one machine; **reconstructed**, not recorded.
 
-    Each has 72 cores on one node. Eight nodes of GPU memory for each follow behind all nodes with
-    cores, of which MIG may use seven. There are none where the driver manages the GPU's memory
-    itself (CDMM). The nodes of one GH200 are those of an lscpu in
-    https://github.com/bytedance/xpu-perf/issues/129, and the number of nodes of four is that of a
-    `numactl -H` in https://github.com/numactl/numactl/issues/224.
+    Each has 72 cores on one node. Eight nodes of GPU memory for each GH200 follow behind all nodes
+    with cores; MIG may use seven of the eight. There are no nodes of GPU memory where the driver
+    manages the GPU's memory itself (CDMM). The nodes of one GH200 are taken from an lscpu in
+    https://github.com/bytedance/xpu-perf/issues/129, and the number of nodes of four is taken from
+    a `numactl -H` in https://github.com/numactl/numactl/issues/224.
     """
     nodes = {node: f"{72 * node}-{72 * node + 71}" for node in range(boards)}
     if not driver_manages:

@@ -128,7 +128,10 @@ class _Text:
         self.guesses = None
 
     def branch(self, guesses: Sequence[_Guess], at: int) -> Branch:
-        """Return the guesses from `at` on as a branch, up to a class that is mostly wrong."""
+        """Return the guesses from `at` on as a branch, up to a guess that is likely wrong.
+
+        A guess is likely wrong if the guesses of its class mostly were.
+        """
         end = next((i for i, each in enumerate(guesses) if self.rates[each.of] < _LEAST), None)
         run = guesses[at:end]
         confidences = [self.rates[each.of] * each.chance for each in run]

@@ -4,8 +4,8 @@ This is SuffixDecoding (Oliaro et al., arXiv 2411.04975). The trees find the lon
 sequence that occurred before, and follow its likeliest continuations. A token's probability is
 count(child) / count(parent). A guess ends where the product of its tokens' probabilities falls
 below `min_token_probability`, and is at most `max_spec_factor` times as long as the suffix. The
-trees are Arctic Inference's, in C++, which vLLM uses as well. They are called on the event loop.
-With Redis, all replicas share the texts of earlier sequences.
+trees are Arctic Inference's, in C++, which vLLM uses as well. The trees are called on the event
+loop. With Redis, all replicas share the texts of earlier sequences.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class MemoryPool:
     def continuation(self, context: Sequence[int], length: int) -> list[int]:
         """Return the tokens that followed the longest known suffix of `context`.
 
-        The result is empty if no suffix is known. It has at most `length` tokens, and at most
-        `max_draft_len`.
+        The result is empty if no suffix is known. The result has at most `length` tokens, and at
+        most `max_draft_len`.
         """
         length = min(length, self._options.max_draft_len)
         for size in range(min(self._options.max_matching_ngram_size, len(context)), 0, -1):

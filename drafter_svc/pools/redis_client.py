@@ -59,8 +59,8 @@ def token_ids(value: object, most: int, vocab_size: int) -> list[int]:
 class RedisClient:
     """A few commands for one Redis or one cluster.
 
-    It connects when it sends its first command. Make it and call it on a running event loop. Every
-    command raises one of FAILURES if Redis fails.
+    The client connects when it sends its first command. Make it and call it on a running event
+    loop. Every command raises one of FAILURES if Redis fails.
     """
 
     def __init__(self, server: RedisServer) -> None:
@@ -93,8 +93,8 @@ class RedisClient:
     async def _ask(self, connections: ConnectionPool, command: bytes) -> Any:
         """Return the reply to a packed command. Raises TimeoutError after `_SOCKET_TIMEOUT_S`.
 
-        It does what redis-py's execute_command does, which packs commands in Python and takes twice
-        the time.
+        The method does what redis-py's execute_command does. redis-py packs commands in Python and
+        takes twice the time.
         """
 
         async def exchange() -> Any:

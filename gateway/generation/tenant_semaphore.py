@@ -21,7 +21,10 @@ from contextlib import asynccontextmanager
 AT_ONCE = 8
 """Requests whose work is under way at once: some wait for another thread, or for Redis."""
 OF_A_TENANT = 2
-"""How many of these may be a single tenant's. Each adds its work to a round of the event loop."""
+"""The number of these requests that may be a single tenant's.
+
+Each adds its work to a round of the event loop.
+"""
 # While requests come in, round after round, no slots are given for at most `_HOLD_S`: enough time
 # to accept some thousand connections. After that time slots are given for `_GIVE_S` even while
 # requests come in, since requests may never stop. Both limits are seconds of processor time,

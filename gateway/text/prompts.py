@@ -159,7 +159,7 @@ class Prompts:
     def render_blocking(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Return the conversation as one text.
 
-        The options are those of `_variables`. Raises OutriderError if there is no template, if the
+        `_variables` describes the options. Raises OutriderError if there is no template, if the
         template refuses the conversation (with its message), and if it exceeds a limit.
         """
         template = self._known_template("messages")

@@ -206,7 +206,10 @@ def train(trained: Trained, rows: Rows, arguments: argparse.Namespace) -> int:
 
 @torch.no_grad()
 def hits(trained: Trained, rows: Rows) -> list[float]:
-    """Return how often draft tokens 1 to 4 are the target's likeliest, in held-out rows."""
+    """Return for each of the draft tokens 1 to 4 the share of hits in held-out rows.
+
+    A draft token is a hit if it is the target's likeliest token.
+    """
     found, asked = [0] * 4, [0] * 4
     for numbers in rows.held_out().split(4):
         answers, best = rows.answers[numbers], rows.best[numbers]

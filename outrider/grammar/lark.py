@@ -96,7 +96,7 @@ class LarkRules:
         return self._named(f": {body}", "r")
 
     def terminal(self, body: str) -> str:
-        """Add a terminal, a regular part of which the longest match counts; return its name."""
+        """Add a terminal: a regular part whose longest match counts. Return its name."""
         return self._named(f": {body}", "T")
 
     def recursive(self, key: str, body: Callable[[], str]) -> str:

@@ -1,7 +1,7 @@
 """Translates structural tags, XGrammar's language, to LLGuidance's Lark.
 
-A structural tag has free text with constrained parts. Elements that name single tokens are refused,
-and so are grammars within a tag.
+A structural tag has free text with constrained parts. Elements that name single tokens, and
+grammars within a tag, are refused.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def check_context(prompt_length: int, max_tokens: int, context_length: int) -> N
 
 
 def check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Check the largest of these token ids, none of which is negative."""
+    """Check the largest of these token ids, which are never negative."""
     worst = max(ids, default=0)
     if worst >= vocab_size:
         raise invalid(field, f"must be in [0, {vocab_size}), not {worst}")

@@ -178,8 +178,10 @@ class Scenario(_Part):
     recorded sends the requests of a file at their times."""
 
     sequences: list[Annotated[int, Field(ge=1, le=4096)]] = Field([8], min_length=1)
-    """Requests under way; each number is a simulation. It is only a label if arrivals are not
-    closed."""
+    """Requests under way; each number is a simulation.
+
+    If arrivals are not closed, the number is only a label.
+    """
 
     waves: int | None = Field(None, ge=1)
     """Total of requests, as a multiple of `sequences`, as in `outrider lab bench`; by default

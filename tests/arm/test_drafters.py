@@ -80,7 +80,7 @@ async def traced(
 
 
 async def equal_texts(client: Client, sampling: SamplingParams) -> Answers:
-    """Return the answers with drafts, whose texts equal those of plain decoding."""
+    """Return the answers with drafts; check that their texts equal the texts of plain decoding."""
     asked = prompts(every=4)
     plain = await client.answers(asked, sampling, PLAIN, 24, at_once=2)
     drafted = await client.answers(asked, sampling, SpeculationOptions(), 24, at_once=2)

@@ -53,7 +53,7 @@ class Counting(Family):
 
 
 def opened(sequence_id: int = 1, tokens: Sequence[int] = (10, 11), traceparent: str = "") -> Opened:
-    """Return a greedy sequence of which the verifier takes 2 draft tokens a step."""
+    """Return a greedy sequence for which the verifier takes 2 draft tokens in each step."""
     return opened_sequence(sequence_id, tokens, WINDOW, 2, traceparent=traceparent)
 
 

@@ -107,7 +107,7 @@ class Target:
         return waited_ns / 1e9
 
     async def lags(self) -> dict[float, float]:
-        """Map each bound in seconds to how often the lag was at most this bound.
+        """Map each bound in seconds to the number of times that the lag was at most this bound.
 
         Waits for a measurement that began after this call.
         """

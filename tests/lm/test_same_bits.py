@@ -1,6 +1,6 @@
 """A row's logits have the same bits however many rows a forward has, on a CPU.
 
-The sizes are those of SmolLM2-135M, with fewer layers.
+The models have the sizes of SmolLM2-135M, with fewer layers.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Ngrams(Drafter):
 
 
 class Knowing(Drafter):
-    """Drafts the known texts: six tokens, of which the fourth is wrong in every other draft.
+    """Drafts six tokens of the known texts. The fourth token is wrong in every other draft.
 
     With `trees` it also proposes a wrong sibling of each token.
     """

@@ -201,7 +201,7 @@ def moves_of(traffic: Traffic) -> list[int]:
 
 
 def two_guessers() -> tuple[Guesser, Guesser]:
-    """Return drafters with branches, one of which is better."""
+    """Return two drafters with branches. The first guesses better than the second."""
     return (
         Guesser("first", near(target_probs), COUPLED, late=1, branches=True),
         Guesser("second", near(target_probs, 0.5, seed=2), COUPLED, late=1, branches=True),

@@ -58,7 +58,7 @@ def test_the_profile_grace_pins_a_whole_cpu_and_its_own_memory(tmp_path: Path) -
     assert given["OUTRIDER_DRAFTER_NUMA_NODE"] is None
     chosen = plan(cores[1], None, None, gh200(tmp_path))
     assert (len(chosen.cores), chosen.numa_node, chosen.threads) == (72, 0, 72)
-    # The threads are one on each core, and those of gRPC, telemetry and torch.
+    # The process has a thread on each core, and the threads of gRPC, telemetry and torch.
     assert service["pids_limit"] >= 2 * len(chosen.cores)
     assert given["THP_MEM_ALLOC_ENABLE"] == "1"
 

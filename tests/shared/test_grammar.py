@@ -153,7 +153,7 @@ BAD: list[Grammar] = [
 ]
 
 
-# Schemas of which a backend easily enforces only a part.
+# Schemas that a careless backend would enforce only in part.
 HARD: list[Any] = [
     {"type": "string", "pattern": "a", "maxLength": 3},
     {"allOf": [{"type": "integer"}, {"minimum": 3}]},

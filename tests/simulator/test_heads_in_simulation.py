@@ -18,9 +18,10 @@ WRONG = 9
 
 
 def offer(at: int, right: int, *, beside: bool) -> Offer:
-    """Return an offer after `at` output tokens, of which the first `right` are the text's.
+    """Return an offer of tokens that follow `at` output tokens.
 
-    With `beside`, the first wrong token has a branch of two true tokens beside it.
+    The number `right` says how many tokens at the offer's beginning are right; later tokens are
+    wrong. With `beside`, the first wrong token has a branch of two true tokens beside it.
     """
     true = [*OUTPUT, *TAIL][at : at + 8]
     tokens = [*true[:right], *[WRONG] * (len(true) - right)]

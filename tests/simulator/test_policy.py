@@ -67,7 +67,7 @@ def test_the_better_of_two_drafters_is_chosen(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_a_drafter_that_mostly_has_no_draft_is_never_a_loss(batch: int) -> None:
-    """The drafter is like n-gram lookups over a network, nine tenths of which find nothing."""
+    """The drafter is like n-gram lookups over a network: nine in ten lookups find nothing."""
     lookups = {
         "name": "d",
         "acceptance": [0.9, 0.85, 0.8],

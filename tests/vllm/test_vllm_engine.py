@@ -70,7 +70,7 @@ def _whole(reference: Reference, index: int) -> list[int]:
 
 
 def check(reference: Reference, index: int, tokens: list[int]) -> None:
-    """Check that the tokens are those of `generate`, or their beginning."""
+    """Check that the tokens are the tokens of `generate`, or their beginning."""
     prompt = reference.prompts[index]
     whole = _whole(reference, index)[: len(tokens)]
     assert tokens == whole, f"prompt {index}, {len(prompt)} tokens"

@@ -71,7 +71,7 @@ class Assignment:
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0))
     """For each position, how often a draft has a token there if all earlier tokens were right."""
     sibling_rates: SiblingRates = field(default_factory=SiblingRates)
-    """Measurements of the siblings of its main guesses, for this kind of traffic."""
+    """Measurements of the siblings of the drafter's main guesses, for this kind of traffic."""
     opened: bool = False
     """True if the sequence was announced to the drafter."""
     asked: bool = True

@@ -62,8 +62,9 @@ class Acceptance:
         """With `synthetic_rates`, drafts are accepted at these rates whatever the target says.
 
         A draft's tokens up to position i are all accepted with the probability of rate i. Only
-        benchmarks need that; in a tree, only first children are accepted. `counts` has how often
-        each token occurs in the sequences' texts. Raises ValueError for a tree that was sampled.
+        benchmarks need that; in a tree, only first children are accepted. `counts` has the number
+        of times that each token occurs in the sequences' texts. Raises ValueError for a tree that
+        was sampled.
         """
         self._drafts = drafts
         self._is_synthetic = bool(synthetic_rates)

@@ -191,7 +191,7 @@ def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
                 left += 1
             if left:
                 matcher.rollback(left)
-            # A parent that is not on the path was forbidden, and so is its child.
+            # A parent that is not on the path was forbidden, so its child is forbidden too.
             allowed = path[-1] == parent and matcher.accept(token)
             if allowed:
                 path.append(row)

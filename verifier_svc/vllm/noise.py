@@ -95,7 +95,7 @@ def draw_tokens(
 ) -> torch.Tensor:
     """Return the target's own tokens for the drafts' R rows, int64 [R], by rule GREEDY or COUPLED.
 
-    A row without a finite logit gets a token all the same.
+    A row without a finite logit gets some token too.
     """
     staging = Staging(logits_RV.device)
     rows = Rows(drafts, staging)

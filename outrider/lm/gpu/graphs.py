@@ -270,7 +270,7 @@ def _at_least(least: int, sizes: Sequence[int]) -> int:
 
 
 def new_capture() -> CaptureGraph:
-    """Return a function that captures graphs, of which only one may run at a time."""
+    """Return a function that captures graphs. Only one of these graphs may run at a time."""
     return _CudaCapture()
 
 

@@ -1,7 +1,7 @@
 """Addresses of verifiers: plain addresses, and names whose replicas come and go.
 
-`dns:NAME:PORT` stands for all addresses that the system's resolver has for NAME, such as those of a
-headless Service of Kubernetes, or of tasks.SERVICE in a Docker swarm.
+`dns:NAME:PORT` stands for all addresses that the system's resolver has for NAME, such as the
+addresses of a headless Service of Kubernetes, or of tasks.SERVICE in a Docker swarm.
 """
 
 from __future__ import annotations

@@ -97,6 +97,6 @@ class ReadAhead(Generic[_Item]):
 
 
 def unread_error(seconds: float) -> OutriderError:
-    """Return the error that ends an answer of which nothing was read for `seconds`."""
+    """Return the error that ends an answer if nobody has read any of it for `seconds`."""
     message = f"nothing of the answer was read for {seconds:g} s, so it ends here"
     return OutriderError(Reason.SLOW_READER, message)

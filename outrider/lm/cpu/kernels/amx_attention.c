@@ -1,36 +1,37 @@
-// Attention over a paged cache in bfloat16 by AMX. It computes the same as paged_attention.c, in
-// less time if several tokens are verified.
+// Attention over a paged cache in bfloat16 by AMX. This code computes the same as
+// paged_attention.c, in less time if several tokens are verified.
 //
 // Scores are keys · queries rather than queries · keys. So keys are read as they lie in the cache,
 // and the softmax of 16 queries runs down the lanes of one vector each, with no sum or maximum
-// across lanes. It is updated for each chunk of keys (Dao et al., arXiv 2205.14135). Chunks begin
-// at the same positions for every query, so a query's result does not depend on the other queries.
+// across lanes. The softmax is updated for each chunk of keys (Dao et al., arXiv 2205.14135).
+// Chunks begin at the same positions for every query, so a query's result does not depend on the
+// other queries.
 //
 // A token of a tree sees the tokens of its path at successive positions, whatever their slots. All
 // queries' scores are computed slot by slot, then moved to the positions of each query's path. The
-// values at these positions differ, so each token adds up its own. So a row of a tree has the bits
-// of the chain that its path is.
+// values at these positions differ from path to path, so each token adds up the values of its own
+// path. A row of a tree therefore has the bits of the chain that its path is.
 
 #include "amx_tiles.h"
 
 #define MOST_HEAD_SIZE 256
-// Tiles of queries; keys of a chunk; and keys of a block, which one product multiplies with the
-// values.
+// The numbers of tiles of queries, of keys of a chunk, and of keys of a block. One product
+// multiplies the weights of a block's keys with the values.
 #define QUERY_TILES (QUERY_ROWS / TILE_ROWS)
 #define CHUNK 128
 #define BLOCK TILE_DEPTH
-// A tree's tokens, and slots before them in the first token's block.
+// The number of a tree's tokens, plus the slots before them in the first token's block.
 #define TREE_SLOTS (64 + BLOCK)
 
 // Up to QUERY_ROWS queries of one key/value head, one chunk of keys, and the state of the softmax.
 // Tiles are [16 rows][32 elements].
 struct work {
-  // Pairs of dimensions × queries.
+  // A tile's row has a pair of dimensions of 16 queries.
   uint16_t queries[QUERY_TILES][MOST_HEAD_SIZE / TILE_DEPTH][TILE_ROWS][TILE_DEPTH];
   float scores[QUERY_TILES][CHUNK][TILE_ROWS];
-  // Queries × keys.
+  // A tile's row has one query's weights for the 32 keys of a block.
   uint16_t weights[QUERY_TILES][CHUNK / BLOCK][TILE_ROWS][TILE_DEPTH];
-  // Pairs of keys × dimensions.
+  // A tile's row has 16 dimensions of the values of a pair of keys.
   uint16_t values[CHUNK / BLOCK][MOST_HEAD_SIZE / TILE_ROWS][TILE_ROWS][TILE_DEPTH];
   float sums[QUERY_TILES * TILE_ROWS][MOST_HEAD_SIZE];
   // Where the cache has each 16 positions of the chunk.
@@ -63,8 +64,8 @@ struct work {
       10 + apart, 11, 11 + apart, 12, 12 + apart, 13, 13 + apart, 14, 14 + apart, 15, \
       15 + apart
 
-// The score of a key that a query does not see. It is finite, so that a difference of two scores is
-// never a NaN.
+// The score of a key that a query does not see. The score is finite, so that a difference of two
+// scores is never a NaN.
 #define UNSEEN splat(-1e30f)
 
 // 16 positions must lie in one page, and a head must be whole tiles.
@@ -241,7 +242,8 @@ INLINE void score_tree(struct work *work, const struct layer *layer, const int64
   }
 }
 
-// Takes the scores of the chunk's positions from `first` to `end` from those of the tree's slots.
+// Looks up the scores of the chunk's positions from `first` to `end` among the scores of the tree's
+// slots.
 INLINE void find_scores(struct work *work, int64_t start, int first, int end) {
   for (int tile = 0; tile < work->tiles; tile++)
     for (int key = first; key < end; key++) {
@@ -276,7 +278,7 @@ INLINE void add_own_values(struct work *work, int block, int first, int end) {
 }
 
 // Adds the weighted values of the blocks from `first` to `end` to the sums of the queries of one
-// token, `begin` to `after`. The values at positions of a tree are those of the token's path.
+// token, `begin` to `after`. At positions of a tree, the values of the token's path are added.
 INLINE void add_path(struct work *work, int64_t start, int first, int end, int begin, int after) {
   int64_t position = start + first * BLOCK, last = work->last[begin / TILE_ROWS][begin % TILE_ROWS];
   uint64_t left = work->paths[begin];

@@ -35,7 +35,7 @@ typedef float element;
 
 // A layer's weights of the shape [out, in]. Memory has them in the order [blocks of 32 out][blocks
 // of 32 in][parts of a line][lines][LINE columns][pair]. Zeros pad `out` to a whole block. The
-// bias, if any, is padded too, and so are the factors of the columns of int8 weights.
+// bias, if any, and the factors of the columns of int8 weights are padded too.
 struct linear {
   const void *tiles;
   const element *bias;

@@ -25,10 +25,10 @@ INLINE float largest_lane(vec x) {
   return x[0];
 }
 
-// Up to QUERY_ROWS queries, those of a key/value head together, and the state of their softmax. If
-// `by_dots`, keys and queries are pairs of bfloat16 of adjacent dimensions, and values and weights
-// are pairs of adjacent keys. If not `by_dots`, all four are floats, and the queries are already
-// multiplied by `scale`.
+// Up to QUERY_ROWS queries and the state of their softmax. The queries of a key/value head are
+// adjacent. If `by_dots`, keys and queries are pairs of bfloat16 of adjacent dimensions, and values
+// and weights are pairs of adjacent keys. If not `by_dots`, all four are floats, and the queries
+// are already multiplied by `scale`.
 struct work {
   int by_dots;
   float scale;
@@ -118,7 +118,7 @@ INLINE void add_values(struct work *work, int row, int n, int count, int head_si
   }
 
 #if HAS_DOTS
-// Loads the block's values and interleaves those of adjacent keys; zeros follow the last key.
+// Loads the block's values and interleaves the values of adjacent keys; zeros follow the last key.
 INLINE void pair_values(struct work *work, const uint16_t *values, const int64_t at[LANES],
                         int count, int head_size) {
   for (int j = 0; j < count; j += 2)
@@ -250,7 +250,7 @@ INLINE void attend_path(const struct layer *layer, const int64_t *pages, struct 
   }
 }
 
-// Attends for the rows of `heads` key/value heads from `kv_head` on: `rows` rows a head, of which
+// Attends for the rows of `heads` key/value heads from `kv_head` on. Each head has `rows` rows, and
 // the first is row `first_row` of its slice. Blocks that reach a tree are read for each token.
 INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct work *work,
                         int rows, int64_t first_row, int64_t kv_head, int64_t heads, int64_t place,
@@ -296,7 +296,7 @@ INLINE struct query_row find_row(struct attention_item item, int64_t group, int6
   return (struct query_row){row / group, (item.kv_head + i / rows) * group + row % group};
 }
 
-// Loads one query and resets its softmax, of which the sink is the first score.
+// Loads one query and resets its softmax, whose first score is the sink.
 INLINE void load_query(struct work *work, int64_t i, const struct rows *query, int64_t at,
                        int64_t size, float sink, int is_bfloat16) {
   for (int64_t d = 0; d < size; d += LANES) {
