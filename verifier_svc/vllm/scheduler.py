@@ -41,7 +41,10 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         """Like vLLM's scheduler. Raises OutriderError if drafts cannot be verified or placed."""
         super().__init__(*args, **kwargs)
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            message = "vLLM cannot verify drafts with pipeline parallelism; use tensor parallelism"
+            message = (
+                "Outrider drafts for one batch at a time, and pipeline parallelism computes several;"
+                " use tensor parallelism"
+            )
             raise OutriderError(Reason.INVALID_VALUE, message, "pipeline_parallel_size")
         check_config(self.vllm_config)
         self._hub = self._make_hub()
