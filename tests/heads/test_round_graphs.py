@@ -32,7 +32,7 @@ WIDTH = 8
 def by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply with torch's operators, as on a GPU: a recording has no calls of C."""
 
-    monkeypatch.setattr("outrider.heads.model.optimize_for_cpu", lambda *modules: None)
+    monkeypatch.setattr("outrider.heads.model.optimize_for_cpu", lambda *modules, int8=False: None)
 
 
 def captured(rig: Rig, pages: int = 200) -> AutoregressiveModel:
