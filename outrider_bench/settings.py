@@ -57,7 +57,7 @@ class TableSettings(Settings):
     temperatures: list[Annotated[float, Field(ge=0, le=2)]] = Field([0.0, 0.7], min_length=1)
 
     rounds: int = Field(1, ge=1)
-    """How often everything is asked."""
+    """The number of times that everything is asked."""
 
     minutes: float = Field(10.0, ge=0)
     """Minutes after which no further prompt begins; 0 sets no limit."""

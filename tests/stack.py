@@ -134,7 +134,7 @@ class GatewayProcess(Process):
         super().__init__("gateway", *dialled, "--tokenizer", tokenizer, *ports, *flags)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until all verifiers serve, and the gateway knows that."""
+        """Wait until all verifiers serve, and until the gateway reports them as ready."""
         deadline = time.monotonic() + timeout_s
         states: dict[str, Any] = {}
         # The gateway is degraded as long as it misses a drafter that an earlier test has ended.

@@ -140,7 +140,7 @@ class TotalLoad(NamedTuple):
     most: int
     """The number of sequences that run or wait at once."""
     sequence_s: float | None
-    """How long recent sequences were in a batch, on average (seconds); None before the first."""
+    """The mean time that recent sequences were in a batch (seconds); None before the first."""
 
     def wait_s(self, count: int, places: float) -> float:
         """Return how many seconds the last of `count` sequences waits for one of the `places`."""

@@ -30,7 +30,7 @@ _SEARCHED = 4096
 
 
 class TokenTable:
-    """A tokenizer for decoding, which knows its special tokens.
+    """A tokenizer for decoding, with a list of its special tokens.
 
     Many decoders strip a space from the start of a text (sentencepiece's), so that a token has
     another text there than within a text. Tokens within a text are decoded after another token.

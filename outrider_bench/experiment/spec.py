@@ -66,8 +66,8 @@ class Drafter(_Part):
     """Processes."""
 
     transport: Literal["tcp", "unix", "in-process"] = "tcp"
-    """How it reaches the verifier; a Unix socket takes no link. in-process is a draft model or a
-    head in the verifier's own process, as by `outrider verifier --in-process`, on the target's
+    """How the drafter reaches the verifier; a Unix socket takes no link. in-process is a draft model
+    or a head in the verifier's own process, as by `outrider verifier --in-process`, on the target's
     device."""
 
     link: Name | None = None

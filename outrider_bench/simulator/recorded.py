@@ -27,7 +27,7 @@ class RecordedRequest(BaseModel):
     choices: Annotated[int, Field(ge=1)] = 1
     """The request's `n`: sequences with the same prompt."""
     reads: bool = True
-    """Whether its client reads the answer."""
+    """Whether the request's client reads the answer."""
     guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(
         default_factory=dict
     )

@@ -92,7 +92,7 @@ class DrafterSpec(_Part, LinkShape):
     """Hidden states of each token that a head reads. They cross the link."""
 
     in_process: bool = False
-    """Whether it is in the verifier's process: its messages cost nothing."""
+    """Whether the drafter is in the verifier's process: its messages then cost nothing."""
 
     requires_grammar: bool = False
     """Draft only for recorded requests with a grammar."""

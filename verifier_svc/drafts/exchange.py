@@ -377,7 +377,7 @@ class DraftExchange:
             assignment.trie = Trie(length, assignment.trie.window)
             assignment.sent_length = length
         assignment.opened = True
-        # A new sequence's first draft is a chain: no plan knows the assignment yet.
+        # A new sequence's first draft is a chain: no plan has the assignment yet.
         trees = assignment.tree_tokens = self.plan.tree_tokens.get(assignment, 0)
         step_s = self.plan.decode_step_s
         assignment.window = run_ahead_window(assignment, wanted, step_s, trees)

@@ -78,9 +78,12 @@ class Drafter:
     """By kind of traffic, acceptance over all its sequences, in a list like `Assignment.rates`. A
     new sequence has these rates as priors."""
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0, decay=LONG_MEMORY))
-    """How long its drafts are, as in `Assignment.lengths`. A new sequence has this as its prior."""
+    """The lengths of the drafter's drafts, as in `Assignment.lengths`.
+
+    They are a new sequence's prior.
+    """
     sibling_rates: dict[tuple[bool, bool, bool], SiblingRates] = field(default_factory=dict)
-    """Measurements of the siblings of its main guesses, keyed by kind of traffic."""
+    """Measurements of the siblings of the drafter's main guesses, keyed by kind of traffic."""
     outbox: StepBatch = field(default_factory=StepBatch)
     """Messages of the current step that are to be sent to it."""
     sequence_ids: set[int] = field(default_factory=set)

@@ -103,11 +103,11 @@ class Assignment:
     told_at: float = 0.0
     """The time at which the last message to the drafter was written (seconds)."""
     run: int = 0
-    """How many of the last committed tokens it guessed in a row, with guesses that came in time.
+    """The number of the last committed tokens that the drafter guessed in a row and in time.
 
-    It is counted only for quick drafters, such as lookups, and stays 0 for others. A text that
-    repeats itself mostly goes on doing so, so the run says more about the next draft than the
-    drafter's guesses for other texts do.
+    The tokens are counted only for quick drafters, such as lookups; for other drafters the number
+    stays 0. A text that repeats itself mostly goes on doing so, so the run says more about the next
+    draft than the drafter's guesses for other texts do.
     """
     idle_steps: int = 0
     """Steps since the last step that committed a guess of it; counted only for quick drafters."""

@@ -331,8 +331,8 @@ class _SampledDrafts:
         accepted_B = prefixes.accepted_B
         of_draft_S, place_S = (place.tensor for place in self._places)
         matches_R[self._rows_S.tensor] = place_S < accepted_B[of_draft_S]
-        # A draft that is accepted whole keeps the bonus token of its last row. Only the device
-        # knows which drafts these are, so a token is drawn for them too, at their last position.
+        # A draft that is accepted whole keeps the bonus token of its last row. The host cannot tell
+        # which drafts these are, so a token is drawn for them too, at their last position.
         cut_B = torch.minimum(accepted_B, drafts.lengths_B - 1)
         end_B = self._first_B.tensor + accepted_B
         left = self._residual(target_SV, cut_B, prefixes.scale_B)

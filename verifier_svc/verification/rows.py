@@ -75,7 +75,7 @@ class Rows:
 
     @cached_property
     def depths(self) -> np.ndarray:
-        """How many draft tokens lie before each row's token, on the row's own path; [R]."""
+        """The number of draft tokens before each row's token, on the row's own path; [R]."""
         first_R: np.ndarray = np.repeat(self._first_B, self._counts_B)
         depths: np.ndarray = np.arange(len(first_R)) - first_R
         for b, draft in self._trees:

@@ -40,8 +40,8 @@ class LeanLinear(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # These are tensors rather than parameters, because a module takes longer to find its
-        # parameters.
+        # `weight` and `bias` are tensors rather than parameters, because a module takes longer to
+        # find its parameters.
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
 

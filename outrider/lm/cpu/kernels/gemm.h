@@ -127,7 +127,7 @@ static void gemm(struct thread_pool *pool, struct gemm_input x, int64_t rows,
 }
 
 // Registers the calling thread with the pool; every thread of a parallel region begins with this,
-// because only inside the region OpenMP knows their number. Returns the state to restore.
+// because OpenMP sets the number of threads only inside the region. Returns the state to restore.
 INLINE saved_state join_pool(struct thread_pool *pool) {
   saved_state saved = save_state();
 #pragma omp single
