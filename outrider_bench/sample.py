@@ -55,7 +55,7 @@ class Sample:
     def full_tokens_per_s(self) -> float | None:
         """Tokens/s while the batch was full, or None if unknown.
 
-        This assumes that the tokens of a request arrive evenly.
+        The figure assumes that the tokens of a request arrive evenly.
         """
         if not self.requests or self.full_s <= 0.0:
             return None

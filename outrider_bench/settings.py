@@ -91,7 +91,7 @@ class TableSettings(Settings):
 class ProfileSettings(Settings):
     """Measure forwards, drafting and serving on this machine.
 
-    This takes about five minutes for the bundled pair.
+    The measurement takes about five minutes for the bundled pair.
     """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_PROFILE_")

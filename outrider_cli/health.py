@@ -15,7 +15,7 @@ from outrider.process.files import read_file
 from outrider.process.security.credentials import name_options
 from outrider.process.security.roles import Role
 
-# This is less than the time-out of the containers' health checks.
+# The command's time-out, which is less than the time-out of the containers' health checks.
 _TIMEOUT_S = 3.0
 
 

@@ -13,7 +13,7 @@ from outrider.grammar.kinds import FreeThought
 BLANKS = b" \t\n\r"
 # These bytes distinguish joints. All other bytes count as words.
 _MARKS = b"{}[],:"
-# This many bytes of a text are kept, to tell the indentation of its last line.
+# The number of bytes that are kept of a text, to tell the indentation of the text's last line.
 _KEPT_BYTES = 1024
 # How far one outcome at a joint moves the trust in the joint's blanks, and the trust after the
 # first outcome.

@@ -100,7 +100,7 @@ class Forwards:
     def _begin_text(self, draft: CachedDraft) -> None:
         """Encode a sequence's text for another vocabulary, and share the pages of a known prefix.
 
-        This runs on the model's thread, because a long prompt takes long: 10 µs a token.
+        The method runs on the model's thread, because a long prompt takes long: 10 µs a token.
         """
         if self._vocabulary is not None and draft.own_text is None:
             draft.own_text = self._vocabulary.begin(draft.sequence.tokens)
@@ -148,9 +148,9 @@ class Forwards:
     def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
         """Guess the next `count` tokens of all drafts in one call, with one wait for a GPU.
 
-        Guesses nothing and returns False if one call cannot guess several tokens. This is so if a
-        draft samples, branches or has a grammar, if it lacks more than one token in its KV cache,
-        or if it has no room for `count` more tokens.
+        Guesses nothing and returns False if one call cannot guess several tokens: if a draft
+        samples, branches or has a grammar, if it lacks more than one token in its KV cache, or if
+        it has no room for `count` more tokens.
         """
         if not self._runner.continues or len(drafts) > self._max_batch_tokens:
             return False

@@ -1,7 +1,7 @@
 """Drafts with suffix trees over the request's own tokens and earlier sequences.
 
-This is SuffixDecoding (Oliaro et al., arXiv 2411.04975). The trees find the longest suffix of the
-sequence that occurred before, and follow its likeliest continuations. A token's probability is
+The method is SuffixDecoding (Oliaro et al., arXiv 2411.04975). The trees find the longest suffix of
+the sequence that occurred before, and follow its likeliest continuations. A token's probability is
 count(child) / count(parent). A guess ends where the product of its tokens' probabilities falls
 below `min_token_probability`, and is at most `max_spec_factor` times as long as the suffix. The
 trees are Arctic Inference's, in C++, which vLLM uses as well. The trees are called on the event

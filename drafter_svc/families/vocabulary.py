@@ -26,10 +26,10 @@ _LEAST_SHARE = 0.05
 # Later text may change where the last `_SURE_WORDS` words begin, but not where earlier words begin.
 # A word pattern looks ahead by one character, but blanks may join with line ends after them.
 _SURE_WORDS = 4
-# This many of the target's tokens at the end of a text are encoded again for each commit, if no
-# word begins where both tokenizers begin a token.
+# The number of the target's tokens at the end of a text that are encoded again for each commit, if
+# no word begins where both tokenizers begin a token.
 _LONGEST_TAIL = 128
-# This many of the draft model's tokens are encoded again after a cut within a word.
+# The number of the draft model's tokens that are encoded again after a cut within a word.
 _SURE_TOKENS = 32
 _SAMPLE = "x"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")

@@ -34,7 +34,7 @@ _MAX_TOKENS = 64
 # The maximum number of lookups at the same time, and so of connections for them, which stay open. A
 # connection to a verifier waits for one lookup at a time, so the other running lookups are late.
 _MAX_RUNNING = 4
-# This many late lookups in a row count as a failure.
+# The number of late lookups in a row that count as a failure.
 _LATE_IN_A_ROW = 3
 
 

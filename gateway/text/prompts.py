@@ -20,8 +20,8 @@ from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
 # Longer texts are tokenised on a thread. At 0.4 µs a character, these take the event loop 2 ms.
 _INLINE_CHARACTERS = 5_000
-# This many texts are tokenised on threads at the same time, besides one long text. A million tokens
-# take about 200 MB while they are tokenised.
+# The number of texts that are tokenised on threads at the same time, besides one long text. A
+# million tokens take about 200 MB while they are tokenised.
 _CONCURRENT_TEXTS = 2
 # A text with more characters per token of the context is probably too long. Its tokens are
 # counted in slices first, to stop early and to save memory.

@@ -10,8 +10,8 @@ from gateway.tools.reader import AnswerReader, Content, Part, Reading
 # An unfinished UTF-8 character has at most 3 bytes. A decoder shows each of these bytes as a
 # replacement character.
 _UNSURE_CHARACTERS = 3
-# This many tokens may wait for the end of a character. Decoders of byte tokens show a whole run of
-# byte tokens as replacement characters until the run's last character is complete.
+# The maximum number of tokens that wait for the end of a character. Decoders of byte tokens show a
+# whole run of byte tokens as replacement characters until the run's last character is complete.
 _LONGEST_WAIT = 128
 _BORDER_SEARCH = 8
 # An answer's first token is decoded after this many of the prompt's last tokens that have text. The

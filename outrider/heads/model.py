@@ -36,7 +36,7 @@ the first `width` target ids of each place and their shares, [R, width]. The fir
 drafter with the verifier's noise draws with it here."""
 
 
-# This many rows of guesses have room after a full context.
+# The number of rows of guesses that have room after a full context.
 _ROWS_AFTER = 64
 
 

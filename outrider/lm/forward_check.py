@@ -19,7 +19,8 @@ from outrider.lm.cpu.weights import TiledLinear
 from outrider.lm.fused_linear import FusedLinearPart
 from outrider.lm.layout import BatchLayout, SequenceSlice
 
-# This many rows of a weight are widened at a time: the lm_head of a large vocabulary has gigabytes.
+# The number of a weight's rows that are widened at a time: the lm_head of a large vocabulary has
+# gigabytes.
 _ROWS = 4096
 _MULTIPLIES = (TiledLinear, torch.nn.Linear)
 _TOKENS = 96

@@ -47,7 +47,7 @@ class KeptStates:
         """Return the kept `states` of the last forward's `rows`, in memory of their own.
 
         The result [R, F] of `dtype` has each row's states in their order or, with `projection`, the
-        projected states. This does not wait for the device.
+        projected states. The method does not wait for the device.
         """
         kept = [self.kept[state] for state in states]
         index = on(kept[0].device, rows, torch.int64)

@@ -44,7 +44,7 @@ class PagePool:
         self.page_size = page_size
         self._prefix_caching = prefix_caching
         self._holders = [0] * page_count
-        # This is a heap: the lowest free pages are often neighbours, and attention reads
+        # `_blank` is a heap: the lowest free pages are often neighbours, and attention reads
         # neighbouring pages in place.
         self._blank = list(range(page_count))
         self._by_digest: dict[bytes, int] = {}

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _PAGE_SIZE = 16
 _CPU_CACHE_BYTES = 2**30
 _SEQUENCES_AT_FULL_CONTEXT = 64
-# This share of a GPU's free memory is kept for the steps of a model without the kernel.
+# The share of a GPU's free memory that is kept for the steps of a model without the kernel.
 _UNMEASURED_STEP = 0.15
 
 
@@ -82,7 +82,7 @@ class ModelRunner(KeptStates):
         self.fused: FusedForward | None = None
         """Replaces the model's own forward on a GPU, where our kernels support the model."""
         if fused_layers and triton_works(self.device):
-            # This comes before the memory of a step is measured.
+            # Layers are fused before the memory of a step is measured.
             self._fuse(texts, own)
         self.page_count = page_count or self._default_page_count(bounds, memory_share)
         # The texts of the trial may need more pages than a small cache has.

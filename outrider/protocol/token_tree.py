@@ -1,8 +1,8 @@
 """Trees of draft tokens after a sequence, as lists of parents.
 
 Row 0 is the sequence's last token, and row i + 1 is draft token i. `parents[i]` is the row of draft
-token i's parent, which comes before it. An empty list stands for a chain. This is the form of
-`Proposal.parents` in protos/outrider/v1/drafts.proto.
+token i's parent, which comes before it. An empty list stands for a chain. `Proposal.parents` in
+protos/outrider/v1/drafts.proto has the same form.
 """
 
 from __future__ import annotations

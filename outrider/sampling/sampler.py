@@ -51,7 +51,7 @@ def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor:
     """Sample a token for each row, int64 [R]: argmax of log(probability) + Gumbel noise.
 
-    This is the Gumbel-max coupling of arXiv 2408.07978, computed as argmax(probability /
+    The method is the Gumbel-max coupling of arXiv 2408.07978, computed as argmax(probability /
     exponential), which saves a logarithm. Two parties with the same keys draw the same token with
     probability at least (1 - TV) / (1 + TV), where TV is the total variation distance of their
     distributions. A token of probability 0 is never drawn.

@@ -88,7 +88,7 @@ def calibrate(
 ) -> list[Served]:
     """Serve the load.
 
-    This takes about a minute for the bundled pair. Calls `tell` after each run.
+    The load takes about a minute for the bundled pair. Calls `tell` after each run.
     """
     drafters = {
         "ngram": {"family": "ngram"},

@@ -40,8 +40,8 @@ async def line_peer(
 
     Waits for the line with which the process says that it is ready. Processes that load at once
     would slow each other down, and processes of vLLM would overwrite each other's compiled kernels.
-    This and the result's calls raise PeerDied, with the end of the process's standard error, if the
-    process dies.
+    The start and every later question raise PeerDied, with the end of the process's standard error,
+    if the process dies.
     """
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(

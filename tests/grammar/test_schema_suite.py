@@ -26,7 +26,7 @@ from tests.grammar.everyday import EVERYDAY, grammar_for
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "build/json-schema-suite"
 TARGET = str(ROOT / "models/target")
-# This is wider than the tokenizer, as models' logits often are.
+# The vocabulary is wider than the tokenizer's, as models' logits often are.
 VOCAB = 4100
 ENDS = (0, 3)
 # The number of random texts of each schema: in the tests, and in the whole table.

@@ -22,7 +22,7 @@ from transformers import (
 
 VOCAB_SIZE = 97
 CONTEXT_LENGTH = 256
-# This is smaller than the tests' texts, and not a multiple of a page.
+# The window is smaller than the tests' texts, and not a multiple of a page.
 WINDOW = 19
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

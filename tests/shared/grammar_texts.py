@@ -19,7 +19,7 @@ from outrider.grammar.worker import checker
 from outrider.tokenizer import load_tokenizer
 
 TARGET = str(Path(__file__).parents[2] / "models/target")
-# This is wider than the tokenizer, as models' logits often are.
+# The vocabulary is wider than the tokenizer's, as models' logits often are.
 VOCAB = 4100
 ENDS = (0, 3)
 TOKENIZER = load_tokenizer(TARGET)

@@ -127,7 +127,7 @@ class DraftExchange:
         """End the drafter's stream with `error`, and count a protocol violation.
 
         INTERNAL is a fault of this verifier and does not count. The drafter's sequences go to other
-        drafters. This has no effect if the drafter is not connected.
+        drafters. The method has no effect if the drafter is not connected.
         """
         if self.roster.connected.get(drafter.id) is not drafter:
             return

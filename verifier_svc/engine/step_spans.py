@@ -52,8 +52,8 @@ class StepSpans:
     def end(self, phases_s: Mapping[str, float]) -> None:
         """End the step's spans; `phases_s` maps a phase of the step to its seconds.
 
-        Only one span gets the phases, so that a sum over spans counts them once. This is the span
-        of the batch, or of the only sequence.
+        Only one span gets the phases, so that a sum over spans counts them once. The span with the
+        phases is the span of the batch, or of the only sequence.
         """
         last = next((span for span in reversed(self._open) if span.traceparent), NO_SPAN)
         last.set(**{f"outrider__{phase}_seconds": seconds for phase, seconds in phases_s.items()})

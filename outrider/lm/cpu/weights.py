@@ -29,7 +29,7 @@ from outrider.lm.fused_linear import SIBLINGS, FusedLinear, FusedLinearPart, Mak
 
 # This byte stands for zero in a weight of int8.
 _ZERO = 128
-# This many rows of a weight are quantised at a time: the lm_head of a large vocabulary has
+# The number of a weight's rows that are quantised at a time: the lm_head of a large vocabulary has
 # gigabytes.
 _ROWS = 4096
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.tensors import on
 
-# This many moves are read before the first of them is written; a tree has no more moves.
+# The number of moves that are read before the first of them is written; a tree has no more moves.
 _MOVES = MAX_TREE_TOKENS
 # The number of a slot's 64-bit words that one program moves.
 _LANES = 32

@@ -137,7 +137,7 @@ def run(
     """
     names = [host.strip() for text in hosts for host in text.split(",")]
     for host in names:
-        # This raises before anything is written.
+        # `_general_name` raises before anything is written.
         _general_name(host)
     if name is not None and (len(roles) != 1 or not _NAME.fullmatch(name) or name == "ca"):
         raise invalid("name", "takes letters, digits, dots and hyphens, for a single --role")

@@ -31,7 +31,8 @@ def client_credentials(address: str, tls: Tls, server: Role | None) -> ClientCre
 def name_options(address: str, server: Role | None) -> list[tuple[str, str]]:
     """Return channel options with the name that the server's certificate must have.
 
-    This is the name of the role `server`, or the address' name if `server` is None.
+    The certificate must have the name of the role `server`, or the address' name if `server` is
+    None.
     """
     name = None if server is None else server.server_name
     if name is None and address.startswith("unix:"):

@@ -67,7 +67,7 @@ def main() -> None:
             # A child that was not waited for keeps its id, so no other process is hit.
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
-            # This is not SIGKILL if the worker had exited before it was killed.
+            # The signal is not SIGKILL if the worker had exited before it was killed.
             control.sendall(bytes([os.WTERMSIG(status)]))
 
 

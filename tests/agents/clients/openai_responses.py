@@ -67,7 +67,7 @@ assert by_items.usage
 assert by_id.usage
 assert by_items.usage.input_tokens == by_id.usage.input_tokens
 
-# This is the kept answer that the client reads.
+# The client reads an answer that the gateway has kept.
 items = [item.type for item in real.responses.input_items.list(by_id.id, order="asc")]
 assert items == ["message", "function_call", "function_call_output", "message"], items
 counted = real.responses.input_tokens.count(input=QUESTION, model=MODEL)
