@@ -25,7 +25,7 @@ def check_int8(settings: Any, *, on_cpu: bool = False) -> None:
     """
     if getattr(settings, "weights", None) != "int8":
         return
-    # Both load torch, which takes seconds.
+    # The two modules load torch, which takes seconds.
     from outrider.lm.cpu.weights import dtype_for_int8
     from outrider.lm.devices import find_device
 

@@ -1,4 +1,4 @@
-"""A whole family of drafters. It proposes the tokens that followed the last tokens earlier.
+"""A whole family of drafters. The family proposes the tokens that followed the last tokens earlier.
 
 From the directory that holds `examples`:
 

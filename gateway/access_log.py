@@ -29,7 +29,7 @@ _PREFIXES = {
 }
 _SHOWN_CHARACTERS = 200
 # Probes and scrapers request these paths every few seconds, and opening the page requests many
-# files. Their successful answers are logged at debug.
+# files. Successful answers to these requests are logged at debug.
 _QUIET = (
     "/livez",
     "/readyz",

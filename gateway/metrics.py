@@ -305,8 +305,8 @@ class SequenceClock:
     def add(self, chunk: TokenChunk, *, coalesced: bool) -> None:
         """Record a chunk.
 
-        `coalesced` means that a chunk may hold several steps. Then only the statistics of the
-        last chunk say how many tokens each step accepted.
+        `coalesced` means that a chunk may hold several steps. With such chunks, only the statistics
+        of the last chunk say how many tokens each step accepted.
         """
         if chunk.token_ids:
             self._add_tokens(len(chunk.token_ids))

@@ -16,8 +16,8 @@ import click
 from drafter_svc.families.registry import BUILT_IN
 from outrider.process.settings.usage import invoke, refuse
 
-# Commands of another package, keyed by their names in the entry-point group (pyproject.toml). Their
-# help texts are here, so that `outrider lab --help` does not load the package.
+# Commands of another package, keyed by their names in the entry-point group (pyproject.toml). The
+# help texts of these commands are here, so that `outrider lab --help` does not load the package.
 _LAB = {
     "profile": "Measure what forwards, drafting and links cost on this machine.",
     "run": "Measure what an experiment file describes.",

@@ -151,7 +151,7 @@ def _choose_states(
     """Return the states that a drafter reads.
 
     For a head, first choose the interpretation of its file by the loaded target, if `runner` has
-    one. Otherwise the likeliest interpretation holds.
+    one. Without such a target, the likeliest interpretation is taken.
     """
     family = loaded.make(ModelInfo(settings.served_names[0], Stage.LOADING, ""))
     if family.feature_request is None:

@@ -1,7 +1,7 @@
 """Runs the stack's processes on this host: starts and stops them, and restarts processes that die.
 
-The supervisor passes on the lines that they print. It handles command lines and exit statuses, and
-no models, tokens or protocols.
+The supervisor passes on the lines that they print. The supervisor handles command lines and exit
+statuses, and no models, tokens or protocols.
 """
 
 from __future__ import annotations

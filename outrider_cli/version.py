@@ -35,7 +35,7 @@ def described() -> str:
 def commit() -> str:
     """Return the commit that was built, or of the checkout that runs; "unknown" without either.
 
-    It ends with "-dirty" if the checkout has changes.
+    The commit ends with "-dirty" if the checkout has changes.
     """
     written = _PACKAGE / "commit.txt"
     if written.is_file():

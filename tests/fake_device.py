@@ -1,7 +1,7 @@
 """A device that pretends to compute like a GPU, and counts what the host does with it.
 
-Its tensors say that they are on a GPU and lie on the CPU. So code runs the branches for a GPU, and
-every operator, every copy and every wait for the device passes through here.
+The device's tensors say that they are on a GPU and lie on the CPU. So code runs the branches for a
+GPU, and every operator, every copy and every wait for the device passes through here.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class DraftModel:
     def _forward(self, rounds: list[_Round]) -> None:
         """Run one forward for all rounds. If it fails, run a forward for each round.
 
-        Then only the round that causes the failure loses its drafts.
+        After a failure, only the round that causes it loses its drafts.
 
         Within a round, drafts that lack fewer tokens in their KV cache go first.
         """

@@ -1,7 +1,7 @@
 """Drafts with a head: a small network that reads the target's hidden states.
 
-This file runs on the event loop. It collects the verifier's messages about each sequence, and
-offers the head's guesses. head_worker.py runs the head on a thread of its own.
+This file runs on the event loop. The code here collects the verifier's messages about each
+sequence, and offers the head's guesses. head_worker.py runs the head on a thread of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Drafts with a smaller model.
 
-This file runs on the event loop. It keeps the KV caches in step with the verdicts and decides which
-guesses and branches the model makes; draft_model.py makes them on a thread of its own. Torch is
-imported only when a model is loaded, because the process is pinned to its cores before that.
+This file runs on the event loop. The code here keeps the KV caches in step with the verdicts and
+decides which guesses and branches the model makes; draft_model.py makes them on a thread of its
+own. Torch is imported only when a model is loaded, because the process is pinned to its cores
+before that.
 """
 
 from __future__ import annotations

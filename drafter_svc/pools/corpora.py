@@ -48,7 +48,10 @@ class TenantTrees:
     """One tenant's suffix trees. With `keys`, ended texts have digests, as in Redis."""
 
     def __init__(self, cache: Any, max_texts: int, keys: TextKeys | None) -> None:
-        """`cache` is Arctic Inference's, of `max_texts`. It names texts by numbers or digests."""
+        """`cache` is Arctic Inference's, of `max_texts`.
+
+        The cache names texts by numbers or digests.
+        """
         self.cache = cache
         self.keys = keys
         self._max_texts = max_texts

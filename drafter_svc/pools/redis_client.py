@@ -119,7 +119,7 @@ class RedisClient:
     ) -> list[Any]:
         """Set the (key, value) pairs of each bucket, in one round trip to each server.
 
-        A bucket is named by its index's key. It keeps its `most` newest entries for at most
+        A bucket is named by its index's key. A bucket keeps its `most` newest entries for at most
         `ttl_s`. Returns None for each bucket, or the exception of a bucket that failed.
         """
         arguments = [round(time.time(), 3), ttl_s, most]

@@ -1,7 +1,7 @@
 """Renders chat templates, in a worker process: see `gateway.text.templates`.
 
-A template is a program of the model's author. It runs in jinja2's sandbox, which keeps it from
-code outside, but not from endless loops.
+A template is a program of the model's author. The template runs in jinja2's sandbox, which keeps it
+from code outside, but not from endless loops.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ HANDLER = f"{__name__}:renderer"
 def renderer(sources: dict[str, str]) -> Callable[[bytes], bytes]:
     """Return a handler that renders the named template.
 
-    The handler takes [name, variables] in JSON. It answers with JSON: {"text": …}, or {"error": …}
-    with the template's message. If the variables are null, it only compiles the template.
+    The handler takes [name, variables] in JSON. The handler answers with JSON: {"text": …}, or
+    {"error": …} with the template's message. If the variables are null, it only compiles the
+    template.
     """
     compiled: dict[str, jinja2.Template] = {}
 

@@ -161,7 +161,8 @@ class ChatTemplate:
             try:
                 answer = self._call(name, {**variables, "messages": messages}, "tokenizer")
             except OutriderError:
-                # A template may hang only on calls. Then each request with calls is refused.
+                # A template may hang only on calls. With such a template, each request with calls
+                # is refused.
                 break
             shown = str(answer.get("text", ""))
             if _NEEDLE in shown and f"'{_NEEDLE}':" not in shown:

@@ -1,7 +1,8 @@
 """Splits a model's answer into content, thought and calls while it grows.
 
-The answer's grammar forces the texts around a call, so the reader walks those texts. It does not
-look for these texts within a call's arguments or a thought, and stop strings apply only to content.
+The answer's grammar forces the texts around a call, so the reader walks those texts. The reader
+does not look for these texts within a call's arguments or a thought, and stop strings apply only to
+content.
 """
 
 from __future__ import annotations

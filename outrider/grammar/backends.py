@@ -94,7 +94,10 @@ class Compiled(Protocol):
 
 
 class Libraries:
-    """LLGuidance with the tokenizer loaded. It derives masks lazily, so it compiles fast."""
+    """LLGuidance with the tokenizer loaded.
+
+    LLGuidance derives masks lazily, so it compiles fast.
+    """
 
     def __init__(
         self, tokenizer_path: str, vocab_size: int, stop_token_ids: tuple[int, ...]

@@ -1,7 +1,7 @@
 """A loaded head: its sequences, their pages, and the two calls that a drafter makes.
 
-`extend` reads committed tokens with their features, `propose` guesses what follows. Both take
-several sequences at once. Nothing here knows gRPC.
+`extend` reads committed tokens with their features, `propose` guesses what follows. Both methods
+take several sequences at once. Nothing here knows gRPC.
 
 A head's row i belongs to the feature of the sequence's token i. In the kinds that pair the feature
 with the token after it, row i holds (feature of token i, embedding of token i + 1) and predicts

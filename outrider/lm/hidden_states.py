@@ -66,7 +66,7 @@ class KeptStates:
     ) -> bytes:
         """Copy what `pick_states` returns to the host: row after row, little endian.
 
-        It waits for the device once.
+        The copy waits for the device once.
         """
         numbers = self.pick_states(states, rows, dtype, projection)
         return numbers.cpu().view(torch.uint8).numpy().tobytes()

@@ -235,7 +235,7 @@ def _contiguous_slots(part: SequenceSlice, page_size: int) -> slice | None:
 class BatchLayout:
     """The layout of T tokens of B slices, packed into one row.
 
-    Its properties serve the backends.
+    The layout's properties serve the backends.
     """
 
     def __init__(

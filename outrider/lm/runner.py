@@ -481,8 +481,8 @@ def _is_bfloat16(model: torch.nn.Module) -> bool:
 def _hidden_states(model: Any) -> HiddenStates | None:
     try:
         return HiddenStates(model)
-    # A model's own code may lack the parts that `HiddenStates` reads. Then the model is served
-    # without features.
+    # A model's own code may lack the parts that `HiddenStates` reads. Without these parts the model
+    # is served without features.
     except (LookupError, AttributeError) as reason:
         log.info("no drafter gets features of %s: %s", type(model).__name__, reason)
         return None

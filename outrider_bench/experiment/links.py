@@ -1,7 +1,7 @@
 """A proxy that shapes TCP connections: round trip, jitter, bandwidth, loss, outages and resets.
 
-The proxy handles bytes and times, and no protocol. It needs a loop with exact timers, see
-`exact_loop`.
+The proxy handles bytes and times, and no protocol. The proxy needs an event loop with exact timers,
+see `exact_loop`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _Wire:
 class ShapedLink:
     """A link in both directions.
 
-    Its shape may be changed while it runs. Bytes in transit keep the shape with which they left.
+    The link's shape may be changed while the link runs. Bytes in transit keep the shape with which
+    they left.
     """
 
     shape: Link

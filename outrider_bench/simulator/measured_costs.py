@@ -59,10 +59,10 @@ def measure(
 ) -> Costs:
     """Measure the cost table, with `threads` for the target.
 
-    Its `drafting` has the n-gram family (`ngram`) and the draft model on the CPU with each of
-    `draft_threads`: `model` for one thread, `model-2` for two and so on; where the target is on a
-    GPU, also `model-on-target`, the draft model on that GPU. The bundled pair takes about a minute
-    on two cores.
+    The table's `drafting` has the n-gram family (`ngram`) and the draft model on the CPU with each
+    of `draft_threads`: `model` for one thread, `model-2` for two and so on; where the target is on
+    a GPU, also `model-on-target`, the draft model on that GPU. The bundled pair takes about a
+    minute on two cores.
     """
     sequences = sequences_up_to(most_sequences)
     target = _served(target_path, dtype, "auto", threads, sequences)

@@ -150,7 +150,7 @@ class Compared:
     ) -> Answer | None:
         """Send requests in a decoding mode, at most `batch` at once.
 
-        Returns None if the mode's process has died. Then no later turn asks the mode.
+        Returns None if the mode's process has died. After a death no later turn asks the mode.
         """
         try:
             return await way.ask(requests, batch, temperature, tenant)

@@ -273,7 +273,7 @@ async def compared(redis: Standalone, history: list[Text], texts: list[Text]) ->
     async with suffix_drafter(redis) as (rig, _):
         await written(redis, rig, history)
     async with suffix_drafter(redis) as (rig, pool):
-        # It reads the history while it drafts for the first text.
+        # The new drafter reads the history from Redis while it drafts for the first text.
         warm = await replayed(rig, texts)
         assert pool.counters.found >= len({tuple(output) for _, output in history})
     return {"cold": cold, "local": local, "warm": warm}

@@ -73,6 +73,9 @@ def thinker(_shared_thinker: Rig) -> Rig:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(prompts: Prompts) -> AsyncIterator[Site]:
-    """Yield a gateway that polls its two verifiers often. Both serve the model under one name."""
+    """Yield a gateway that polls its two verifiers often.
+
+    Both verifiers serve the model under one name.
+    """
     async with running_site(prompts) as made:
         yield made

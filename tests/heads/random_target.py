@@ -21,7 +21,8 @@ BANNED = tuple(range(ALLOWED, VOCAB))
 def target() -> LlamaForCausalLM:
     """Return the target, whose distributions have several likely tokens.
 
-    Its weights are larger than a new model's, so that the distributions depend on the text.
+    The target's weights are larger than a new model's, so that the distributions depend on the
+    text.
     """
     torch.manual_seed(4)
     config = LlamaConfig(

@@ -1,9 +1,10 @@
 """Untrusted drafters leave no trace in the output beside a trusted drafter that samples.
 
-The untrusted drafter can draw with the verifier's noise. It drafts honestly until its acceptance is
-known to be high. Then it drafts only where its first guess is a certain token. If it knew the
-noise, the noise would decide where it drafts, and sampled drafts would be verified in all other
-places. So the output would have that token too often, though no drafter made a false claim.
+The untrusted drafter can draw with the verifier's noise. This drafter drafts honestly until the
+verifier has measured a high acceptance. From then on it drafts only where its first guess is a
+certain token. If it knew the noise, the noise would decide where it drafts, and sampled drafts
+would be verified in all other places. So the output would have that token too often, though no
+drafter made a false claim.
 """
 
 from __future__ import annotations

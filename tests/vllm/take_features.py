@@ -2,7 +2,8 @@
 
     python -m tests.vllm.take_features v1 < asked.json
 
-It is a separate process, since a process has one runner. Its answer is JSON, see `Taken`.
+The program is a process of its own, since a process has one runner. Its answer is JSON, see
+`Taken`.
 """
 
 from __future__ import annotations

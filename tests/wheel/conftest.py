@@ -57,8 +57,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(folder: Path, *wheels: Path) -> Path:
     """Make a virtual environment away from the checkout; return its python.
 
-    It has these wheels, and the other packages of the tests' environment. A process of it that
-    reads a module of the checkout ends with an error.
+    The environment has the given wheels, and the other packages of the tests' environment. A
+    process of it that reads a module of the checkout ends with an error.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin/python"

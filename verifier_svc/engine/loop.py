@@ -1,9 +1,10 @@
 """The engine: a step chooses a batch, verifies its drafts, and commits what the target agrees to.
 
-The engine runs on its own thread; other threads only `post` work to it. It sends messages through
-sinks: to drafters after each step, to clients when the next forward begins. With a device that
-computes asynchronously, the forward is launched first, and meanwhile the host does the work that no
-step waits for. The engine works with token ids and drafters, without text, protobuf or gRPC.
+The engine runs on its own thread; other threads only `post` work to it. The engine sends messages
+through sinks: to drafters after each step, to clients when the next forward begins. With a device
+that computes asynchronously, the forward is launched first, and meanwhile the host does the work
+that no step waits for. The engine works with token ids and drafters, without text, protobuf or
+gRPC.
 """
 
 from __future__ import annotations
@@ -196,10 +197,10 @@ class Engine:
     def pause(self, sequence: Sequence) -> None:
         """Leave a sequence out of steps until `resume`, because its caller does not read.
 
-        Its drafters are told that the sequence is over, so that they draft for other sequences. The
-        text stays the same: its tokens are computed anew later, as after a preemption. If more than
-        `max_waiting` sequences are unread, the tenant with the most unread sequences loses the
-        sequence that is unread longest: it ends with SLOW_READER.
+        The sequence's drafters are told that the sequence is over, so that they draft for other
+        sequences. The text stays the same: its tokens are computed anew later, as after a
+        preemption. If more than `max_waiting` sequences are unread, the tenant with the most unread
+        sequences loses the sequence that is unread longest: it ends with SLOW_READER.
         """
         book = self._book
         if sequence.id not in self.sequences or sequence.id in book.unread:

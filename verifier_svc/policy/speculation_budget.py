@@ -102,7 +102,7 @@ class _Baseline:
     def measure(self, slowdown: float) -> bool:
         """Add a baseline step that took `slowdown` times its isolated forward.
 
-        Returns True if the load has grown. Then only the recent steps count from now on.
+        Returns True if the load has grown. In that case only the recent steps count from now on.
         """
         if self.recent_count == 0:
             self.before = self.slowdown or slowdown

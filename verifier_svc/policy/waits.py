@@ -52,8 +52,8 @@ def drafts_to_wait_for(
     if policy.takes_all:
         everything = tuple([(sequence, assignment) for _, _, sequence, assignment in late])
         return everything, _LONGEST_WAIT_S
-    # Drafts are awaited in the order in which they are due. Their worth adds up: while the engine
-    # waits for a later draft, it waits for the earlier drafts as well.
+    # Drafts are awaited in the order in which they are due. The worth of several drafts adds up:
+    # while the engine waits for a later draft, it waits for the earlier drafts as well.
     late.sort(key=itemgetter(0))
     wait_s = worth_s = 0.0
     count = 0

@@ -2,10 +2,10 @@
 
 This module works with logits, drafts and noise, not with sequences, pages or streams.
 
-The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) are in this file. They draw
-the target's own token at every position, with noise that depends only on seed and position, and
-accept a draft token that equals it. Nothing of the draft enters the output, so a seed gives the
-same text with any drafter.
+The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) are in this file. GREEDY
+and COUPLED draw the target's own token at every position, with noise that depends only on seed and
+position, and accept a draft token that equals it. Nothing of the draft enters the output, so a seed
+gives the same text with any drafter.
 
 - GREEDY: `_greedy_results` on the host; `_OwnTokens` if another draft of the batch needs
   probabilities.
@@ -209,7 +209,8 @@ def _greedy_results(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptRe
 class _OwnTokens:
     """Draws the target's own tokens: the rules GREEDY and COUPLED.
 
-    Then it applies the rules that look at probabilities, each to its own drafts.
+    Afterwards the object applies the rules that look at probabilities, each to the drafts of this
+    rule.
     """
 
     def __init__(self, rows: Rows, staging: Staging) -> None:

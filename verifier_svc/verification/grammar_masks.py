@@ -221,7 +221,7 @@ def _subtree(draft: DraftTree, kept: Sequence[bool]) -> DraftTree:
 def has_slow_masks(sequence: SequenceState) -> bool:
     """Return whether the sequence's masks take long.
 
-    Then its grammar also takes long to advance.
+    The grammar of such a sequence also takes long to advance.
     """
     return sequence.mask_row_s > _SLOW_ROW_S
 

@@ -31,7 +31,7 @@ class ResponseWriter:
     ) -> None:
         """`keep` is called with the complete response before its caller gets it.
 
-        Its second argument has the lengths of the deltas of each item's text.
+        The second argument of `keep` has the lengths of the deltas of each item's text.
         """
         self._body = body
         self._totals = answer.totals

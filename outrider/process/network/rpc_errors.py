@@ -25,9 +25,9 @@ _RETRY_KEY = "retry"
 def status_of(error: OutriderError) -> status_pb2.Status:
     """Return the google.rpc.Status of an error.
 
-    Its details are ErrorInfo, BadRequest if the error names a field, and RetryInfo if it has a
-    delay after which a retry may succeed. The retry class is in ErrorInfo.metadata, for clients
-    that do not know the reason.
+    The status has the details ErrorInfo, BadRequest if the error names a field, and RetryInfo if it
+    has a delay after which a retry may succeed. The retry class is in ErrorInfo.metadata, for
+    clients that do not know the reason.
     """
     info = error_details_pb2.ErrorInfo(
         reason=error.reason.name,

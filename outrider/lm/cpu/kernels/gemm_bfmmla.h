@@ -60,7 +60,7 @@ INLINE void add_tile(const uint16_t *const (*x)[2], const char *weights, sums_of
   for (int part = 0; part < BLOCK / LINE; part++) add_part(x, weights, acc, part, n, cold);
 }
 
-// Multiplies up to two rows by one block of columns. Their sums stay in registers.
+// Multiplies up to two rows by one block of columns. The sums stay in registers.
 INLINE void multiply_pair(const uint16_t *first, const uint16_t *second, int64_t step, int64_t in,
                           const char *weights, sums_of_pair *acc, int cold) {
   sums_of_pair sums;

@@ -134,7 +134,7 @@ INLINE ivec add_products(ivec sum, weight_vec weights, const number *x) {
   sum += (ivec)_mm_madd_epi16((__m128i)weights, (__m128i)same);
   __asm__("" : "+x"(sum));
 #else
-  // Both halves of a lane, with their signs. Weights are not negative.
+  // Multiplies both halves of a lane, with their signs. Weights are not negative.
   ivec pairs = (ivec)weights;
   sum += (pairs & 0xffff) * (same << 16 >> 16) + (pairs >> 16) * (same >> 16);
 #endif

@@ -6,7 +6,7 @@
 // each lane sums the score of one key and no sum goes across lanes.
 //
 // Plain C with GCC's vectors, called through ctypes; ../attention.py declares the same structures.
-// It shares OpenMP's runtime, and so its threads, with torch.
+// The library shares OpenMP's runtime, and so its threads, with torch.
 
 #include "cpu_kernels.h"
 
