@@ -7,8 +7,8 @@ texts with those in FILE. OUTRIDER_URL is the gateway, and OUTRIDER_API_KEY a ke
 `check.py rights PROJECT` checks the users, rights and root file systems of a project's running
 containers instead.
 
-Each prints one line "note: " with its result. If a check fails, it prints one sentence and exits
-with status 1.
+Each command prints one line "note: " with its result. If a check fails, the command prints one
+sentence and exits with status 1.
 """
 
 from __future__ import annotations

@@ -199,7 +199,8 @@ async def _measure(url: str, part: Part, rows: list[Row], progress: Progress) ->
     task = progress.add_task("prompts", total=len(asked))
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         for _, question in part.questions:
-            # This request is not measured. After it, every mode finds the prompt cached.
+            # The first request of a prompt is not measured. After it, every mode finds the prompt
+            # cached.
             await ask(client, question | {"model": part.target}, 1, _PLAIN)
         for question, row in asked:
             progress.update(task, description=f"{row.kind} with {row.name}")

@@ -1,6 +1,6 @@
 """Prompts of the kinds that the bundled pair was trained on, and questions for SmolLM2.
 
-The demo asks both; the benchmarks use only the prompts.
+The demo uses the prompts and the questions; the benchmarks use only the prompts.
 """
 
 from __future__ import annotations

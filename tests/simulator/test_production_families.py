@@ -67,7 +67,7 @@ def test_a_pool_of_all_requests_serves_the_second_one(tmp_path: Path) -> None:
 def test_a_draft_models_alternatives_are_branches_that_hit(tmp_path: Path) -> None:
     output = list(range(1000, 1192))
     # One guess in four is wrong. With "1" the true token is the first alternative to that guess.
-    # Only chains: a branch that a step verifies needs no lookup.
+    # Steps verify only chains here, because a branch that a step verifies needs no lookup.
     wrong, second = (
         outcome_of(tmp_path, [text([1, 2, 3], output, model=guesses)], MODEL, draft_trees=False)
         for guesses in ("+++-" * 60, "+++1" * 60)
@@ -104,7 +104,7 @@ def test_connections_of_one_process_share_its_forwards(tmp_path: Path) -> None:
 
     apart = forwards()
     together = forwards(process="one")
-    # Each connection counts all forwards of its process, and one forward serves both.
+    # Each connection counts all forwards of its process, and one forward serves both connections.
     assert together[0] == together[1]
     assert max(apart) < together[0] < sum(apart)
 

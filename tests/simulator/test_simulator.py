@@ -184,7 +184,8 @@ def test_recorded_guesses_decide_what_a_drafter_drafts(tmp_path: Path, guess: st
     if guess == "+":
         assert accepted == drafted > 100
     else:
-        # The drafter does not pay, so it only gets probes. Without a guess it answers no probe.
+        # The drafter does not pay, so it only gets probes. A drafter without guesses answers no
+        # probe.
         assert accepted == 0
         assert drafted < 20
         assert (counters.get("proposed_tokens", 0) > 0) == (guess == "-")

@@ -17,7 +17,11 @@ SECONDS = 21.0
 
 @cache
 def small_requests(name: str) -> tuple[float, float]:
-    """Return small requests' p99 of seconds to their end, and the maximum to a first token."""
+    """Return two times of the small requests, in seconds.
+
+    The first is the p99 of the times to the end of an answer, the second the largest time to a
+    first token.
+    """
     given = {"arrivals": "recorded", "recording": TRAFFIC / f"{name}.jsonl", "seconds": SECONDS}
     simulation = Simulation(Scenario.model_validate(given | {"max_sequences": 64}), 1)
     simulation.run()

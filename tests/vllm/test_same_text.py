@@ -56,7 +56,8 @@ SOURCE = Path(torch.nn.functional.__file__).read_text()
 def cases() -> list[Case]:
     """Return requests with all settings."""
     ids = Tokenizer.from_file(f"{MODEL}/tokenizer.json").encode(SOURCE[:100_000]).ids
-    # The cache has 32 of the 33 tokens, so vLLM pads that request's row.
+    # The cache has 32 of the first prompt's 33 tokens, so vLLM pads the row of this prompt's
+    # request.
     prompts = [ids[:33]]
     prompts += [ids[start : start + 40 + start % 7] for start in range(100, 20_000, 997)]
     found = [Case(prompt, dict(each)) for prompt, each in zip(prompts, SETTINGS, strict=False)]

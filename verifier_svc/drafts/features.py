@@ -202,7 +202,7 @@ def copy_held_features(assignment: Assignment) -> None:
 def _computed(
     batch: Sequence[ScheduledSequence], found: Sequence[Verified | OutriderError | None]
 ) -> Iterator[ComputedTokens]:
-    """Yield the tokens of a step that will be committed; the forward's rows are in their order."""
+    """Yield the tokens of a step that will be committed, in the order of the forward's rows."""
     first_row = 0
     for scheduled, result in zip(batch, found, strict=True):
         count = len(scheduled.token_ids)

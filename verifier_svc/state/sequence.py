@@ -283,11 +283,14 @@ class Sequence:
     """One request being generated.
 
     The cache has keys and values of the first `kv.num_computed_tokens` tokens. Between the steps of
-    a decoding sequence these are all tokens but the last.
+    a decoding sequence, the last token is the only token without keys and values.
     """
 
     id: int
-    """Its name for drafters. It changes when the sequence goes on after it was unread."""
+    """The sequence's name for drafters.
+
+    The name changes when the sequence goes on after it was unread.
+    """
     arrival: int
     """Its place in the order of arrival."""
     request: TokenRequest

@@ -209,8 +209,7 @@ def _greedy_results(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptRe
 class _OwnTokens:
     """Draws the target's own tokens: the rules GREEDY and COUPLED.
 
-    Afterwards the object applies the rules that look at probabilities, each to the drafts of this
-    rule.
+    Afterwards the object applies the rules that look at probabilities, each rule to its own drafts.
     """
 
     def __init__(self, rows: Rows, staging: Staging) -> None:

@@ -26,7 +26,8 @@ _TEMPLATE_OWN = (
     "add_generation_prompt",
     "continue_final_message",
 )
-# An answer's message has these fields besides its text. Clients send them back in a history.
+# An answer's message has these fields besides its text. Clients send these fields back in a
+# history.
 _EMPTY_IN_MESSAGE = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 

@@ -69,8 +69,8 @@ def dial(
     """Return a channel to `host:port` or `unix:/path`, with mutual TLS if files are given.
 
     With TLS, the server's certificate must have the role that `server` names. If `server` is None,
-    the certificate must have the name of the host. The files are read now; a channel keeps their
-    contents. Raises OutriderError(INVALID_VALUE) if the files are bad.
+    the certificate must have the name of the host. The function reads the files at once, and the
+    channel keeps their contents. Raises OutriderError(INVALID_VALUE) if the files are bad.
     """
     return channel(address, None if tls is None else client_credentials(address, tls, server))
 
