@@ -161,7 +161,8 @@ def _leaves(draft: Any, acceptance: float) -> list[tuple[list[int], list[float]]
     """Return the tokens and confidences of each path of a draft that no other path continues.
 
     The trees' probabilities are products of frequencies. A frequency says how probable a token is
-    if one of the tokens that followed before comes again; `acceptance` says how often that is so.
+    if one of the tokens that followed before comes again; `acceptance` is the share of times that
+    one of them comes again.
     """
     paths: list[tuple[list[int], list[float]]] = []
     for token, parent, prob in zip(draft.token_ids, draft.parents, draft.probs, strict=True):

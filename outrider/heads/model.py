@@ -173,8 +173,8 @@ class HeadModel(torch.nn.Module):
         """Load the head's weights and make its cache of `page_count` pages.
 
         A forward has at most `batch_rows` rows. The target's matrices are shared as they are if
-        they have this dtype and device; on a CPU, lm_head is a copy in the kernels' order.
-        There `int8` keeps bfloat16 weights in int8, but not the projection's.
+        they have this dtype and device; on a CPU, lm_head is a copy in the kernels' order. On a
+        CPU, `int8` keeps bfloat16 weights in int8, except the weights of the projection.
         """
         device = device or torch.device("cpu")
         projection = projection_tensors(head)

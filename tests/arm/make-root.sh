@@ -19,7 +19,8 @@ done
 mkdir -p "$into"
 rm -rf "${into:?}"/*
 
-# A state and a cache of its own leave the packages of this machine alone.
+# apt gets a state and a cache of its own here, so that the packages of this machine stay as they
+# are.
 apt=$(realpath "$into")/apt
 mkdir -p "$apt/lists/partial" "$apt/cache/archives/partial"
 : >"$apt/status"

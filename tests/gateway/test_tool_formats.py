@@ -350,7 +350,7 @@ def test_a_call_within_a_thought_ends_the_thought(libraries: Libraries, form: To
             assert thought == "I look."
             assert [name for name, _ in calls_of(parts)] == ["f"]
         if forced:
-            # Without a call, there is no end.
+            # The grammar allows no end of the text before a call.
             matcher = compiled.matcher()
             assert matcher.accept_bytes(b"I look.")
             assert not matcher.accept(EOS)

@@ -99,7 +99,7 @@ def test_bad_files_are_tried_and_logged_once_and_not_at_each_handshake(
 def test_files_that_fit_later_without_a_trace_are_found(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, a change of the files' mode leaves no trace in the stamp."""
+    """A change of the files' mode, for example, leaves no trace in the stamp of a file."""
     monkeypatch.setattr(tls_module, "_RETRY_S", 0.0)
     readable = True
 

@@ -337,7 +337,7 @@ class Scheduler:
     def _fits_without(self, victim: Sequence, sequence: Sequence) -> bool:
         """Return whether a sequence can get its pages if `victim` is preempted for its place.
 
-        If it cannot, the place would stay empty after the preemption.
+        If the sequence cannot get its pages, the place would stay empty after the preemption.
         """
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)
         if missing <= self.pool.free_count + len(victim.kv.pages):

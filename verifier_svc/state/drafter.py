@@ -98,16 +98,17 @@ class Drafter:
     trusted: bool = False
     """True if the distributions that it claims count where sampled drafts are accepted."""
     on_target_device: bool = False
-    """True if it computes on the target's GPU, or on cores that the target uses."""
+    """True if the drafter computes on the target's GPU, or on cores that the target uses."""
     busy_until: float = 0.0
-    """The time by which it should have filled all windows that it was told (seconds)."""
+    """The time by which the drafter should have filled all windows that it was told (seconds)."""
     draining: bool = False
     # At first a drafter may send one entry, although no message to it has allowed one. An entry
-    # with an id that was never opened then gets the error about ids.
+    # with an id that was never opened therefore gets the error about ids, not the error about too
+    # many entries.
     proposals_left: int = 1
-    """The number of proposals that it may send before it gets a further message."""
+    """The number of proposals that the drafter may send before it gets a further message."""
     skips_left: int = 1
-    """The number of skips that it may send before it gets a further message."""
+    """The number of skips that the drafter may send before it gets a further message."""
     taken_bytes: int = 0
     """The `held_bytes` of its messages that the engine has processed."""
     right_guesses: int = 0

@@ -250,7 +250,7 @@ class _OwnTokens:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Return two results: which rows' draft tokens are accepted, and what truncation lacked.
 
-        The first is bool [R]; the second is the last result of `TargetProbs.probs`.
+        The first result is bool [R]; the second is the last result of `TargetProbs.probs`.
 
         `tokens_R` comes in as the rows' argmax, and goes out as the target's own tokens.
         """

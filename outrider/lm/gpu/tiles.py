@@ -110,7 +110,7 @@ def _stages(rows: int, keys: int, heads: Heads, card: Card) -> int:
     """
     buffer_bytes = keys * (heads.key_lanes + heads.value_lanes) * heads.dtype.itemsize
     # Groups of four warps (wgmma, tcgen05) keep the weights of their rows, and read their operands
-    # in shared memory: one tile more is in use. Other warps exchange the weights there.
+    # in shared memory: one tile more is in use. Other warps exchange the weights in shared memory.
     warp_groups = rows == _ROWS[-1] and card.major in (9, 10)
     other_bytes = rows * (heads.key_lanes + (0 if warp_groups else keys + 8)) * heads.dtype.itemsize
     alone = (card.shared_bytes - other_bytes) // buffer_bytes

@@ -81,7 +81,7 @@ class RedisServer:
 
     @property
     def tls(self) -> Tls | None:
-        """The files with which a client proves who it is; None for a client that does not."""
+        """The files with which a client proves its identity; None for a client without them."""
         names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
         cert, key, ca = (self.options.get(name) for name in names)
         return Tls(Path(cert), Path(key), ca and Path(ca)) if cert and key else None
