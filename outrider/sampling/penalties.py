@@ -30,9 +30,9 @@ class _Text:
 
     tokens: Sequence[int]
     row: int
-    """Its row of the table."""
+    """The text's row of the table."""
     counted: int = 0
-    """The number of its tokens that are counted."""
+    """The number of the text's tokens that are counted."""
 
 
 @dataclass(frozen=True, slots=True)

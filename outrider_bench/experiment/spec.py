@@ -74,7 +74,7 @@ class Drafter(_Part):
     """The link to the verifier; unset is the loopback interface as it is."""
 
     cores: str | None = None
-    """Cores that it is pinned to; unset takes any."""
+    """Cores to which the drafter is pinned; unset takes any cores."""
 
     numa_node: int | None = Field(None, ge=0)
 
@@ -91,7 +91,7 @@ class Drafter(_Part):
     """For predictions, any name for another machine; unset is the verifier's machine."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
-    """Other settings of its process, see `outrider drafter --help`, with underscores."""
+    """Other settings of the drafter's process, see `outrider drafter --help`, with underscores."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -114,7 +114,7 @@ class DrafterSpec(_Part, LinkShape):
     during them, or the share in `interference`."""
 
     interference: float = Field(0.0, ge=0, le=1)
-    """Share of its drafting time that forwards on the same machine lose."""
+    """Share of the drafter's drafting time that forwards on the same machine lose."""
 
 
 class Event(_Part):

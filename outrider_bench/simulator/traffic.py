@@ -49,7 +49,7 @@ class Request:
     error: OutriderError | None = None
     over: bool = False
     late: bool = False
-    """True if its client left before the end."""
+    """True if the request's client left before the end."""
 
 
 class Traffic:

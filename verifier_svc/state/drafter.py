@@ -67,16 +67,16 @@ class Drafter:
     hello: Hello
     sink: Callable[[StepBatch | OutriderError], None]
     holder: str = ""
-    """The common name of its certificate; empty without TLS."""
+    """The common name of the drafter's certificate; empty without TLS."""
     source: str = ""
-    """Whose drafter it is: the common name of its certificate, or without TLS its address."""
+    """The drafter's owner: the common name of its certificate, or without TLS its address."""
     round_trip: Latency = field(default_factory=Latency)
     """Time from a verdict that asks for a draft to the answer, without the time of drafting."""
     token_time: Latency = field(default_factory=Latency)
     """Time to draft one token."""
     rates: dict[tuple[bool, bool, bool], list[AcceptanceRate]] = field(default_factory=dict)
-    """By kind of traffic, acceptance over all its sequences, in a list like `Assignment.rates`. A
-    new sequence has these rates as priors."""
+    """By kind of traffic, acceptance over all the drafter's sequences, in a list like
+    `Assignment.rates`. A new sequence has these rates as priors."""
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0, decay=LONG_MEMORY))
     """The lengths of the drafter's drafts, as in `Assignment.lengths`.
 
@@ -85,18 +85,18 @@ class Drafter:
     sibling_rates: dict[tuple[bool, bool, bool], SiblingRates] = field(default_factory=dict)
     """Measurements of the siblings of the drafter's main guesses, keyed by kind of traffic."""
     outbox: StepBatch = field(default_factory=StepBatch)
-    """Messages of the current step that are to be sent to it."""
+    """Messages of the current step that are to be sent to the drafter."""
     sequence_ids: set[int] = field(default_factory=set)
     last_sequence_id: int = 0
-    """The highest sequence id that was ever announced to it."""
+    """The highest sequence id that was ever announced to the drafter."""
     feature_width: int = 0
-    """Numbers of a token's features that it gets; 0 for none."""
+    """The width of a token's features that the drafter gets; 0 if it gets none."""
     projects_features: bool = False
-    """True if its features are the result of the projection that it asked for."""
+    """True if the drafter's features are the result of the projection that it asked for."""
     is_local: bool = False
-    """True if it runs in the verifier's process."""
+    """True if the drafter runs in the verifier's process."""
     trusted: bool = False
-    """True if the distributions that it claims count where sampled drafts are accepted."""
+    """True if the drafter's claimed distributions count where sampled drafts are accepted."""
     on_target_device: bool = False
     """True if the drafter computes on the target's GPU, or on cores that the target uses."""
     busy_until: float = 0.0
@@ -110,23 +110,27 @@ class Drafter:
     skips_left: int = 1
     """The number of skips that the drafter may send before it gets a further message."""
     taken_bytes: int = 0
-    """The `held_bytes` of its messages that the engine has processed."""
+    """The `held_bytes` of the drafter's messages that the engine has processed."""
     right_guesses: int = 0
     """The number of drafts whose first token was right, at most `_TEST_GUESSES`."""
     proven: bool = False
-    """True if it has passed its trial. A proven drafter is preferred to others."""
+    """True if the drafter has passed its trial. A proven drafter is preferred to others."""
     told_steps: int = 0
-    """Steps of its trial since its last right guess. A wrong guess counts as further steps."""
+    """Steps of the drafter's trial since its last right guess.
+
+    A wrong guess counts as further steps.
+    """
     silent_at: float = math.inf
-    """The time from which it is silent unless it answers (seconds); inf if it owes no answer."""
+    """The time from which the drafter counts as silent unless it answers (seconds); inf if it owes
+    no answer."""
     silent: bool = False
-    """True if it has stopped answering."""
+    """True if the drafter has stopped answering."""
     paused: bool | None = None
-    """True if the last step asked it for no draft; None before the first step with it."""
+    """True if the last step asked the drafter for no draft; None before its first step."""
     turn: int = 0
-    """The number of the verifier's assignments when it last got a sequence."""
+    """The number of the verifier's assignments when the drafter last got a sequence."""
     answer_rate: float = 1.0
-    """Share of its answers that held a draft, as a running mean over all its sequences."""
+    """Share of the drafter's answers that held a draft: a running mean over all its sequences."""
     verified_count: int = 0
     accepted_count: int = 0
     acceptance_watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)

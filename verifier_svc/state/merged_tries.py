@@ -27,7 +27,7 @@ class MergedGuess(NamedTuple):
     assignment: Assignment
     """The first assignment whose trie has the token."""
     rank: int
-    """Its place among that trie's guesses after the prefix, from 0."""
+    """The guess's place among that trie's guesses after the prefix, from 0."""
     confidence: float
     nodes: Nodes
 

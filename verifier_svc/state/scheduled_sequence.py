@@ -37,9 +37,12 @@ class ScheduledSequence:
     mask: npt.NDArray[np.int32] | None = None
     """Tokens that the grammar allows, as in `outrider.sampling.logits.Context`."""
     is_late: bool = False
-    """True if its masks were not there in time, so that its step must be repeated."""
+    """True if the sequence's masks were not there in time, so that its step must be repeated."""
     is_spoilt: bool = False
-    """True if its draft made logits not finite. Its step must be repeated, prompt tokens too."""
+    """True if the sequence's draft made logits not finite.
+
+    Its step must be repeated, prompt tokens too.
+    """
 
     @property
     def logit_count(self) -> int:

@@ -75,9 +75,9 @@ class Assignment:
     opened: bool = False
     """True if the sequence was announced to the drafter."""
     asked: bool = True
-    """True if its drafts pay. If not, the drafter gets only probes, and nobody waits for it.
+    """True if the drafts pay. If not, the drafter gets only probes, and nobody waits for it.
 
-    Guesses that it has made may still join another drafter's in a tree.
+    The drafter's earlier guesses may still join another drafter's guesses in a tree.
     """
     backoff: int = FIRST_BACKOFF
     """Steps between two probes. A power of two, so that many sequences are probed in one step."""
@@ -87,14 +87,14 @@ class Assignment:
     Only lengths after which the trie was empty are here, until the drafter answers.
     """
     answered_length: int = 0
-    """The greatest committed length that it answered.
+    """The greatest committed length that the drafter answered.
 
     At 0 the drafter may still be computing the prompt, so its silence says nothing about its speed.
     """
     answer_rate: float = 1.0
-    """Share of its answers that held a draft, as a running mean. Skips are not worth a wait.
+    """Share of the drafter's answers that held a draft, as a running mean.
 
-    An answer that is long overdue counts as a skip.
+    Skips are not worth a wait. An answer that is long overdue counts as a skip.
     """
     feature_position: int = 0
     """The drafter gets no further features of tokens before this position."""
@@ -110,7 +110,7 @@ class Assignment:
     draft than the drafter's guesses for other texts do.
     """
     idle_steps: int = 0
-    """Steps since the last step that committed a guess of it; counted only for quick drafters."""
+    """Steps since a guess of the drafter was last committed; counted only for quick drafters."""
     rate: AcceptanceRate = field(init=False)
     """The rate of `rates` that holds for a draft after the present run."""
 
@@ -292,7 +292,7 @@ class Sequence:
     The name changes when the sequence goes on after it was unread.
     """
     arrival: int
-    """Its place in the order of arrival."""
+    """The sequence's place in the order of arrival."""
     request: TokenRequest
     seed: int
     max_draft_tokens: int
@@ -308,7 +308,7 @@ class Sequence:
     """Ids of drafters that lost the sequence to other drafters. None of them gets it again."""
     cached_token_count: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
-    """Block hashes of its full pages. They are computed only while it waits for pages."""
+    """Block hashes of the sequence's full pages, computed only while it waits for pages."""
     unsent: TokenChunk | None = None
     matcher: Matcher | None = None
     """The state of the request's grammar after the output without its last `grammar_lag` tokens."""
@@ -316,24 +316,27 @@ class Sequence:
     """The number of last committed tokens that the next mask's work gives to the grammar."""
     mask_width: int = 0
     mask_work: MaskWork | None = None
-    """The masks of its next step, after they were asked for; the step waits for them."""
+    """The masks of the sequence's next step, after they were asked for; the step waits for them."""
     mask_row_s: float = 0.0
-    """Processor time of its last masks (seconds a row)."""
+    """Processor time of the sequence's last masks (seconds a row)."""
     mask_excess_s: float = 0.0
-    """Processor time of all its masks beyond what is free (seconds)."""
+    """Processor time of all the sequence's masks beyond what is free (seconds)."""
     unscored: range = range(0)
     """Positions of prompt tokens whose log probabilities are wanted and not yet sent."""
     admitted: bool = False
-    """True if it ever left the queue. A preempted sequence stays admitted, with its drafters."""
+    """True if the sequence ever left the queue.
+
+    If it is preempted, it stays admitted, with its drafters.
+    """
     pauses: dict[PauseReason, int] = field(default_factory=dict)
     """The number of steps that could have verified a draft but had none, keyed by reason."""
     span: Span = NO_SPAN
     submitted_at: float = 0.0
     """The time at which the request came (monotonic seconds)."""
     scheduled_at: float | None = None
-    """The time of its first batch (monotonic seconds). Time unread moves it forward."""
+    """The time of the sequence's first batch (monotonic seconds). Time unread moves it forward."""
     unread_at: float | None = None
-    """The time since which its caller does not read (monotonic seconds); None if it reads."""
+    """The time since which the caller does not read (monotonic seconds); None if it reads."""
 
     @property
     def has_begun(self) -> bool:

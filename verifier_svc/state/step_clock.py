@@ -16,7 +16,7 @@ class StepTimes:
     wait_s: float
     """The seconds that the engine waited for drafts before the step."""
     phases_s: Mapping[str, float]
-    """The seconds of its phases, keyed by name, without the wait."""
+    """The seconds of the step's phases, keyed by name, without the wait."""
 
     @property
     def step_s(self) -> float:

@@ -189,7 +189,7 @@ class Tls:
 
 
 class TlsSettings(BaseModel):
-    """The files with which a process proves who it is, and checks who its peers are."""
+    """The files with which a process proves its identity and checks the identity of its peers."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 

@@ -33,7 +33,7 @@ class Truth:
     compares: bool
     """True if the text must equal the answer; a trusted drafter's sampled draft may change it."""
     length: int = 0
-    """The committed length when it was last checked."""
+    """The committed length at the last check of the sequence."""
 
 
 def compares(request: TokenRequest, *, sampled_drafts: bool) -> bool:

@@ -59,9 +59,9 @@ class DrafterPlan:
     branches: float
     """Probability of a branch beside an offer."""
     fails: float
-    """Probability that its strategy raises."""
+    """Probability that the drafter's strategy raises."""
     samples: bool
-    """True if it offers SPARSE and COUPLED, too."""
+    """True if the drafter offers SPARSE and COUPLED, too."""
     max_draft_tokens: int
     max_sequence_count: int
     joins_s: float
