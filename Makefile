@@ -116,8 +116,8 @@ audit: $(SUPPLY)/installed
 tools:
 	@tests/install-tools.sh
 
-# The package of the suffix family, which takes minutes to build. The family's tests are skipped
-# without it.
+# The package of the suffix family, which takes minutes to build. If the package is missing, the
+# family's tests are skipped.
 suffix: $(VENV)/installed
 	$(PIP) arctic-inference
 

@@ -45,9 +45,9 @@ shift || true
 # Installs the packages that this machine lacks, once.
 install_wheels() {
   compgen -G "bench/wheels/*.whl" > /dev/null || return 0
-  # The packages go into a folder, not into a virtual environment. If python3 belongs to one
-  # already, a second one would see the packages of the base interpreter, but not the packages of
-  # the first environment.
+  # The packages go into a folder, not into a virtual environment. If python3 already runs in a
+  # virtual environment, a second environment would see the packages of the base interpreter, but
+  # not the packages of the first environment.
   local site=$PWD/bench/out/site
   [ -d "$site" ] || python3 -m pip install --quiet --no-index --no-deps --no-compile \
     --target "$site" bench/wheels/*.whl

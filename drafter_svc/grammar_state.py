@@ -44,7 +44,8 @@ class GrammarState:
     def of(cls, sequence: DraftSequence, grammars: GrammarCompiler | None) -> GrammarState | None:
         """Compile a sequence's grammar, which can take long; return None if it has no grammar.
 
-        The verifier has compiled the same grammar, so a failure is logged and nothing is masked.
+        If the grammar cannot be compiled, the function logs a warning, and the state masks no
+        tokens. The verifier masks tokens anyway, since it has compiled the same grammar.
         """
         grammar = sequence.opened.grammar
         if grammar is None or grammars is None:

@@ -34,7 +34,7 @@ def modest_target(small: Path, dtype: str) -> Path:
 def grown_head(head: Path, small: Path, large: Path) -> Path:
     """Return the path of a head of the target `small`, grown for `large`.
 
-    The head is made beside `large`.
+    The function writes the grown head to a folder beside the folder `large`.
     """
     out = large.with_name(f"{large.name}-{head.name}")
     grow_head(head, small, large, out)

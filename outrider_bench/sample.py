@@ -18,8 +18,9 @@ class Sample:
 
     `ttft` and `tpot` have an entry per request if they are known. `counters` are the increases of
     the verifier's metrics, see `counter_keys`. `requests`, if known, are the times of a request's
-    first and last token and its number of tokens. The batch was full until `full_s`. `by_kind` has
-    the counters of drafts: it maps the kind of a request's prompt to counters with the same keys.
+    first and last token and its number of tokens. The batch was full until `full_s`. `by_kind`
+    maps each kind of prompt to the counters of the drafts for such prompts. These counters have the
+    same keys as in `counters`.
     """
 
     tokens: int

@@ -132,8 +132,8 @@ class InProcessSettings(Settings):
     """The settings of a drafter in the verifier's process besides its family's settings."""
 
     id: str = ""
-    """The drafter's name in requests, metrics and logs; unless set, made of family, host and process
-    id."""
+    """The drafter's name in requests, metrics and logs; unless set, made of family, host and
+    process id."""
 
     @classmethod
     def settings_customise_sources(

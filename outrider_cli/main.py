@@ -148,7 +148,7 @@ def _add_to_lab(name: str, text: str) -> None:
 
 
 def _tls_option(name: str, text: str) -> Callable[[_Command], _Command]:
-    """Return an option for a file of mutual TLS.
+    """Return a command-line option for the path of a file that mutual TLS needs.
 
     The option also reads the environment variables of all processes.
     """

@@ -71,7 +71,7 @@ class Answer(NamedTuple):
 
     @property
     def per_forward(self) -> float:
-        """Tokens of the answer for each forward that sampled."""
+        """The number of the answer's tokens for each forward that sampled tokens."""
         tokens = self.usage["completion_tokens"]
         details = self.usage["completion_tokens_details"]
         forwards = tokens - details["accepted_prediction_tokens"]

@@ -52,9 +52,10 @@ class Guess:
 class CachedDraft:
     """A sequence with its KV cache; or a branch, which has its own tokens and KV cache.
 
-    `at` is None for the sequence itself. For a branch it is the number of the sequence's guesses
-    before the branch, and `run` has the branch's tokens: the first is the alternative token, and
-    the draft model guesses the others. Ids from `vocab_size` on are unknown to the target.
+    The field `at` is None for the sequence itself. For a branch, `at` is the number of the
+    sequence's guesses before the branch. The field `run` has the branch's tokens. The first of them
+    is the alternative to a guess, and the draft model guesses the others. Ids from `vocab_size` on
+    are unknown to the target.
 
     `own_text` has the committed text as the draft model's tokens, if its vocabulary is not the
     target's; the first round makes it. The KV cache then holds the draft model's tokens, and all

@@ -54,9 +54,9 @@ _STEP = 0.25
 _LEAST = 0.4
 # A chain ends where a token's probability of being committed is less than this.
 _LEAST_CUMULATIVE = 0.3
-# Seconds of processor time. A guess takes 0.2 ms, and `_FREE_S` of each guess are free. The time
-# beyond that adds up to at most `_MOST_S` in a sequence, and to at most `_TENANTS_MOST_S` for a
-# tenant. In each second a tenant gets `_REFILL` seconds back.
+# Seconds of processor time. A guess usually takes 0.2 ms. The first `_FREE_S` seconds of each guess
+# are free. The time beyond that adds up to at most `_MOST_S` in a sequence, and to at most
+# `_TENANTS_MOST_S` for a tenant. In each second a tenant gets `_REFILL` seconds back.
 _FREE_S = 0.005
 _MOST_S = 0.1
 _TENANTS_MOST_S = 0.5

@@ -261,8 +261,9 @@ class HeadWorker:
     def read(self, draft: HeadDraft, news: News) -> None:
         """Let the head read features as soon as its thread is free.
 
-        The next draft of the sequence raises the exception of a forward that failed. A thread that
-        is far behind gets no features: the head then drafts from the features after the gap.
+        The next draft of the sequence raises the exception of a forward that failed. While too
+        many features wait for the head's thread, the thread gets no more. The head then drafts from
+        the features after the gap.
         """
         if self._given_bytes - self._read_bytes > MAX_FEATURE_BYTES:
             news = News(news.tokens, 0, [])

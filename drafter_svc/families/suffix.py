@@ -33,9 +33,10 @@ _MIN_TOKEN_PROBABILITY = 0.1
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """A sequence in the trees: its number and tokens, and how many tokens the trees have.
+    """A sequence whose tokens are in its tenant's trees.
 
-    The tokens are the sequence's own list, which grows. The output begins at `output_start`.
+    The trees know the sequence by its `number`, and have the first `length` of its tokens. `tokens`
+    is the sequence's own list, which grows. The output begins at the index `output_start`.
     """
 
     trees: TenantTrees

@@ -175,8 +175,8 @@ def check(
     """
     own = counts.get(tenant, 0)
     under_way = sum(counts.values()) + foreign_count
-    # No sequence is under way, so the request is admitted however many choices it wants. If it is
-    # late, it ends at its deadline.
+    # No sequence is under way, so the request is admitted however many choices it wants. A request
+    # that is late ends at its deadline.
     if under_way == 0:
         return
     # A full queue drops a request of the tenant with the largest use to make room for a tenant with

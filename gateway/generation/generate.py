@@ -218,8 +218,8 @@ class _Sequence:
             clock.failed(error.reason.name)
             if error.field is None or not error.field.startswith("grammar."):
                 raise
-            # The verifier's error names a field of the message to the verifier. Name the
-            # corresponding field of the caller's request instead.
+            # The verifier's error names a field of the message to the verifier. The gateway's error
+            # names the corresponding field of the caller's request.
             name = self._request.grammar_field
             message = error.message.replace(error.field, name)
             raise replace(error, message=message, field=name) from error

@@ -28,8 +28,8 @@ async def merge(
 
     At most `at_once` streams start in one round of the event loop.
 
-    The first exception of a stream is raised and cancels the others. Closing the iterator closes
-    all streams.
+    If a stream raises an exception, the iterator raises the first such exception and closes all
+    streams. Closing the iterator also closes all streams.
     """
     queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
     tasks: list[asyncio.Task[None]] = []

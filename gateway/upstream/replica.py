@@ -131,7 +131,7 @@ class Replica:
             if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self.redial()
             return
-        # A broken verifier may answer anything. The next poll asks it again.
+        # A broken verifier may answer anything. The next poll asks the verifier again.
         except Exception as cause:  # noqa: BLE001
             self.problem = unreadable(self.address, cause)
             return

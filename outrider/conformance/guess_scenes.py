@@ -10,7 +10,8 @@ from outrider.conformance.stage import TEXT, Stage, begin, go_on, opened, settle
 from outrider.v1 import drafts_pb2
 
 _TREE_TOKENS = 24
-# Three tokens, which two continuations follow alternately. The three lists have no token in common.
+# In `_FORK`, the continuations `_ONE` and `_OTHER` follow `_CONTEXT` in turn. The three lists have
+# no token in common.
 _CONTEXT = [51, 52, 53]
 _ONE = [*range(60, 68)]
 _OTHER = [*range(80, 88)]

@@ -40,7 +40,10 @@ class Broken(Exception):
 
 
 class Link(DraftStream):
-    """One stream of the drafter. A ledger checks its messages, and the transcript records them."""
+    """One stream of the drafter.
+
+    A ledger checks the stream's messages, and the transcript records them.
+    """
 
     def __init__(
         self, hello: drafts_pb2.Hello, ledger: Ledger, note: Note, feature_width: int

@@ -205,9 +205,9 @@ class DraftSequence:
         return Skip(self.id, len(self.tokens))
 
     def advance_or_rewind(self, verdict: Verdict) -> int:
-        """Apply a verdict, and return how many of the tokens held before it are still valid.
+        """Apply a verdict, and return how many of the earlier tokens and guesses are still valid.
 
-        The tokens held are `tokens`, then `guesses`; a strategy truncates its caches to the result.
+        The result counts `tokens`, then `guesses`; a strategy truncates its caches to the result.
         A repeated verdict changes nothing. Raises OutriderError(PROTOCOL_VIOLATION) for a verdict
         that leaves a gap after the committed tokens.
         """

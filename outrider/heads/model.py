@@ -84,8 +84,8 @@ class Extension:
     """An update of a sequence: newly committed tokens, and features of committed tokens.
 
     `features` [m, feature_width] belong to the tokens from `first_position` on. If `projected`, the
-    rows are already the head's projection, [m, projected_width]. A row whose next token is not
-    committed yet must not be among them.
+    rows are already the head's projection, [m, projected_width]. The last committed token must have
+    no row in `features`, because the token after it is not committed yet.
     """
 
     sequence: HeadSequence

@@ -70,7 +70,11 @@ def states_of(spec: HeadSpec) -> set[int]:
 
 
 def described(spec: HeadSpec, among: Sequence[HeadSpec]) -> str:
-    """Describe an interpretation, with its differences from the interpretations `among`."""
+    """Describe the interpretation `spec` by its states and its special properties.
+
+    Other properties than the states are included only if they differ between the interpretations
+    in `among`.
+    """
     words = [f"states {list(spec.aux_layers)}" if spec.aux_layers else "the final state"]
     if len({each.scores_normed for each in among}) > 1:
         words.append("scores after the norm" if spec.scores_normed else "scores without the norm")
@@ -128,7 +132,10 @@ class _Trial:
     steps: int
 
     def count(self, options: Sequence[HeadSpec]) -> list[Matches]:
-        """Count the right guesses of interpretations that differ only in their auxiliary layers."""
+        """Count how many guesses are right with each interpretation in `options`.
+
+        The interpretations may differ only in their auxiliary layers.
+        """
         model, text = self.model, self.text
         model.read_as(options[0])
         final = (FINAL_STATE,) if options[0].final_state else ()

@@ -94,11 +94,12 @@ class RoundGraphs:
 
 @dataclass(slots=True)
 class _Chosen:
-    """The W rows of B sequences that the next level follows, at fixed addresses.
+    """Tensors about the rows after which the next level guesses: W rows of each of B sequences.
 
-    `states` [B, W, C] are the states of their parent rows. `products` [B, W], float64, are the
-    products of the probabilities along their paths. `words` [B, W] are bitmasks of the rows that
-    they see, and `bits` [W] are the next rows' own bits.
+    CUDA graphs need these tensors at fixed addresses.
+    `states` [B, W, C] are the states of the rows' parents. `products` [B, W], float64, are the
+    products of the probabilities along the rows' paths. `words` [B, W] are bitmasks of the earlier
+    rows that each row sees, and `bits` [W] are the next rows' own bits.
     """
 
     states: torch.Tensor

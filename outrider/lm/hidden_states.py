@@ -25,7 +25,7 @@ class FeatureProjection(Protocol):
 
     @property
     def projected_width(self) -> int:
-        """The number of numbers that the projection computes from a token's states."""
+        """The length of the vector that the projection computes from a token's states."""
 
     def __call__(self, features: torch.Tensor, /) -> torch.Tensor:
         """Project rows of the `states`, of any type; return [R, projected_width] of that type."""

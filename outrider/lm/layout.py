@@ -293,7 +293,10 @@ class BatchLayout:
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """The groups for attention that gathers pages: all short slices, then each long slice."""
+        """The slices in groups, each for one call of the attention that gathers pages.
+
+        All short slices are one group, which comes first. Each long slice is a group of its own.
+        """
         short: list[int] = []
         long: list[int] = []
         for i, part in enumerate(self.slices):
@@ -347,7 +350,7 @@ class BatchLayout:
         )
 
     def tensor(self, numbers: Sequence[object]) -> torch.Tensor:
-        """Return int64 or bool `numbers` on the model's device."""
+        """Return a tensor on the model's device: int64 for integer `numbers`, bool for booleans."""
         # torch would make an empty list float32.
         on_host = torch.tensor(numbers) if numbers else torch.empty(0, dtype=torch.int64)
         return on_host.to(self._device, non_blocking=True)

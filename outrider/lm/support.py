@@ -21,7 +21,7 @@ _WINDOWED = ("sliding_attention", _CHUNKED)
 _VLLM = "--engine vllm may serve it"
 _HYBRID = "for state-space, linear-attention and hybrid models, use --engine vllm"
 _LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# The maximum number of characters of another library's error that a refusal repeats.
+# A refusal repeats at most this many characters of another library's error.
 _CAUSE_CHARACTERS = 300
 
 

@@ -53,7 +53,7 @@ def children(parents: Sequence[int]) -> list[list[int]]:
 def main_path(parents: Sequence[int]) -> list[int]:
     """Return the rows of the path of first children.
 
-    In a depth-first order, these are the first rows.
+    If the rows are in depth-first order, the path consists of the first rows after row 0.
     """
     found: list[int] = []
     row = 0

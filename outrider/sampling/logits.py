@@ -128,7 +128,7 @@ def _lay_out_bans(pairs: _Rows, staging: Staging) -> tuple[Staged, Staged] | Non
 
 
 def _mask(logits_RV: torch.Tensor, firsts: Sequence[int], masks: Sequence[Mask | None]) -> None:
-    """Set tokens that grammars forbid to -inf, in place.
+    """Set the logits of tokens that grammars forbid to -inf, in place.
 
     Raises RuntimeError for a mask that has no bits for some tokens.
     """

@@ -38,7 +38,7 @@ def philox4x32(
     """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 
     `counter` is [4, N], `key` [2, N], and the result [4, N]. All are 32-bit words in uint64. A test
-    has the known-answer vectors of the Random123 distribution.
+    compares this function with the known-answer vectors of the library Random123.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -159,7 +159,7 @@ async def _speed(family: str, address: str) -> tuple[float, float]:
 
 
 def load_of(target: Path, batch: int) -> list[Request]:
-    """Return the requests of the load at a batch size."""
+    """Return the requests of a load that keeps `batch` requests in progress."""
     workload = Workload.model_validate(
         {"batch": batch, "output_tokens": _TOKENS, "waves": 8 if batch == 1 else 4}
     )

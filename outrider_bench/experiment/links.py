@@ -275,7 +275,7 @@ class _End(asyncio.Protocol):
             self._transport.abort()
 
     def _in_order(self) -> float:
-        """Return the time at which the present end of a stream or connection is due."""
+        """Return when the other end learns of a stream or connection that ends now."""
         return max(self._last, self._loop.time() + self.link.round_trip_s / 2)
 
     def _put(self, *pieces: tuple[float, bytes | None]) -> None:

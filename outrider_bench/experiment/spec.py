@@ -66,9 +66,9 @@ class Drafter(_Part):
     """Processes."""
 
     transport: Literal["tcp", "unix", "in-process"] = "tcp"
-    """How the drafter reaches the verifier; a Unix socket takes no link. in-process is a draft model
-    or a head in the verifier's own process, as by `outrider verifier --in-process`, on the target's
-    device."""
+    """How the drafter reaches the verifier; a Unix socket takes no link. in-process is a draft
+    model or a head in the verifier's own process, as by `outrider verifier --in-process`, on the
+    target's device."""
 
     link: Name | None = None
     """The link to the verifier; unset is the loopback interface as it is."""

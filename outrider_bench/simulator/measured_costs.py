@@ -109,7 +109,7 @@ def _served(
 
 
 def sequences_up_to(most: int) -> list[int]:
-    """Return the numbers of sequences that are measured, up to `most`."""
+    """Return the batch sizes to measure that have at most `most` sequences."""
     return [count for count in _SEQUENCES if count <= most]
 
 

@@ -51,7 +51,7 @@ def chain_length(proposal: Proposal) -> int:
 async def branches_of(rig: Rig) -> list[tuple[int, list[int]]]:
     """Return all branches that are proposed until the next verdict, as (place, tokens).
 
-    Also checks that they stay within the window.
+    The function also checks that guesses and branches together stay within the window.
     """
     found: list[tuple[int, list[int]]] = []
     window = rig.session.sequences[1].window

@@ -115,7 +115,10 @@ PARTS = [{"type": "input_text", "text": "5"}, {"type": "input_text", "text": "de
 
 
 async def conversation(rig: Rig) -> tuple[Json, list[Json], str]:
-    """Return an answer with calls, the tools' results, and the prompt of the chat that follows."""
+    """Return an answer with tool calls, the outputs of these calls, and a prompt.
+
+    The prompt is the one that the chat endpoint makes of the same conversation.
+    """
     rig.says(f"Hm.</think>{CALLS}")
     first = await ask(rig, tools=[WEATHER, CLOCK])
     ids = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]

@@ -328,7 +328,10 @@ async def test_no_text_waits_for_a_head_that_hangs(runner: ModelRunner, worker: 
 
 
 def head_of_other_layers(folder: Path) -> str:
-    """Copy the bundled head; its config names the auxiliary layers one too low, as [0, 2, 4]."""
+    """Copy the bundled head; return the copy's path.
+
+    In the copy's config, the number of each auxiliary layer is one too low: [0, 2, 4].
+    """
     shutil.copytree(HEAD, folder)
     config = json.loads((folder / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [0, 2, 4]

@@ -46,7 +46,8 @@ class Case:
             torch.randn(PAGE_COUNT, page_size, kv_heads, size).to(dtype) for _ in range(2)
         )
         tokens = sum(lengths)
-        # As models pass them: [1, heads, T, size], with the heads of a token adjacent in memory.
+        # Models pass queries, keys and values as [1, heads, T, size], with the heads of a token
+        # adjacent in memory.
         self.query = torch.randn(1, tokens, heads, size).to(dtype).transpose(1, 2)
         self.key, self.value = (
             torch.randn(1, tokens, kv_heads, size).to(dtype).transpose(1, 2) for _ in range(2)

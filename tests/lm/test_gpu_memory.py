@@ -79,7 +79,7 @@ def peak_bytes(run: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, context_length: int = 256) -> int:
-    """Return the bytes of a small model's largest step, without the constants of graphs."""
+    """Return the bytes of a small model's largest step, less the constant for each CUDA graph."""
     monkeypatch.setattr(memory, "_peak_bytes", peak_bytes)
     config = CONFIGS["llama"]
     sizes = {"max_position_embeddings": context_length}

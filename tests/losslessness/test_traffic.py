@@ -140,8 +140,8 @@ def check(case: Case, way: str, draws: int, sees: float) -> None:
     compare(traffic.observed(texts), traffic.expected(draws)).must_agree(sees)
 
 
-# The quick suite tests a verifier that dies below, with a target that shows more of the coins.
-# The other kinds of traffic are in the slow test of many draws.
+# The quick suite tests a verifier that dies in test_the_engine_uses_no_coin_twice, whose target
+# shows more about the coins. The other kinds of traffic are in the slow test of many draws.
 def test_texts_follow_the_target_in_difficult_traffic() -> None:
     check(CASES["preemption, chunks and cached prefixes"], "block", 4_000, 0.081)
 

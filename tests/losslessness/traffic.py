@@ -181,7 +181,7 @@ class Traffic:
     def _joint(self, prompt: Text) -> Probs:
         """Return the joint distribution of compared tokens, summed over earlier tokens.
 
-        Its shape is [VOCAB] * LENGTH.
+        The result has the shape [VOCAB] * LENGTH: one dimension for each compared token.
         """
         found = np.zeros([VOCAB] * LENGTH)
         for text in itertools.product(range(VOCAB), repeat=self.first + LENGTH):

@@ -93,7 +93,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def all_scraped(url: str, count: int) -> None:
-    """Wait until every process was scraped, so that later counts are growth."""
+    """Wait until Prometheus has scraped `count` processes.
+
+    Prometheus then sees all later counts as growth.
+    """
     async with httpx.AsyncClient(timeout=60) as client:
         deadline = time.monotonic() + 60
         while True:

@@ -42,7 +42,7 @@ class Verifier(TokenStreamServiceServicer):
         self.traceparents: list[str] = []
         self.stream: GatewayStream | None = None
 
-    # The stubs do not know that a handler may write through its context.
+    # grpc's type stubs do not know that a handler may write its responses through `context`.
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[Request], context: Any
     ) -> None:

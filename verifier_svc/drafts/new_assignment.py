@@ -73,10 +73,11 @@ def run_ahead_window(
 ) -> Window:
     """Return how far a drafter may run ahead.
 
-    The drafter is asked for `draft_tokens`, or for a tree of `tree_tokens`. The window covers a
-    draft for each step of `step_s` seconds until the next verdict reaches the drafter, if the trie
-    has room. On the target's cores it covers only the draft, since running ahead would slow down
-    the forward. For a probe, which asks for 0 tokens, it covers one token.
+    The drafter is asked for `draft_tokens`, or for a tree of `tree_tokens`. If the trie has room,
+    the window covers one draft for each step until the next verdict reaches the drafter. A step
+    takes `step_s` seconds. For a drafter on the target's device the window covers only the draft,
+    since running ahead would slow down the forward. For a probe, which asks for 0 tokens, the
+    window covers one token.
     """
     drafter = assignment.drafter
     most = assignment.trie.window

@@ -216,7 +216,10 @@ def _next_turn(drafter: Drafter) -> tuple[int, int]:
 
 
 def _by_family(drafters: list[Drafter], present: list[Drafter]) -> list[Drafter]:
-    """Return one drafter of each family that is not present, in the order of their turns."""
+    """Return one of `drafters` for each family that no drafter in `present` has.
+
+    `_next_turn` decides which drafter of a family is returned, and the order of the result.
+    """
     covered = {drafter.hello.family for drafter in present}
     chosen: list[Drafter] = []
     for drafter in sorted(drafters, key=_next_turn):

@@ -195,7 +195,9 @@ def moved_slots(
     verified: SequenceOf[Verified | OutriderError | None],
     page_size: int,
 ) -> tuple[list[int], list[int]]:
-    """Return the slots of the flattened cache to copy from and to, for a whole step; often none.
+    """Return a step's copies within the flattened cache: the source slots and the target slots.
+
+    Most steps need no copies, and then both lists are empty.
 
     A tree's tokens lie in the slots after the text, in the tree's order. The accepted path must be
     moved into the text's order before one of its pages is shared or the next forward reads it.

@@ -213,7 +213,7 @@ class Engine:
         self._metrics.occupancy(self.scheduler.occupancy())
 
     def resume(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its next step after `pause`, under a new id."""
+        """Put a paused sequence back among the waiting sequences, under a new id."""
         former_id = sequence.id
         if not self._book.resume(sequence):
             return

@@ -11,7 +11,8 @@ from verifier_svc.policy.forward_cost import ForwardCost
 
 # No trial begins after this time. With a large model, some larger batches are then not tried.
 _WARM_UP_S = 5.0
-# Rows of one sequence in the trial forwards with trees. Other trial forwards have chains.
+# In the trial forwards with trees, each sequence has one of these numbers of rows. Other trial
+# forwards have chains.
 _TREE_ROWS = (16, 32, 1 + MAX_TREE_TOKENS)
 # Tokens of the trial prompt.
 _TRIAL_PROMPT = 256

@@ -51,8 +51,8 @@ def trials(
     """Return requests for one draft token, to each drafter on trial that is not asked anyway.
 
     A drafter on trial is asked beside a proven drafter, or until it has answered. Nobody waits for
-    the token, so it costs only a message. A drafter on the target's cores would cost more, and is
-    only probed.
+    the token, so it costs only a message. A drafter on the target's device would also slow down the
+    target's forwards, so such a drafter is only probed.
     """
     beside_proven = any(drafter.proven for drafter in drafters)
     tried = {

@@ -11,10 +11,10 @@ from itertools import pairwise
 # The least duration of a forward, whatever the clock says.
 _LEAST_S = 1e-6
 # When a step took longer or shorter than predicted, all costs are corrected by a fraction of this
-# error: `_OWN` for forwards with the same numbers of sequences and tokens, `_NEAR` for forwards
-# with the same number of sequences, and `_FAR` for all other forwards. Whatever slows down one step
-# slows down similar steps. If the costs of similar steps stayed behind, further tokens would seem
-# to cost nothing.
+# error. The fraction is `_OWN` for forwards with as many sequences and tokens as the step, `_NEAR`
+# for forwards with as many sequences but more or fewer tokens, and `_FAR` for all other forwards.
+# Whatever slows down one step slows down similar steps. If the costs of similar steps stayed
+# behind, further tokens would seem to cost nothing.
 _OWN = 0.3
 _NEAR = 0.2
 _FAR = 0.05

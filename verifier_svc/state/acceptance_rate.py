@@ -122,9 +122,9 @@ class AcceptanceRate:
     def expected_tokens(self, count: int) -> float:
         """Return how many tokens a step with `count` draft tokens commits on average.
 
-        The number is one, for the target's own token, plus the sum of the cumulative acceptances.
-        With one rate a for all positions it is (1 - a^(k+1)) / (1 - a) for k draft tokens
-        (Leviathan et al. 2023, eq. 1).
+        The result is 1, for the target's own token, plus the sum of the draft tokens' probabilities
+        of acceptance. With one rate a for all positions it is (1 - a^(k+1)) / (1 - a) for k draft
+        tokens (Leviathan et al. 2023, eq. 1).
         """
         if self._valid != self.version + self._prior.version:
             self._refresh()

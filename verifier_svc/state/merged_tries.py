@@ -105,8 +105,9 @@ def observe_siblings(
     """Measure how often siblings of the main guesses are right, given newly committed tokens.
 
     Call it before the tries' roots move. Guesses that no step verified count as well, so the
-    measurements do not depend on what was verified. A wrong main guess of `first` counts as rescued
-    only by another guess of `first` that was worth `threshold`.
+    measurements do not depend on what was verified. A wrong main guess of the assignment `first`
+    counts as rescued only if another guess of this assignment was right and had an estimated
+    probability of at least `threshold`.
     """
     nodes = roots(sequence, first)
     on_main_path = True

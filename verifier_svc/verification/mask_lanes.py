@@ -74,7 +74,7 @@ class Threads:
         self._fast.submit(tenant, run)
 
     def begin_slow(self, work: MaskWork, tenant: str) -> None:
-        """Queue the work for the tenant's turn on a slow thread."""
+        """Queue `work`; a slow thread runs it when it is the tenant's turn."""
         self._slow.submit(tenant, work.run)
 
     def wait(self, works: Sequence[MaskWork], seconds: float) -> None:

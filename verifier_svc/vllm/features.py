@@ -1,7 +1,7 @@
 """Hidden states of vLLM's target, kept for drafters with a head.
 
-vLLM's models return the states that enter chosen layers, for vLLM's own EAGLE-3 heads; here they
-are chosen by our drafters. A forward's states stay on the device until its tokens are committed. So
+For vLLM's own EAGLE-3 heads, vLLM's models can return the states that enter chosen layers. Here our
+drafters choose the layers. A forward's states stay on the device until its tokens are committed. So
 vLLM's runner must be in the scheduler's process.
 """
 
@@ -99,8 +99,8 @@ class VllmStates(KeptStates):
     def _as_pair(self, model: object, arguments: object, output: Any) -> Any:
         """Return the model's output as the runner takes it apart.
 
-        A few models lack the last layer's output. If a drafter asks for nothing else, such a model
-        returns no list of states, which would end vLLM's engine.
+        A few models lack the last layer's output. If drafters ask only for that output, such a
+        model returns no list of states. vLLM's engine expects the list, and would end without it.
         """
         if self._layers and not isinstance(output, tuple):
             return output, []

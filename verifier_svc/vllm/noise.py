@@ -69,7 +69,7 @@ class _Batch:
         self._row_count = 0
 
     def add(self, row_count: int, draft: Draft | None) -> None:
-        """Add the rows of the next request; `draft` is None if vLLM draws its tokens."""
+        """Add the next request's rows; `draft` is None if vLLM draws the request's tokens."""
         if draft is not None:
             self._drafts.append(draft)
             self._rows += range(self._row_count, self._row_count + row_count)

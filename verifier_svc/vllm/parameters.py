@@ -49,9 +49,9 @@ def check(request: TokenRequest) -> None:
 def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.SamplingParams:
     """Return the parameters of vLLM's request for a sequence.
 
-    Its prompt is all of `sequence.tokens`. `lark` is its grammar as our compiler has translated it,
-    for vLLM's backend "guidance". Outputs have the tokens since the last output. Log probabilities
-    are vLLM's "raw_logprobs".
+    The prompt of vLLM's request is all of `sequence.tokens`. `lark` is the sequence's grammar, as
+    our compiler has translated it for vLLM's backend "guidance". Outputs have the tokens since the
+    last output. Log probabilities are vLLM's "raw_logprobs".
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams

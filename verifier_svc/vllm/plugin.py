@@ -57,7 +57,10 @@ def own_hub(settings: VerifierSettings, make: Callable[[Any], DraftHub]) -> Iter
 
 
 def hub_for(vllm_config: Any) -> DraftHub:
-    """Return the hub of a new scheduler: our own server's, else the hub of a port for drafters.
+    """Return the hub of a new scheduler.
+
+    If our own server runs vLLM, the hub is the server's own. Otherwise the function opens a port
+    for drafters, and returns that port's hub.
 
     Raises OutriderError if a setting is wrong, or the port cannot be bound.
     """

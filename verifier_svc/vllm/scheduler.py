@@ -53,7 +53,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         self._drafts = True
 
     def _make_hub(self) -> DraftHub:
-        """Return the hub of this scheduler. Raises OutriderError if it cannot be made."""
+        """Return the hub of this scheduler. Raises OutriderError if the hub cannot be made."""
         raise NotImplementedError
 
     @contextmanager

@@ -153,6 +153,6 @@ def admitted_request(request: HTTPConnection) -> AdmittedRequest:
 
 
 def admitted_request_in(scope: Scope) -> AdmittedRequest | None:
-    """Return the admitted request in the scope of a request; None on other paths."""
+    """Return the admitted request in an ASGI scope; only POST requests to `PATHS` have one."""
     found: AdmittedRequest | None = scope.get(_SCOPE_KEY)
     return found

@@ -29,7 +29,8 @@ class MessagesCall(ChatCall):
         """`body` is the translated body, and `max_tokens` the limit in the received body."""
         super().__init__(body, request, metrics=metrics)
         self._max_tokens = max_tokens
-        # As at Anthropic, a limit beyond the context is no error. The context ends the answer.
+        # As at Anthropic, a limit beyond the context is no error. The answer then ends where the
+        # context is full.
         self.limit = AnswerLimit(None, default=max_tokens)
 
     def writer(self, answer: TextAnswer) -> MessagesWriter:

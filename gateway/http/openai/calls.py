@@ -147,7 +147,7 @@ class ChatCall(HttpCall[ChatBody]):
     def prompts(self) -> list[PromptInput]:
         """Return the conversation as the only prompt.
 
-        Raises OutriderError(INVALID_VALUE) for options that contradict.
+        Raises OutriderError(INVALID_VALUE) if the options contradict each other.
         """
         messages = [message.for_template() for message in self.body.messages]
         return [PromptInput(Conversation(messages, self.body.rendering()), "messages")]

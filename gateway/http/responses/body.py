@@ -64,7 +64,7 @@ class TextFormat(Body):
     def for_chat(self) -> Json:
         """Return a chat's `response_format`.
 
-        Raises OutriderError(INVALID_VALUE) without a schema.
+        Raises OutriderError(INVALID_VALUE) if a format of the type json_schema has no schema.
         """
         if self.type != "json_schema":
             return {"type": self.type}

@@ -13,8 +13,9 @@ from transformers.activations import ACT2FN
 from outrider.heads.files import BY_VLLM, Keys, Weights
 from outrider.heads.spec import Decoder, TargetShape, refusal
 
-# Rotary embeddings whose frequencies do not depend on the text's length: the numbers that each kind
-# needs, and the numbers that it may have.
+# The supported kinds of rotary embedding. Their frequencies do not depend on the text's length.
+# Each kind is mapped to the names of the numbers that a config must give, and to the names of the
+# numbers that it may give.
 _ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),

@@ -95,7 +95,10 @@ class DFlash(HeadModel):
     def _seen(
         self, lengths_B: torch.Tensor, width: int, layer: Layer, causal: bool
     ) -> torch.Tensor:
-        """Return which keys blocks' rows see: `width` places of the sequence, then the block."""
+        """Return whether a block's row sees a key: bool [B, block size, width + block size].
+
+        The keys are the first `width` places of the sequence, then the rows of the block.
+        """
         size, window = self.spec.block_size, layer.self_attn.softmax.window
         places_K = torch.arange(width, device=self.device)
         rows_Q = torch.arange(size, device=self.device)

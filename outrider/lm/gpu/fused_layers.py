@@ -58,8 +58,8 @@ class FusedForward:
     ) -> None:
         """Join the model's projections in place; `states` gets the hidden states of forwards.
 
-        Raises LookupError with the reason for a model that is not supported, which it leaves
-        unchanged.
+        Raises LookupError with the reason if the model is not supported. An unsupported model is
+        left unchanged.
         """
         _check(model)
         self._model = model.model

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-# The number of a row's numbers for each thread of `_add_norm`. More would not fit its registers.
+# Each thread of `_add_norm` should compute this many elements of a row. More elements would not fit
+# the thread's registers.
 _NORM_NUMBERS = 16
 _MOST_WARPS = 16
 _WARP = 32

@@ -381,8 +381,8 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
 ):
     """Join the parts that one row sees into `out` [T, heads, value size], several parts at once.
 
-    Starts with the last part, in which the row sees at least its own key. So the maximum is finite
-    when a part comes in which a token of a tree sees no key.
+    The parts are joined from the last to the first. In the last part a row sees at least its own
+    key, so the maximum is finite from then on. A row of a tree may see no key of an earlier part.
     """
     row = tl.program_id(0).to(tl.int64)
     last = _part_of(tl.load(slots + row // HEADS), DOUBLINGS)

@@ -234,7 +234,8 @@ def log_request_id(request_id: str) -> None:
 
 def setup_logging(level: str, log_format: LogFormat = "text") -> None:
     """Log to stderr, one line per record, or one JSON object per record."""
-    # The exporter warns of each attempt, and logs an error when the export has failed.
+    # The exporter warns of each failed attempt, and logs an error when the export has failed. So
+    # the warnings are left out.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.ERROR)
     handler = logging.StreamHandler()
     handler.setFormatter(
@@ -244,7 +245,7 @@ def setup_logging(level: str, log_format: LogFormat = "text") -> None:
     )
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level == "info":
-        # uvicorn would repeat each start and stop, which the process logs itself.
+        # The process logs its own start and stop, which uvicorn would log once more.
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 

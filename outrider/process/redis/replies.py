@@ -19,7 +19,7 @@ _HEAD_BYTES = 8
 
 
 class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen at import
-    """redis-py's parser of replies, but raises InvalidResponse for a reply that is too large.
+    """Parses replies as redis-py does, but raises InvalidResponse for a reply that is too large.
 
     Neither redis-py nor hiredis has a setting that bounds a reply's size. hiredis bounds only the
     nesting. hiredis allocates a list as soon as it has read the head: 8 bytes an element, for a

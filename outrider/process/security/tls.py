@@ -295,7 +295,7 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
 
 
 def explain(details: str, tls: Tls | None, *, is_known: bool = False) -> str:
-    """Return the details of a failed connection, after its cause in TLS if there is one.
+    """Return the details of a failed connection, and add the cause if it lies in TLS.
 
     If the peer `is_known`, it has accepted a connection before, so a closed connection needs no
     explanation. gRPC tells a client why it refused a server, but not why a server refused the

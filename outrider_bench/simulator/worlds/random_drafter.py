@@ -23,7 +23,7 @@ from outrider_bench.simulator.worlds.world import World
 from verifier_svc.state.drafter import Drafter
 
 _REDIAL_S = 0.01
-# The time until the next dial after a final refusal.
+# The seconds until a drafter dials again after any refusal but DRAFTER_ID_TAKEN.
 _LATER_S = 0.2
 # The time until both ends notice that a connection is lost.
 _NOTICE_S = 0.03

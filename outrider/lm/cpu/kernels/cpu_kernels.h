@@ -142,8 +142,8 @@ INLINE void interleave(vec a, vec b, vec out[2]) {
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HAS_DOTS 1
-// Rounds to odd twice: the sum of the two products, and the sum with `sum`. The instruction takes
-// subnormal numbers for zero.
+// The instruction adds the two products of a pair, and then adds the result to `sum`. It rounds
+// both sums to odd, and takes subnormal numbers for zero.
 INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
   bfloat16x8_t same = (bfloat16x8_t)vdupq_n_u32(pair);
   return (vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)pairs, same);

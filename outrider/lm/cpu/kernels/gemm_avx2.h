@@ -1,6 +1,6 @@
-// The matrix product of one block of columns of bfloat16 by 16 vectors of 8 floats; see
-// gemm_block.h. Products of float32, whose weights take longer to arrive, are faster by
-// gemm_vector.h.
+// The matrix product of one block of bfloat16 columns, for processors with 16 registers of 8 floats
+// each; see gemm_block.h. For float32, whose weights take longer to arrive, gemm_vector.h is
+// faster.
 //
 // All rows are multiplied by a few tiles of weights before the next tiles. So the processor
 // computes while the weights of later tiles arrive, whatever the number of rows, and weights are

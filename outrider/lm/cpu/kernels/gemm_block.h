@@ -26,7 +26,8 @@ typedef float element;
 #define PAIR 1
 #endif
 
-// Columns of a block of weights, and the most rows of activations that one call multiplies by it.
+// A block of weights has BLOCK columns. One call multiplies at most ROWS rows of activations by a
+// block.
 #define BLOCK 32
 #define ROWS 32
 // Lines of weights for TILE_DEPTH elements of `in`, and the bytes that a block's lines take.

@@ -131,8 +131,9 @@ INLINE void pair_values(struct work *work, const uint16_t *values, const int64_t
 #endif
 
 // Keys and values to prefetch: rows of `bytes` bytes, `stride` bytes apart, at addresses that the
-// processor cannot predict. Prefetching all at once would wait for them. One prefetch beside each
-// load of the present block lets them arrive during its computation.
+// processor cannot predict. If it prefetched all keys and values at once, the processor would have
+// to wait for them. One prefetch beside each load of the present block lets the keys and values
+// arrive during the block's computation.
 struct prefetch {
   const char *keys, *values;
   int64_t column, bytes, stride;
@@ -224,8 +225,9 @@ INLINE void attend_block(const struct layer *layer, struct work *work, int rows,
   }
 }
 
-// Attends for `some` rows of one token of a tree, from row `begin` on: over the keys from `place`
-// on, whose block reaches the tree.
+// Computes the attention of `some` rows, from row `begin` on, to the keys from `place` on. The rows
+// belong to one token of a slice with a tree. The block of keys at `place` is the first that
+// reaches the tree.
 INLINE void attend_path(const struct layer *layer, const int64_t *pages, struct work *work,
                         int rows, int begin, int some, int64_t kv_head, int64_t heads,
                         int64_t place, int is_bfloat16) {
