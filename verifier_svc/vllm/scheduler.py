@@ -42,8 +42,8 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         super().__init__(*args, **kwargs)
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
             message = (
-                "Outrider drafts for one batch at a time, and pipeline parallelism computes several;"
-                " use tensor parallelism"
+                "Outrider drafts for one batch at a time, and pipeline parallelism computes"
+                " several; use tensor parallelism"
             )
             raise OutriderError(Reason.INVALID_VALUE, message, "pipeline_parallel_size")
         check_config(self.vllm_config)
