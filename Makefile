@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test test-slow test-all test-apart test-together coverage bench lint proto sbom \
-  release pinned audit clean
+.PHONY: demo serve test test-slow test-all test-apart test-together coverage bench lint proto site \
+  sbom release pinned audit clean
 
 demo: $(VENV)/installed $(VENV)/smollm2
 	$(BIN)/outrider demo
@@ -67,6 +67,10 @@ lint: $(VENV)/installed-dev
 
 proto: $(VENV)/installed-dev
 	protos/generate.sh
+
+# Writes the documentation as a site into build/site. `python3 -m http.server -d build/site` shows it.
+site: $(VENV)/installed-dev
+	$(BIN)/python docs/site/build.py build/site
 
 # The tools of the supply chain have an environment of their own, so that they do not list or audit
 # themselves.
