@@ -8,11 +8,12 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs/proven.md"
 HEADER = "| capability | CPU | GPU | published model | how tested | date |"
+VERSIONS = "| part | version | ran or read | where | evidence | date |"
 
 
-def rows() -> list[list[str]]:
-    """Return the cells of each row."""
-    lines = PAGE.read_text().partition(HEADER)[2].strip().partition("\n\n")[0].splitlines()
+def rows(header: str = HEADER) -> list[list[str]]:
+    """Return the cells of each row of the table with a header."""
+    lines = PAGE.read_text().partition(header)[2].strip().partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 
 
@@ -27,5 +28,19 @@ def test_a_capability_has_a_test_or_a_result_and_its_date(row: list[str]) -> Non
     assert all(proof.is_file() for proof in proofs)
 
 
-def test_the_table_has_rows() -> None:
+@pytest.mark.parametrize("row", rows(VERSIONS), ids=lambda row: f"{row[0]} {row[1]}")
+def test_a_version_has_a_date_and_evidence_if_it_ran(row: list[str]) -> None:
+    _, version, how, where, evidence, date = row
+    assert all((version, where))
+    assert how in {"ran", "read"}
+    assert datetime.date.fromisoformat(date) <= datetime.datetime.now(datetime.UTC).date()
+    proofs = [PAGE.parent / target for target in re.findall(r"\]\(([^)#]*)", evidence)]
+    assert proofs
+    assert all(proof.is_file() for proof in proofs)
+    # What only somebody read ran nowhere.
+    assert (how == "read") == (where == "–")
+
+
+def test_the_tables_have_rows() -> None:
     assert len(rows()) > 15
+    assert len(rows(VERSIONS)) > 8
