@@ -16,7 +16,7 @@ from typing import Any
 from hiredis import pack_command
 from redis.asyncio import RedisCluster
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import InvalidResponse, RedisClusterException, RedisError
 
 from outrider.process.redis.server import RedisServer, close
 
@@ -56,6 +56,13 @@ def token_ids(value: object, most: int, vocab_size: int) -> list[int]:
     return []
 
 
+def _checked_list(reply: Any) -> list[Any]:
+    """Return a reply that is a list. Raises InvalidResponse for any other, which may be vast."""
+    if not isinstance(reply, list):
+        raise InvalidResponse(f"a reply is no list, but of the type {type(reply).__name__}")
+    return reply
+
+
 class RedisClient:
     """A few commands for one Redis or one cluster.
 
@@ -80,12 +87,12 @@ class RedisClient:
         """
         if not isinstance(self._lookups, RedisCluster):
             command = pack_command(("MGET", *keys))  # type: ignore[arg-type]  # typed for one word
-            return list(await self._ask(self._lookups.connection_pool, command))
+            return _checked_list(await self._ask(self._lookups.connection_pool, command))
         parts = await self._each_slot(self._lookups, "MGET", keys)
         values: dict[bytes, Any] = {}
         for part, result in parts:
             if not isinstance(result, Exception):
-                values.update(zip(part, result, strict=True))
+                values.update(zip(part, _checked_list(result), strict=True))
         if not values:
             raise parts[0][1]
         return [values.get(key) for key in keys]
@@ -138,7 +145,7 @@ class RedisClient:
         """
         since = time.time() - max_age_s
         found: Any = self._client.zrevrangebyscore(index, "+inf", since, start=0, num=most)
-        return list(await found)
+        return _checked_list(await found)
 
     async def _each_slot(
         self, cluster: RedisCluster, command: str, keys: list[bytes]

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import hiredis
 import pytest
 from redis.asyncio import RedisCluster
+from redis.exceptions import InvalidResponse
 
 from drafter_svc.pools import redis_client
 from outrider.process.redis import replies as redis_replies
@@ -86,6 +87,18 @@ async def test_an_oversized_or_garbled_reply_is_a_failed_lookup(
         assert await found(made, [[1]]) == [[]]
         assert made.counters.skipped == 1
     assert "Redis fails (lookups" in caplog.text
+
+
+async def test_a_string_where_a_list_must_be_is_refused_before_it_becomes_one() -> None:
+    size = 8 * 2**20
+    liar = Liar([b"$%d\r\n" % size, bytes(size), b"\r\n"])
+    async with lying(liar) as server:
+        client = redis_client.RedisClient(server)
+        with pytest.raises(InvalidResponse, match="no list"):
+            await client.newest(b"index", 1, 1)
+        with pytest.raises(InvalidResponse, match="no list"):
+            await client.mget([b"key"])
+        await client.aclose()
 
 
 @pytest.mark.parametrize("is_cluster", [False, True])
