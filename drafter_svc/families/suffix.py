@@ -65,14 +65,15 @@ class SuffixFamily(Family):
     async def load(
         cls, settings: SuffixSettings, place: PlacementPlan, metrics: DrafterMetrics
     ) -> Loaded:
-        """Check the settings. Connections of one tokenizer share their trees."""
+        """Check the settings. Connections of one tokenizer and vocabulary share trees."""
         make_pool = _text_pool(settings, metrics)
         # Make trees and discard them, so that a missing package is reported now, not on connecting.
         _corpora(settings)
-        by_tokenizer: dict[str, Corpora] = {}
+        by_tokenizer: dict[tuple[str, int], Corpora] = {}
 
         def make(info: ModelInfo) -> SuffixFamily:
-            key = info.tokenizer_fingerprint
+            # A verifier that gives a wrong size must not bring its ids to others, nor bound theirs.
+            key = (info.tokenizer_fingerprint, info.vocab_size)
             if key not in by_tokenizer:
                 by_tokenizer[key] = _corpora(settings, make_pool(info))
             return cls(settings, by_tokenizer[key])
@@ -101,10 +102,12 @@ class SuffixFamily(Family):
 
     async def aclose(self) -> None:
         """Tell the shared trees that this connection and its sequences have ended."""
-        for text in self._texts.values():
-            self._end(text)
-        self._texts.clear()
-        await self._corpora.leave()
+        try:
+            for text in self._texts.values():
+                self._end(text)
+        finally:
+            self._texts.clear()
+            await self._corpora.leave()
 
     def _end(self, text: _Text) -> None:
         self._corpora.end(text.trees, text.number, text.tokens[text.output_start : text.length])

@@ -76,9 +76,11 @@ async def test_connections_of_one_tokenizer_share_trees_that_are_made_once(
     place = PlacementPlan("local", (), None, None)
     loaded = await SuffixFamily.load(SuffixSettings(), place, DrafterMetrics("d1", "suffix"))
     made.clear()
-    for fingerprint in ("f1", "f1", "f2", "f1", "f2"):
-        loaded.make(ModelInfo("m", Stage.READY, tokenizer_fingerprint=fingerprint))
-    assert made == ["corpora"] * 2
+    for fingerprint, size in (("f1", 9), ("f1", 9), ("f2", 9), ("f1", 9), ("f2", 9), ("f1", 0)):
+        info = ModelInfo("m", Stage.READY, tokenizer_fingerprint=fingerprint, vocab_size=size)
+        loaded.make(info)
+    # A verifier that gives another size of the vocabulary has trees of its own.
+    assert made == ["corpora"] * 3
 
 
 async def test_the_corpus_is_bounded() -> None:
