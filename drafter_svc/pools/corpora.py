@@ -14,13 +14,14 @@ import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import aclosing
 from importlib import import_module
 from typing import Any
 
 from drafter_svc.pools.keys import TextKeys
 from drafter_svc.pools.redis import OutageLog
 from drafter_svc.pools.redis_client import RedisClient
-from drafter_svc.pools.texts import MAX_TEXT_TOKENS, TextPool
+from drafter_svc.pools.texts import MAX_TEXT_TOKENS, MAX_TOKEN_ID, TextPool
 from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
 from outrider.process.tasks import watch
@@ -36,7 +37,7 @@ _IDLE_S = 10.0
 # The time after a failure of Redis.
 _RETRY_S = 2.0
 # The maximum number of ended texts of a tenant that wait for Redis.
-_MAX_UNWRITTEN = 64
+_MAX_UNWRITTEN = 256
 # The maximum number of texts that are read at once, and in one comparison of a tenant with Redis.
 _READ_BATCH = 32
 _MAX_READ = 256
@@ -48,9 +49,9 @@ class TenantTrees:
     """One tenant's suffix trees. With `keys`, ended texts have digests, as in Redis."""
 
     def __init__(self, cache: Any, max_texts: int, keys: TextKeys | None) -> None:
-        """`cache` is Arctic Inference's, of `max_texts`.
+        """`cache` is Arctic Inference's. It names texts by numbers or digests.
 
-        The cache names texts by numbers or digests.
+        Redis lists at most `max_texts`.
         """
         self.cache = cache
         self.keys = keys
@@ -73,27 +74,36 @@ class TenantTrees:
     def end(self, number: int, output: Sequence[int]) -> bool:
         """Keep the output of a sequence that ended, for later requests and for Redis.
 
-        Returns False if too many texts wait for Redis. Redis then never gets this text.
+        Returns False if too many texts wait for Redis, or if a token's id is above MAX_TOKEN_ID.
+        Redis then never gets this text.
         """
         self.cache.stop_request(number)
         text = output[:MAX_TEXT_TOKENS]
-        if self.keys is None or not text:
+        if self.keys is None:
             return True
+        if not text or max(text) > MAX_TOKEN_ID:
+            self._evict(number)
+            return not text
         digest = self.keys.digest(text)
         # The trees hold equal texts once, as Redis does.
         self._drop(digest)
         self._names[digest] = number
-        # Redis lists at most `_max_texts`. While Redis fails, nothing else bounds the names.
+        # While Redis fails, nothing else bounds the names.
         if len(self._names) > 2 * self._max_texts:
             self._drop(next(iter(self._names)))
-        if len(self.unwritten) >= _MAX_UNWRITTEN:
+        if digest not in self.unwritten and len(self.unwritten) >= _MAX_UNWRITTEN:
             return False
         self.unwritten[digest] = array("I", text).tobytes()
         return True
 
     def missing(self, digests: Sequence[bytes]) -> list[bytes]:
-        """Return those digests of Redis that were not read yet."""
-        return [digest for digest in digests if digest not in self._names]
+        """Return those digests of Redis whose texts were not read yet, or left the cache."""
+        return [digest for digest in digests if not self._knows(digest)]
+
+    def _knows(self, digest: bytes) -> bool:
+        name = self._names.get(digest, digest)
+        # The cache itself may have dropped the text as its oldest.
+        return name is None or name in self.cache.cached_requests
 
     async def keep_only(self, digests: Collection[bytes]) -> None:
         """Drop all ended texts but these, and those that wait for Redis. Other tasks run too."""
@@ -103,23 +113,35 @@ class TenantTrees:
                 await asyncio.sleep(0)
 
     def _drop(self, digest: bytes) -> None:
-        name = self._names.pop(digest, None)
-        # The cache itself may have dropped the text as its oldest.
+        self._evict(self._names.pop(digest, None))
+
+    def _evict(self, name: int | bytes | None) -> None:
         if name is not None and name in self.cache.cached_requests:
             self.cache.evict_cached_response(name)
 
+    def forget_unwritten(self) -> int:
+        """Forget the texts that wait for Redis. Returns their number."""
+        count = len(self.unwritten)
+        self.unwritten.clear()
+        return count
+
     async def insert(self, digest: bytes, text: Sequence[int]) -> None:
         """Add a text that was read from Redis, if the trees lack it. Other tasks run meanwhile."""
-        if digest in self._names:
+        if self._knows(digest):
             return
-        self._names[digest] = digest if text else None
         if not text:
+            self._names[digest] = None
             return
         self.cache.start_request(digest, [])
+        self._names[digest] = digest
         try:
             for start in range(0, len(text), _SLICE_TOKENS):
                 self.cache.add_active_response(digest, text[start : start + _SLICE_TOKENS])
                 await asyncio.sleep(0)
+        # The trees may have only a part of the text.
+        except BaseException:
+            self._drop(digest)
+            raise
         finally:
             self.cache.stop_request(digest)
 
@@ -179,13 +201,21 @@ class Corpora:
     def _trees(self, tenant: str) -> TenantTrees:
         key = "" if self._is_public else tenant
         if key not in self._corpora:
-            cache = self._make(MAX_TREE_DEPTH, self._max_cached_requests)
             keys = self._pool.tenant(key) if self._pool is not None else None
+            # Running requests take places too. With Redis, they must not push out what Redis has.
+            places = self._max_cached_requests * (1 if keys is None else 2)
+            cache = self._make(MAX_TREE_DEPTH, places)
             self._corpora[key] = TenantTrees(cache, self._max_cached_requests, keys)
         self._corpora.move_to_end(key)
         while len(self._corpora) > _MAX_CORPORA:
-            self._corpora.popitem(last=False)
+            _, oldest = self._corpora.popitem(last=False)
+            self._forget_unwritten(oldest)
         return self._corpora[key]
+
+    def _forget_unwritten(self, trees: TenantTrees) -> None:
+        count = trees.forget_unwritten()
+        if self._pool is not None:
+            self._pool.counters.dropped += count
 
     def join(self) -> None:
         """Share texts for one more connection. An event loop must run."""
@@ -194,9 +224,14 @@ class Corpora:
             self._task = watch(self._share(self._pool), "sharing texts by Redis")
 
     async def leave(self) -> None:
-        """Share texts for one connection less. Without connections, texts wait for the next."""
+        """Share texts for one connection less. Without connections, no text waits for Redis.
+
+        A text that waited for the next connection could reach Redis long after it was erased.
+        """
         self._connections -= 1
         if self._connections == 0 and self._task is not None:
+            for trees in self._corpora.values():
+                self._forget_unwritten(trees)
             task, self._task = self._task, None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -204,20 +239,18 @@ class Corpora:
     async def _share(self, pool: TextPool) -> None:
         # On Python 3.11, redis-py can lose a cancellation.
         while self._task is asyncio.current_task():
-            # New connections show the present certificate.
-            client = pool.connect()
             try:
-                while self._task is asyncio.current_task():
-                    began = self._clock()
-                    await self._compare_all(pool, client)
-                    # Leave drafting at least half of the time.
-                    await asyncio.sleep(max(_SYNC_S, self._clock() - began))
+                # New connections show the present certificate.
+                async with aclosing(pool.connect()) as client:
+                    while self._task is asyncio.current_task():
+                        began = self._clock()
+                        await self._compare_all(pool, client)
+                        # Leave drafting at least half of the time.
+                        await asyncio.sleep(max(_SYNC_S, self._clock() - began))
             # Neither a faulty server nor a bug in the client may end the sharing.
             except Exception as error:  # noqa: BLE001
                 self._record_failure(pool, error)
-            finally:
-                await asyncio.gather(client.aclose(), return_exceptions=True)
-            await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_RETRY_S)
 
     def _record_failure(self, pool: TextPool, error: Exception) -> None:
         pool.counters.failed += 1
@@ -226,28 +259,46 @@ class Corpora:
         self._has_failed = True
 
     async def _compare_all(self, pool: TextPool, client: RedisClient) -> None:
-        """Compare the trees that changed, or were not compared for a while, with Redis."""
+        """Compare the trees that changed, or were not compared for a while, with Redis.
+
+        A tenant's failure does not stop the others. Raises the first failure at the end.
+        """
+        failure: Exception | None = None
         for trees in list(self._corpora.values()):
+            if self._task is not asyncio.current_task():
+                return
             now = self._clock()
             if trees.changed_at >= trees.compared_at or now >= trees.compared_at + _IDLE_S:
-                is_complete = await _compare(trees, pool, client)
-                trees.compared_at = now if is_complete else 0.0
-                if self._has_failed:
-                    self._has_failed = False
-                    self._log.answers_again()
+                try:
+                    is_complete = await _compare(trees, pool, client)
+                except Exception as error:  # noqa: BLE001
+                    failure = failure or error
+                else:
+                    trees.compared_at = now if is_complete else 0.0
+        if failure is not None:
+            raise failure
+        if self._has_failed:
+            self._has_failed = False
+            self._log.answers_again()
 
 
 async def _compare(trees: TenantTrees, pool: TextPool, client: RedisClient) -> bool:
     """Write the texts that ended, read texts of other replicas, and drop texts that are gone.
 
-    Returns False if there are more texts to read. Raises an exception if Redis fails.
+    Returns False if there are more texts to read. Raises an exception if Redis fails. If Redis
+    refuses only the write, the rest is done before.
     """
     if (keys := trees.keys) is None:
         return True
+    refusal: Exception | None = None
     if values := dict(trees.unwritten):
-        await pool.write(client, keys, values)
-        for digest in values:
-            trees.unwritten.pop(digest, None)
+        try:
+            await pool.write(client, keys, values)
+        except Exception as error:  # noqa: BLE001
+            refusal = error
+        else:
+            for digest in values:
+                trees.unwritten.pop(digest, None)
     digests = await pool.digests(client, keys)
     await trees.keep_only(digests)
     missing = trees.missing(digests)
@@ -255,4 +306,6 @@ async def _compare(trees: TenantTrees, pool: TextPool, client: RedisClient) -> b
         batch = missing[start : start + _READ_BATCH]
         for digest, text in zip(batch, await pool.read(client, keys, batch), strict=True):
             await trees.insert(digest, text)
+    if refusal is not None:
+        raise refusal
     return len(missing) <= _MAX_READ

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from redis.exceptions import InvalidResponse
+
 from drafter_svc.pools.keys import DIGEST_BYTES, PoolKeys, TextKeys
 from drafter_svc.pools.redis import RedisCounters
 from drafter_svc.pools.redis_client import RedisClient, token_ids
@@ -17,6 +19,9 @@ from outrider.process.redis.server import RedisServer
 
 MAX_TEXT_TOKENS = 2048
 """The maximum number of tokens of a text in Redis."""
+MAX_TOKEN_ID = 2**24 - 1
+"""The largest token id of a text in Redis. Above it, a text could look like the head of a list,
+which the client refuses to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +63,23 @@ class TextPool:
         self.counters.lookups += 1
         found = await client.newest(keys.index, self.ttl_s, self.max_texts)
         # Redis may be hostile.
-        found = [each for each in found if isinstance(each, bytes) and len(each) == DIGEST_BYTES]
-        return found[: self.max_texts][::-1]
+        found = found[: self.max_texts][::-1]
+        return [each for each in found if isinstance(each, bytes) and len(each) == DIGEST_BYTES]
 
     async def read(
         self, client: RedisClient, keys: TextKeys, digests: Sequence[bytes]
     ) -> list[list[int]]:
-        """Return the texts with these digests; a text that is gone or malformed is empty."""
+        """Return the texts with these digests; a text that is gone or malformed is empty.
+
+        If the client refuses the reply, all these texts count as malformed: otherwise one value
+        could stop the reading of all texts.
+        """
         self.counters.lookups += 1
-        values = await client.mget([keys.index + digest for digest in digests])
+        try:
+            values = await client.mget([keys.index + digest for digest in digests])
+        except InvalidResponse:
+            self.counters.malformed += len(digests)
+            return [[] for _ in digests]
         texts = []
         for digest, value in zip(digests, values, strict=True):
             text = token_ids(value, MAX_TEXT_TOKENS, self.vocab_size)

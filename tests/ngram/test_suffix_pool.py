@@ -20,6 +20,7 @@ from drafter_svc.families.suffix import SuffixFamily
 from drafter_svc.pools import corpora as corpora_module
 from drafter_svc.pools.corpora import Corpora
 from drafter_svc.pools.keys import PoolKeys, TextKeys, is_index
+from drafter_svc.pools.redis_client import RedisClient
 from drafter_svc.pools.texts import MAX_TEXT_TOKENS, TextPool
 from outrider.process.redis.server import RedisServer
 from outrider.protocol.draft_messages import Window
@@ -316,11 +317,157 @@ async def test_drafts_go_on_without_redis_and_texts_reach_it_later(
     assert "drafting without its pool" in caplog.text
 
 
+async def test_one_tenants_broken_index_stops_no_other_tenant(
+    redis_server: Standalone, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    broken = PoolKeys(SECRET).texts("broken", FINGERPRINT).index
+    with redis_server.data[0].admin() as client:
+        client.set(broken, "no index")
+        async with replica(redis_server.server) as one, replica(redis_server.server) as other:
+            for each in (one, other):
+                each.wrote([21, 22, 23, 24], "broken")
+            await until(lambda: one.pool.counters.failed > 1 and other.pool.counters.failed > 1)
+            one.wrote(TEXT)
+            await other.until_guessed([8, 1, 2], [3, 4])
+            assert caplog.text.count("Redis fails") == 2
+            assert "answers again" not in caplog.text
+            client.delete(broken)
+            await until(lambda: caplog.text.count("answers again") == 2)
+            assert client.zcard(broken) == 1
+
+
+async def test_texts_are_read_and_dropped_while_redis_refuses_writes(
+    redis_server: Standalone,
+) -> None:
+    keys = PoolKeys(SECRET).texts("a", FINGERPRINT)
+    async with replica(redis_server.server) as one, replica(redis_server.server) as other:
+        one.wrote(TEXT)
+        one.wrote([11, 12, 13, 14])
+        await other.until_guessed([8, 1, 2], [3, 4])
+        await other.until_guessed([8, 11, 12], [13, 14])
+        with redis_server.data[0].admin() as client:
+            client.config_set("maxmemory", 1)
+            for each in (one, other):
+                each.wrote([21, 22, 23, 24])
+            await until(lambda: one.pool.counters.failed and other.pool.counters.failed)
+            client.zrem(keys.index, keys.digest(TEXT))
+            for each in (one, other):
+                await each.until_guessed([8, 1, 2], [])
+                assert await each.guess([8, 11, 12]) == [13, 14]
+            async with replica(redis_server.server) as third:
+                third.wrote([31, 32, 33, 34])
+                await third.until_guessed([8, 11, 12], [13, 14])
+            client.config_set("maxmemory", 0)
+        await until(lambda: one.pool.counters.written == 3)
+
+
+async def test_an_erased_text_does_not_come_back_with_the_next_verifier(
+    redis_server: Standalone,
+) -> None:
+    made = TextPool(redis_server.server, PoolKeys(SECRET), FINGERPRINT, 4096)
+    corpora = Corpora(1000, pool=made)
+    family = SuffixFamily(SuffixSettings(), corpora)
+    leaving = Replica(Rig(family), made)
+    leaving.wrote(TEXT)
+    await until(lambda: made.counters.written == 1)
+    # This text still waits when the verifier leaves.
+    leaving.wrote([11, 12, 13, 14])
+    await family.aclose()
+    assert made.counters.dropped == 1
+    redis_server.data[0].admin().flushall()
+    family = SuffixFamily(SuffixSettings(), corpora)
+    back = Replica(Rig(family), made)
+    for context in ([8, 1, 2], [8, 11, 12]):
+        await back.until_guessed(context, [])
+    await back.compared()
+    assert redis_server.all_keys() == []
+    await family.aclose()
+
+
+async def test_running_and_empty_requests_push_out_no_text_for_good(
+    redis_server: Standalone,
+) -> None:
+    async with replica(redis_server.server, max_texts=3) as one:
+        one.wrote(TEXT)
+        await until(lambda: one.pool.counters.written == 1)
+        for _ in range(20):
+            assert await one.guess([8, 1, 2]) == [3, 4]
+        for number in range(1000, 1010):
+            one.rig.open(opened_sequence(number, [9], Window(64, 16), 4, tenant="a"))
+        for number in range(1000, 1010):
+            one.rig.close(number)
+        await one.until_guessed([8, 1, 2], [3, 4])
+
+
+async def test_a_text_whose_reading_was_cancelled_is_still_missing() -> None:
+    corpora = Corpora(10, pool=TextPool(RedisServer.parse("redis://a"), PoolKeys(SECRET), "", 10))
+    trees, _ = corpora.begin("a", [], [])
+    digest = bytes(16)
+    reading = asyncio.create_task(trees.insert(digest, [7] * MAX_TEXT_TOKENS))
+    await asyncio.sleep(0)
+    assert trees.missing([digest]) == []
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    assert trees.missing([digest]) == [digest]
+    await trees.insert(digest, TEXT)
+    assert trees.missing([digest]) == []
+
+
+async def test_a_client_that_cannot_be_made_ends_no_sharing(redis_server: Standalone) -> None:
+    class Late(TextPool):
+        def connect(self) -> RedisClient:
+            if self.counters.failed < 3:
+                raise OSError("the certificate is being replaced")
+            return super().connect()
+
+    made = Late(redis_server.server, PoolKeys(SECRET), FINGERPRINT, 4096)
+    family = SuffixFamily(SuffixSettings(), Corpora(1000, pool=made))
+    Replica(Rig(family), made).wrote(TEXT)
+    await until(lambda: made.counters.written == 1)
+    await family.aclose()
+
+
+async def test_a_poisonous_text_stops_no_reading(redis_server: Standalone) -> None:
+    keys = PoolKeys(SECRET).texts("a", FINGERPRINT)
+    async with replica(redis_server.server) as one:
+        with redis_server.data[0].admin() as client:
+            # The client takes this for the head of a list of a million elements.
+            planted(client, keys, bytes(16), b"*1000000")
+        one.wrote([2**24, 42, 43, 44])
+        one.wrote(TEXT)
+        await until(lambda: one.pool.counters.written == 1)
+        assert one.pool.counters.dropped == 1
+        await one.compared()
+        # No tree keeps what nobody can erase.
+        assert await one.guess([8, 42, 43]) == []
+        assert one.pool.counters.malformed == 1
+        async with replica(redis_server.server) as other:
+            assert await other.guess([8, 11, 12]) == []
+            await until(lambda: other.pool.counters.malformed)
+            one.wrote([11, 12, 13, 14])
+            await other.until_guessed([8, 11, 12], [13, 14])
+            assert one.pool.counters.failed == other.pool.counters.failed == 0
+
+
+async def test_texts_of_a_65th_tenant_replace_texts_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(corpora_module, "_MAX_CORPORA", 2)
+    async with replica(RedisServer.parse("redis://127.0.0.1:1")) as one:
+        for tenant in ("a", "b", "c"):
+            one.wrote(TEXT, tenant)
+            one.wrote(TEXT, tenant)
+        assert one.pool.counters.dropped == 1
+
+
 async def test_what_waits_for_a_dead_redis_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora_module, "_MAX_UNWRITTEN", 8)
     async with replica(RedisServer.parse("redis://127.0.0.1:1"), max_texts=10) as one:
         for i in range(100):
             one.wrote([i, i + 1000, i + 2000])
+        # This text waits already.
+        one.wrote([0, 1000, 2000])
         assert one.pool.counters.dropped == 100 - 8
         [trees] = one.rig.session._strategy._corpora._corpora.values()  # type: ignore[attr-defined]
         assert len(trees.unwritten) == 8
