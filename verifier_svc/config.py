@@ -111,15 +111,15 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     feature_states: list[int] = Field(default=[])
     """Hidden states that drafters with a head may read on a GPU, because CUDA graphs keep only
-    states that are named before their capture, and likewise with vLLM unless it is eager: k for the
-    input of layer k, from 0 on, the number of layers for the last layer's output, -1 for the state
-    after the final norm. Otherwise a drafter may read any."""
+    states that are named before their capture, and likewise with vLLM on any device: k for the
+    input of layer k, from 0 on (with vLLM from 1 on), the number of layers for the last layer's
+    output, -1 for the state after the final norm, which vLLM always keeps. Otherwise a drafter may
+    read any."""
 
     feature_projection: list[str] = Field(default=[])
     """Directories of heads whose first matrix this verifier applies to the hidden states before it
     sends them. The product takes a third to a fifth of the bytes of the states. The target's device
-    computes it for each token. On a GPU, `feature_states` need not name the states of these
-    heads."""
+    computes it for each token. `feature_states` need not name the states of these heads."""
 
     threads: int | None = Field(None, ge=1)
     """Torch's threads on a CPU, to leave cores to drafters on the same host; by default torch

@@ -15,6 +15,8 @@ from outrider.lm.streams import SharedRows
 from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.sampling.tensors import on
 
+_COPIED_ROWS = 1024
+
 
 class FeatureProjection(Protocol):
     """Turns a token's states into fewer numbers, as `outrider.heads.projection` does for a head."""
@@ -66,10 +68,12 @@ class KeptStates:
     ) -> bytes:
         """Copy what `pick_states` returns to the host: row after row, little endian.
 
-        The copy waits for the device once.
+        The copy waits for the device once for every 1,024 rows, so that a long prompt needs little
+        memory there.
         """
-        numbers = self.pick_states(states, rows, dtype, projection)
-        return numbers.cpu().view(torch.uint8).numpy().tobytes()
+        pieces = [rows[at : at + _COPIED_ROWS] for at in range(0, len(rows), _COPIED_ROWS)]
+        picked = (self.pick_states(states, piece, dtype, projection).cpu() for piece in pieces)
+        return b"".join(piece.view(torch.uint8).numpy().tobytes() for piece in picked)
 
 
 class HiddenStates:

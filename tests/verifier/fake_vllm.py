@@ -142,10 +142,6 @@ def installed() -> Iterator[None]:
     before = set(sys.modules)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"SamplingParams": SamplingParams, "__version__": "0.32.0"},
-        "vllm.config": {
-            "CompilationMode": SimpleNamespace(NONE=0),
-            "CUDAGraphMode": SimpleNamespace(NONE=0),
-        },
         "vllm.model_executor.models.interfaces": {
             "supports_eagle3": lambda model: model.supports_eagle3
         },

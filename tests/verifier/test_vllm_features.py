@@ -18,9 +18,10 @@ from verifier_svc.config import VerifierSettings
 from verifier_svc.vllm import features
 from verifier_svc.vllm.features import VllmStates
 from verifier_svc.vllm.outcome import Outcome
+from verifier_svc.vllm.runner import SCHEDULER, _with_offer, _with_states
 
 LAYERS = 4
-REQUEST = FeatureRequest((3, 0), final_state=True, dtype=FeatureDtype.FLOAT32)
+REQUEST = FeatureRequest((3, 1), final_state=True, dtype=FeatureDtype.FLOAT32)
 
 
 @pytest.fixture(autouse=True)
@@ -53,19 +54,21 @@ class Runner:
 
     device = torch.device("cpu")
 
-    def __init__(self, *, eager: bool = True, executor: str = "uni") -> None:
+    def __init__(self, *, executor: str = "uni", fast_prefill: bool = False) -> None:
         self.model = Model()
         model = SimpleNamespace(
             get_total_num_hidden_layers=lambda: LAYERS, get_hidden_size=lambda: 1
         )
         self.vllm_config: Any = SimpleNamespace(
             model_config=model,
-            compilation_config=SimpleNamespace(mode=0 if eager else 3, cudagraph_mode=0),
+            scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER),
+            cache_config=SimpleNamespace(kv_sharing_fast_prefill=fast_prefill),
             parallel_config=SimpleNamespace(distributed_executor_backend=executor),
             additional_config={},
             instance_id=f"{id(self)}",
         )
         self.use_aux_hidden_state_outputs = False
+        self.outrider_states: VllmStates | None = None
         self.execute_model_state: Any = None
         self.input_batch: Any = None
 
@@ -107,7 +110,7 @@ class Steps:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.states = made(runner)
+        self.states = made(runner, *REQUEST.aux_layers)
         self.hub = TestHub(states=self.states)
         self.hub.add_drafter(feature_request=REQUEST)
 
@@ -129,7 +132,7 @@ class Steps:
 
 
 def state(row: int) -> list[float]:
-    return [300.0 + row, float(row), row - 100.0]
+    return [300.0 + row, 100.0 + row, row - 100.0]
 
 
 def test_rows_are_those_of_each_request_in_the_runners_order() -> None:
@@ -193,27 +196,91 @@ def test_a_drafter_that_joins_during_a_forward_gets_features_from_the_next_one_o
     assert rows_of(hub, number) == {5: state(0), 6: state(0)}
 
 
-def test_layers_are_kept_only_while_a_drafter_reads_them() -> None:
+def test_states_are_kept_only_while_a_drafter_reads_them_and_the_model_stays_as_it_is() -> None:
     steps = Steps(Runner())
     assert steps.hub.drafter is not None
     steps.runner.execute(steps.states, {"a": 1})
-    assert [*steps.runner.model.layers] == [0, 3]
-    assert {*steps.states.kept} == {0, 3, FINAL_STATE}
+    assert {*steps.states.kept} == {1, 3, FINAL_STATE}
     steps.hub.drafting.leave(steps.hub.drafter)
     steps.runner.execute(steps.states, {"a": 1})
-    assert not steps.runner.model.layers
-    assert not steps.runner.use_aux_hidden_state_outputs
     assert not steps.states.kept
+    assert steps.runner.model.layers == (1, 3)
+    assert steps.runner.use_aux_hidden_state_outputs
 
 
-def test_a_compiled_model_keeps_the_states_that_the_settings_name_and_no_others() -> None:
-    runner = Runner(eager=False)
+def test_the_model_keeps_the_states_that_the_settings_name_and_no_others() -> None:
+    runner = Runner()
     states = made(runner, 2, FINAL_STATE)
     assert runner.model.layers == (2,)
-    assert runner.vllm_config.additional_config == {"outrider_feature_states": (2,)}
     assert states.can_watch([FINAL_STATE, 2])
     assert not states.can_watch([3])
-    assert made(Runner(eager=False)).can_watch([FINAL_STATE])
+    assert made(Runner()).can_watch([FINAL_STATE])
+
+
+def test_each_config_that_a_part_of_the_model_is_compiled_with_names_the_states() -> None:
+    runner = Runner()
+    decoder = torch.nn.Identity()
+    decoder.vllm_config = SimpleNamespace(additional_config={})  # type: ignore[assignment]
+    runner.model.decoder = decoder
+    made(runner, 3, 2)
+    for config in (runner.vllm_config, decoder.vllm_config):
+        assert config.additional_config == {"outrider_feature_states": (2, 3)}
+
+
+def test_a_step_without_memory_for_features_has_none_and_drafting_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(Runner())
+    opened(steps.hub, "a")
+
+    def fail(*_: object) -> bytes:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps.states, "copy_states", fail)
+        steps.run({"a": 0}, {"a": 5}, {"a": [10]})
+        steps.run({"a": 5}, {"a": 1}, {"a": [11]})
+    steps.run({"a": 6}, {"a": 1}, {"a": [12]})
+    steps.run({"a": 7}, {"a": 1}, {"a": [13]})
+    [number] = steps.hub.sequences
+    assert rows_of(steps.hub, number) == {6: state(0), 7: state(0)}
+    assert caplog.text.count("a step's features are dropped") == 1
+
+
+def test_a_fault_at_a_forwards_states_costs_its_features_and_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = Runner()
+    states = made(runner, 1)
+    states.watch([1])
+    runner.execute(states, {"a": 1})
+    assert states.kept
+    for _ in range(2):
+        states.end([1], {})
+        assert not states.kept
+    assert caplog.text.count("no drafter gets features") == 1
+
+
+def test_a_long_prompts_states_are_the_same_when_they_are_copied_in_pieces() -> None:
+    runner = Runner()
+    states = made(runner, 1)
+    states.watch([1, FINAL_STATE])
+    runner.execute(states, {"a": 3000})
+    rows = range(100, 2900)
+    wanted = states.pick_states([1, FINAL_STATE], rows, "float32").numpy().tobytes()
+    assert states.copy_states([1, FINAL_STATE], rows, "float32") == wanted
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+def test_dummy_forwards_keep_no_states(dummy: bool) -> None:
+    runner = Runner()
+    runner.outrider_states = states = made(runner, 1)
+    states.watch([1])
+    runner.execute(states, {"a": 2})
+    states.clear()
+    execute = _with_states(lambda *_, **__: None)
+    execute(runner, SimpleNamespace(num_scheduled_tokens={"a": 2}), dummy_run=dummy)
+    assert bool(states.kept) != dummy
 
 
 def test_a_model_that_returns_no_layers_has_only_its_final_state() -> None:
@@ -226,19 +293,20 @@ def test_a_model_that_returns_no_layers_has_only_its_final_state() -> None:
         made(runner, 1)
 
 
-def test_a_state_beyond_the_models_layers_is_refused() -> None:
+def test_a_state_that_the_models_layers_lack_is_refused() -> None:
     assert made(Runner(), LAYERS)
-    with pytest.raises(OutriderError, match=r"feature_states must be -1 or in \[0, 4\], not \[5\]"):
-        made(Runner(), 5)
+    for state in (0, 5):
+        with pytest.raises(OutriderError, match=rf"must be -1 or in \[1, 4\], not \[{state}\]"):
+            made(Runner(), state)
 
 
-@pytest.mark.parametrize("layers", [(0, LAYERS), (LAYERS,)])
+@pytest.mark.parametrize("layers", [(1, LAYERS), (LAYERS,)])
 def test_a_drafter_that_asks_for_what_the_model_lacks_gets_nothing_and_harms_nobody(
     layers: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = Runner()
     runner.model.lacks = LAYERS
-    states = made(runner)
+    states = made(runner, *layers)
     states.watch(layers)
     for _ in range(2):
         runner.execute(states, {"a": 5})
@@ -246,13 +314,20 @@ def test_a_drafter_that_asks_for_what_the_model_lacks_gets_nothing_and_harms_nob
     assert caplog.text.count("no drafter gets features") == 1
 
 
-def test_only_a_runner_in_the_schedulers_process_offers_states() -> None:
+@pytest.mark.parametrize("unfit", [{"executor": "mp"}, {"fast_prefill": True}])
+def test_a_runner_elsewhere_or_with_a_fast_prefill_reads_no_settings_and_offers_no_states(
+    unfit: dict[str, Any],
+) -> None:
+    from verifier_svc.vllm import plugin
+
     settings = VerifierSettings(target="t")
-    inside, outside = Runner(), Runner(executor="mp")
-    for runner in (inside, outside):
-        features.offer(runner, settings)
+    inside, other = Runner(), Runner(**unfit)
+    load = _with_offer(lambda runner: None)
+    load(other)  # without settings: this fails if the settings are read
+    with plugin.own_hub(settings, lambda _: TestHub()):
+        load(inside)
     assert features.states_for(inside.vllm_config, settings) is not None
-    assert features.states_for(outside.vllm_config, settings) is None
+    assert features.states_for(other.vllm_config, settings) is None
     named = VerifierSettings(target="t", feature_states=[1])
     with pytest.raises(OutriderError, match="feature_states needs vLLM's runner in the sched"):
-        features.states_for(outside.vllm_config, named)
+        features.states_for(other.vllm_config, named)

@@ -37,7 +37,8 @@ def stack() -> Iterator[Stack]:
 
     These are an n-gram drafter, a draft model, a head and a grammar drafter.
     """
-    stack = Stack(*FLAGS, "--engine-arg", "max_num_batched_tokens=256")
+    states = ("--feature-states", "1,3,5")  # the head reads them
+    stack = Stack(*FLAGS, *states, "--engine-arg", "max_num_batched_tokens=256")
     stack.add_drafter("ngram-1", "ngram")
     stack.add_drafter("model-1", "model")
     stack.add_drafter("head-1", "head", "--head", HEAD, "--target", TARGET, "--threads", "1")

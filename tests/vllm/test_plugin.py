@@ -11,6 +11,7 @@ import pytest
 
 from outrider.process.network.ports import free_port
 from outrider.protocol.messages import TokenRequest
+from outrider.v1 import drafts_pb2
 from tests.e2e.test_features_of_a_target import FEATURES, PROMPT, WANTED, error, features
 from tests.e2e.test_greedy_equality import Reference
 from tests.stack import DRAFT, TARGET, Client, Process
@@ -19,6 +20,7 @@ from tests.waiting import until
 from verifier_svc.vllm.runner import engine_arguments
 
 TOKENS = 40
+FINAL = drafts_pb2.FeatureRequest(final_state=True)
 START_S = 240
 
 
@@ -39,6 +41,8 @@ class VllmServer:
             *("--speculative-config", json.dumps(arguments["speculative_config"])),
         ]
         settings = [
+            # Our loader, which other tests run in this process, sets it to 0.
+            "VLLM_ENABLE_V1_MULTIPROCESSING=1",
             *environment,
             f"OUTRIDER_VERIFIER_LISTEN={self.drafts}",
             "OUTRIDER_VERIFIER_ALWAYS_DRAFT=1",
@@ -154,7 +158,7 @@ async def test_the_drafters_port_takes_no_requests(
 async def test_a_worker_in_a_process_of_its_own_sends_no_features(server: VllmServer) -> None:
     async with (
         Client(server.drafts) as client,
-        client.drafter("head", capabilities=[FEATURES], feature_request=WANTED) as drafter,
+        client.drafter("head", capabilities=[FEATURES], feature_request=FINAL) as drafter,
     ):
         assert list((await drafter.hear()).welcome.capabilities) == []
 
@@ -162,7 +166,8 @@ async def test_a_worker_in_a_process_of_its_own_sends_no_features(server: VllmSe
 @pytest.mark.slow  # It starts another server.
 async def test_features_of_vllms_server_are_the_targets_hidden_states() -> None:
     """On a CPU, vLLM computes in its engine core's process only if it is told so."""
-    server = VllmServer("VLLM_ENABLE_V1_MULTIPROCESSING=0")
+    named = "OUTRIDER_VERIFIER_FEATURE_STATES=3,1"
+    server = VllmServer("VLLM_ENABLE_V1_MULTIPROCESSING=0", named)
     try:
         await server.wait_ready()
         async with (

@@ -1,7 +1,7 @@
 """Hidden states of vLLM's target, kept for drafters with a head.
 
 For vLLM's own EAGLE-3 heads, vLLM's models can return the states that enter chosen layers. Here our
-drafters choose the layers. A forward's states stay on the device until its tokens are committed. So
+settings choose the layers. A forward's states stay on the device until its tokens are committed. So
 vLLM's runner must be in the scheduler's process.
 """
 
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 _ELSEWHERE = (
     "needs vLLM's runner in the scheduler's process: with tensor parallelism, and on a CPU unless"
-    " VLLM_ENABLE_V1_MULTIPROCESSING=0, vLLM computes in processes of its own"
+    " VLLM_ENABLE_V1_MULTIPROCESSING=0, vLLM computes in processes of its own. It must also run"
+    " without --kv-sharing-fast-prefill, which computes no states of most prompt tokens"
 )
 # Maps the name of an engine's configuration to the states of its runner in this process.
 _offered: WeakValueDictionary[str, VllmStates] = WeakValueDictionary()
@@ -35,8 +36,8 @@ _offered: WeakValueDictionary[str, VllmStates] = WeakValueDictionary()
 class VllmStates(KeptStates):
     """The states of one runner. `watch` may be called on any thread, the rest on vLLM's.
 
-    vLLM compiles a model with the states that it returns. So unless vLLM is eager, all forwards
-    keep the states that the settings name, and no others.
+    The states are fixed before vLLM measures its memory and compiles the model. So no drafter can
+    change either.
     """
 
     def __init__(self, runner: Any, settings: VerifierSettings) -> None:
@@ -49,8 +50,6 @@ class VllmStates(KeptStates):
         self.first_rows: Mapping[str, int] = {}
         """Maps a request of the last forward to the row of its first token."""
         self._watched: frozenset[int] = frozenset()
-        self._layers: tuple[int, ...] = ()
-        self._fixed: frozenset[int] | None = None
         self._failed = False
         self.projections = load_projections(
             settings.feature_projection,
@@ -59,67 +58,66 @@ class VllmStates(KeptStates):
             trust_remote_code=settings.trust_remote_code,
         )
         projected = [each.states for each in self.projections.values()]
-        states = {*settings.feature_states}.union(*projected)
-        if not self.can_watch(states):
-            message = f"must be -1 or in [0, {self.layer_count}], not {sorted(states)}"
-            if not self._has_layers:
-                message = f"must be -1: vLLM's {type(runner.get_model()).__name__} keeps no others"
-            raise invalid("feature_states", message)
-        runner.get_model().register_forward_hook(self._as_pair)
-        if not _is_eager(config):
-            self._fixed = frozenset(states) | {FINAL_STATE}
-            self._keep_layers(states)
-
-    @property
-    def _has_layers(self) -> bool:
-        """Whether vLLM's model can return the states between its layers."""
-        from vllm.model_executor.models.interfaces import supports_eagle3
-
-        return bool(supports_eagle3(self._runner.get_model()))
+        states = {*settings.feature_states}.union(*projected) - {FINAL_STATE}
+        self._layers = tuple(sorted(states))
+        if self._layers:
+            self._keep_layers()
 
     def can_watch(self, states: Collection[int]) -> bool:
-        """Return whether forwards can keep these states; see `outrider.lm.hidden_states`."""
-        if self._fixed is not None:
-            return self._fixed.issuperset(states)
-        layers = range(self.layer_count + 1) if self._has_layers else ()
-        return {FINAL_STATE, *layers}.issuperset(states)
+        """Return whether forwards keep these states; see `outrider.lm.hidden_states`."""
+        return {FINAL_STATE, *self._layers}.issuperset(states)
 
     def watch(self, states: Collection[int]) -> None:
         """Keep these states of each forward that begins from now on."""
         self._watched = frozenset(states)
 
     def begin(self) -> frozenset[int]:
-        """Prepare the next forward; return the states to keep of it."""
+        """Free the states of the last forward; return the states to keep of the next one."""
         self.clear()
-        watched = self._watched
-        if self._fixed is None:
-            self._keep_layers(watched)
-        return watched
+        return self._watched
 
     def _as_pair(self, model: object, arguments: object, output: Any) -> Any:
         """Return the model's output as the runner takes it apart.
 
-        A few models lack the last layer's output. If drafters ask only for that output, such a
+        A few models lack the last layer's output. If the settings name only that output, such a
         model returns no list of states. vLLM's engine expects the list, and would end without it.
         """
-        if self._layers and not isinstance(output, tuple):
-            return output, []
-        return output
+        return output if isinstance(output, tuple) else (output, [])
 
-    def _keep_layers(self, states: Collection[int]) -> None:
-        layers = tuple(sorted(state for state in states if state != FINAL_STATE))
-        if layers == self._layers:
-            return
-        self._layers = layers
-        self._runner.get_model().set_aux_hidden_state_layers(layers)
-        self._runner.use_aux_hidden_state_outputs = bool(layers)
-        if self._fixed is not None:
-            # The key of vLLM's cache of compiled models. Without it, vLLM could load a model that
-            # was compiled to return other states.
-            self._runner.vllm_config.additional_config["outrider_feature_states"] = layers
+    def _keep_layers(self) -> None:
+        """Let vLLM's model return the states of the layers."""
+        from vllm.model_executor.models.interfaces import supports_eagle3
+
+        model = self._runner.get_model()
+        if not supports_eagle3(model):
+            message = f"must be -1: vLLM's {type(model).__name__} keeps no others"
+            raise invalid("feature_states", message)
+        # vLLM's models do not treat the input of layer 0 alike: some fail, and some overwrite it.
+        if not set(self._layers) <= set(range(1, self.layer_count + 1)):
+            message = f"must be -1 or in [1, {self.layer_count}], not {list(self._layers)}"
+            raise invalid("feature_states", message)
+        model.register_forward_hook(self._as_pair)
+        model.set_aux_hidden_state_layers(self._layers)
+        self._runner.use_aux_hidden_state_outputs = True
+        # Part of the key of vLLM's cache of compiled models. Without it, vLLM could load a model
+        # that was compiled to return other states. A vision model's decoder has a copied config.
+        for part in (self._runner, *model.modules()):
+            config = getattr(part, "vllm_config", None)
+            if config is not None:
+                config.additional_config["outrider_feature_states"] = self._layers
 
     def end(self, watched: Collection[int], tokens: Mapping[str, int]) -> None:
         """Keep the `watched` states of a forward, which computed `tokens` of each request."""
+        try:
+            self._keep(watched, tokens)
+        # In vLLM's step, an exception would end vLLM's engine. Without states, only guesses suffer.
+        except Exception:
+            self.clear()
+            if not self._failed:
+                self._failed = True
+                log.exception("no drafter gets features of a step; logged once")
+
+    def _keep(self, watched: Collection[int], tokens: Mapping[str, int]) -> None:
         state = self._runner.execute_model_state
         if not watched or state is None:
             return
@@ -150,28 +148,17 @@ class VllmStates(KeptStates):
         self.first_rows = {}
 
 
-def _is_eager(config: VllmConfig) -> bool:
-    """Return whether vLLM neither compiles its model nor captures CUDA graphs of it."""
-    from vllm.config import CompilationMode, CUDAGraphMode
-
-    compilation = config.compilation_config
-    compiles = compilation.mode != CompilationMode.NONE
-    captures = compilation.cudagraph_mode != CUDAGraphMode.NONE
-    return not (compiles or captures)
-
-
 def offer(runner: Any, settings: VerifierSettings) -> None:
     """Let the scheduler in this process find the states of a runner that has loaded its model.
 
     Raises as `VllmStates` does.
     """
-    config = runner.vllm_config
-    if config.parallel_config.distributed_executor_backend == "uni":
-        runner.outrider_states = _offered[config.instance_id] = VllmStates(runner, settings)
+    states = VllmStates(runner, settings)
+    runner.outrider_states = _offered[runner.vllm_config.instance_id] = states
 
 
 def states_for(config: VllmConfig, settings: VerifierSettings) -> VllmStates | None:
-    """Return the states of the runner of a scheduler; None if it is in another process.
+    """Return the states of the runner of a scheduler; None if it offers none.
 
     Raises OutriderError(INVALID_VALUE) if the settings need the states.
     """

@@ -1,7 +1,7 @@
 """vLLM's requests as sequences: plans their drafts, waits for them, and judges them.
 
-`verifier_svc/vllm/scheduler.py` calls it around vLLM's steps. Knows token ids; neither vLLM nor
-torch. vLLM verifies a row of drafts for each request, so a draft is a drafter's best path.
+`verifier_svc/vllm/scheduler.py` calls it around vLLM's steps. Knows token ids, but not vLLM. vLLM
+verifies a row of drafts for each request, so a draft is a drafter's best path.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
+
+import torch
 
 from outrider.errors import OutriderError, Reason
 from outrider.process.clock import Clock, monotonic
@@ -139,6 +141,7 @@ class DraftHub:
         self._ended: set[str] = set()
         self._step_ended: float | None = None  # None after an idle period
         self._baseline = False
+        self._lacked_memory = False
         self.is_stalled = False
         """True if the last step computed nothing, as while vLLM compiles a grammar."""
         self.preemption_count = 0
@@ -379,7 +382,12 @@ class DraftHub:
             return
         if sender.has_readers:
             batch = {name: scheduled for name, (scheduled, _) in self._batch.items()}
-            sender.take_rows(computed_tokens(states.first_rows, batch, outcomes))
+            try:
+                sender.take_rows(computed_tokens(states.first_rows, batch, outcomes))
+            except torch.OutOfMemoryError as error:
+                if not self._lacked_memory:
+                    log.error("a step's features are dropped; logged once: %s", error)
+                self._lacked_memory = True
         states.clear()
 
     def _commit(self, sequence: Sequence, outcome: Outcome) -> None:

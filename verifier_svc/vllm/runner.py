@@ -86,10 +86,14 @@ def _with_offer(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
     def load_and_offer(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(runner, *args, **kwargs)
-        if is_ours(runner.vllm_config):
+        config = runner.vllm_config
+        # A worker in another process must not read the settings. A fast prefill computes no states
+        # of most prompt tokens.
+        is_here = config.parallel_config.distributed_executor_backend == "uni"
+        if is_ours(config) and is_here and not config.cache_config.kv_sharing_fast_prefill:
             from verifier_svc.vllm import features, plugin
 
-            features.offer(runner, plugin.settings_for(runner.vllm_config))
+            features.offer(runner, plugin.settings_for(config))
         return result
 
     return load_and_offer
@@ -101,7 +105,7 @@ def _with_states(execute_model: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(execute_model)
     def execute(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         states = getattr(runner, "outrider_states", None)
-        if states is None:
+        if states is None or kwargs.get("dummy_run"):
             return execute_model(runner, scheduler_output, *args, **kwargs)
         watched = states.begin()
         result = execute_model(runner, scheduler_output, *args, **kwargs)
