@@ -28,13 +28,15 @@ INLINE float emulate_element(int tile, int row, int index) {
   return value;
 }
 
+// Adds up even and odd elements apart from zero on, as the reference's pseudocode does.
 INLINE void emulate_product(int sums, int a, int b) {
   for (int row = 0; row < emulated_config.rows[sums]; row++)
     for (int column = 0; column < 16; column++) {
-      float sum;
+      float sum, parts[2] = {0, 0};
       memcpy(&sum, emulated_tiles[sums][row] + 4 * column, sizeof sum);
       for (int k = 0; k < 2 * emulated_config.rows[b]; k++)
-        sum += emulate_element(a, row, k) * emulate_element(b, k / 2, 2 * column + k % 2);
+        parts[k % 2] += emulate_element(a, row, k) * emulate_element(b, k / 2, 2 * column + k % 2);
+      sum += parts[0] + parts[1];
       memcpy(emulated_tiles[sums][row] + 4 * column, &sum, sizeof sum);
     }
 }

@@ -91,10 +91,17 @@ def own_forward(name: str, dtype: torch.dtype) -> ModelRunner:
 
 
 @cache
-def c_decoder(build_name: str, dtype: torch.dtype, page_size: int) -> ModelRunner:
+def c_decoder(
+    build_name: str, dtype: torch.dtype, page_size: int, *, has_large_group: bool = False
+) -> ModelRunner:
+    """Return a decoder. A large group has more query heads for one key/value head than a tile."""
+    sizes: dict[str, Any] = {"hidden_size": 128}
+    if has_large_group:
+        heads = {"num_attention_heads": 20, "num_key_value_heads": 1, "head_dim": 64}
+        sizes = {"hidden_size": 640, **heads}
     with pytest.MonkeyPatch.context() as patch:
         use_build(build_name, patch)
-        model = build(LlamaConfig(**_SIZES | {"hidden_size": 128})).to(dtype)
+        model = build(LlamaConfig(**_SIZES | sizes)).to(dtype)
         optimize_for_cpu(model)
         runner = ModelRunner(model, build_name, page_size=page_size, page_count=500)
     assert runner.decoder is not None
@@ -114,18 +121,30 @@ def build_name(request: pytest.FixtureRequest) -> str:
 
 
 # The decoder of each build, and forwards of `transformers`, alternating between both types.
-RUNNERS = [
-    pytest.param(
-        partial(c_decoder, build.values[0], dtype, page_size),
-        id=f"{build.values[0]} {dtype}",
-        marks=build.marks,
-    )
-    for build in BUILDS
-    for dtype, page_size in ((torch.float32, 5), (torch.bfloat16, 16))
-] + [
-    pytest.param(partial(own_forward, name, DTYPES[i % 2]), id=f"{name} {DTYPES[i % 2]}")
-    for i, name in enumerate(OWN_FORWARD)
-]
+RUNNERS = (
+    [
+        pytest.param(
+            partial(c_decoder, build.values[0], dtype, page_size),
+            id=f"{build.values[0]} {dtype}",
+            marks=build.marks,
+        )
+        for build in BUILDS
+        for dtype, page_size in ((torch.float32, 5), (torch.bfloat16, 16))
+    ]
+    + [
+        pytest.param(
+            partial(c_decoder, build.values[0], torch.bfloat16, 32, has_large_group=True),
+            id=f"{build.values[0]}, 20 heads for one",
+            marks=build.marks,
+        )
+        for build in BUILDS
+        if build.values[0] == "_cpu_amx"
+    ]
+    + [
+        pytest.param(partial(own_forward, name, DTYPES[i % 2]), id=f"{name} {DTYPES[i % 2]}")
+        for i, name in enumerate(OWN_FORWARD)
+    ]
+)
 
 
 @pytest.fixture(scope="module", params=RUNNERS)

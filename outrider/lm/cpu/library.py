@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _BUILDS = {"DEFAULT": "_cpu", "AVX2": "_cpu_avx2", "AVX512": "_cpu_avx512"}
 _AVX512_BFLOAT16 = "_cpu_avx512_bf16"
 _AMX = "_cpu_amx"
+_AMX_NEEDS = ("amx_tile", "amx_bf16", "amx_int8")
 # The entries of a process's auxiliary vector in which Linux names an ARM processor's capabilities.
 AT_HWCAP = 16
 AT_HWCAP2 = 26
@@ -89,10 +90,19 @@ def runnable_builds() -> list[str]:
     names[:0] = _arm_builds()
     if _can("_is_avx512_bf16_supported"):
         names.insert(0, _AVX512_BFLOAT16)
-    # The operating system must permit this process to use the tile registers.
-    if _can("_is_amx_tile_supported") and _can("_init_amx"):
+    # A virtual machine may hide some of AMX. The operating system must permit this process to use
+    # the tile registers.
+    if _has_amx() and _can("_init_amx"):
         names.insert(0, _AMX)
     return names
+
+
+def _has_amx() -> bool:
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    if ask is None:
+        return _can("_is_amx_tile_supported")
+    has = ask()
+    return all(has.get(name) for name in _AMX_NEEDS)
 
 
 @cache

@@ -20,7 +20,7 @@
 #define QUERY_TILES (QUERY_ROWS / TILE_ROWS)
 #define CHUNK 128
 #define BLOCK TILE_DEPTH
-// The number of a tree's tokens, plus the slots before them in the first token's block.
+// The largest number of a tree's tokens, plus the slots before them in the first token's block.
 #define TREE_SLOTS (64 + BLOCK)
 
 // Up to QUERY_ROWS queries of one key/value head, one chunk of keys, and the state of the softmax.
@@ -237,7 +237,7 @@ INLINE void score_tree(struct work *work, const struct layer *layer, const int64
       for (uint64_t left = work->paths[tile * TILE_ROWS + lane]; left; left &= left - 1)
         work->places[tile][place++][lane] = (before + __builtin_ctzll(left)) * TILE_ROWS + lane;
       // The query does not see these positions. Give them a valid address.
-      while (place < TREE_SLOTS) work->places[tile][place++][lane] = lane;
+      while (place < slots - work->tree_block) work->places[tile][place++][lane] = lane;
     }
   }
 }
@@ -255,10 +255,12 @@ INLINE void find_scores(struct work *work, int64_t start, int first, int end) {
 
 // Adds a block's weighted values to the sums of the queries from `first` to `end`, at most 16.
 INLINE void add_own_values(struct work *work, int block, int first, int end) {
-  const int64_t row = sizeof work->sums[0];
-  // Sixteen rows follow `top`. The other queries' weights are 0.
+  const int64_t row = sizeof work->sums[0], found_row = 2 * TILE_ROWS * sizeof(float);
+  // Sixteen rows follow `top`. The other queries' weights are 0, and their sums stay as they are:
+  // an infinite value, times 0, is a NaN.
   int top = first < TILE_ROWS ? first : TILE_ROWS;
   uint16_t weights[TILE_ROWS][TILE_DEPTH] = {0};
+  float found[TILE_ROWS][2 * TILE_ROWS];
   for (int i = first; i < end; i++)
     memcpy(weights[i - top], work->weights[i / TILE_ROWS][block][i % TILE_ROWS], 64);
   compiler_fence();
@@ -271,8 +273,9 @@ INLINE void add_own_values(struct work *work, int block, int first, int end) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, work->values[block][d / TILE_ROWS + 1], 64);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_stored(0, sums, row);
-    _tile_stored(1, sums + TILE_ROWS, row);
+    _tile_stored(0, found[0], found_row);
+    _tile_stored(1, found[0] + TILE_ROWS, found_row);
+    for (int i = first; i < end; i++) memcpy(work->sums[i] + d, found[i - top], found_row);
   }
   compiler_fence();
 }
@@ -340,7 +343,7 @@ INLINE void attend_chunk(struct work *work, const struct layer *layer, const int
   find_scores(work, start, cached * TILE_ROWS, count);
   for (int tile = 0; tile < work->tiles; tile++) update_softmax(work, tile, start, blocks);
   for (int block = 0; block < shared; block++) pair_values(work, block, count);
-  add_values(work, shared);
+  if (shared) add_values(work, shared);
   if (shared < blocks) add_paths(work, start, shared, blocks);
 }
 
@@ -407,9 +410,8 @@ void outrider_attend_amx(const struct layer *layer, const struct batch *batch,
   const int64_t *pages = batch->pages + batch->page_offsets[slice];
   work.tree_start = find_tree_start(batch, slice);
   int64_t slots = batch->starts[slice] + batch->lengths[slice];
-  if (work.tree_start >= slots) work.tree_start = INT64_MAX;
-  work.tree_block = INT64_MAX;
-  if (work.tree_start < slots) work.tree_block = work.tree_start / BLOCK * BLOCK;
+  work.tree_block = work.tree_start / BLOCK * BLOCK;
+  if (work.tree_start >= slots) work.tree_start = work.tree_block = INT64_MAX;
   work.group = (int)group;
   for (int64_t row = item.part * QUERY_ROWS; row < rows; row += item.parts * QUERY_ROWS) {
     int64_t count = rows - row < QUERY_ROWS ? rows - row : QUERY_ROWS;

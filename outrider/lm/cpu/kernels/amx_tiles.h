@@ -66,7 +66,7 @@ INLINE void configure_tiles(int rows, int row_bytes) {
 int outrider_fits_amx(const struct layer *layer);
 
 // Like outrider_attend, for one key/value head of a layer that fits; expects tiles configured for
-// 32 rows.
+// 32 rows of 64 bytes.
 void outrider_attend_amx(const struct layer *layer, const struct batch *batch,
                          const struct rows *query, void *out, float scale,
                          struct attention_item item);

@@ -4,6 +4,10 @@
 
 #include "amx_tiles.h"
 
+#if PAIR != 4
+#error "tiles multiply bytes, four at a time, as AVX512-VNNI does"
+#endif
+
 // Fewer rows are multiplied by vectors.
 #ifndef LEAST_TILED_ROWS
 #define LEAST_TILED_ROWS 9
