@@ -130,7 +130,7 @@ def _copy(source: Path, pages: Path) -> None:
 
 
 def _page_of_folder(folder: Path, pages: Path) -> str:
-    """Return the name of a folder's page. If it has none, write one that lists its files."""
+    """Return the name of a folder's page; write a list of the files if the folder has no page."""
     if (folder / "README.md").exists():
         return "README.md"
     files = sorted(path for path in folder.iterdir() if path.is_file())

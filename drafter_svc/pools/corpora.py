@@ -41,7 +41,7 @@ _MAX_UNWRITTEN = 256
 # The maximum number of texts that are read at once, and in one comparison of a tenant with Redis.
 _READ_BATCH = 32
 _MAX_READ = 256
-# Between so many tokens of a text that is read, drafting goes on.
+# A text that is read is inserted in slices of this many tokens. Drafting goes on between slices.
 _SLICE_TOKENS = 64
 
 

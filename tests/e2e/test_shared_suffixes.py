@@ -176,7 +176,7 @@ async def test_texts_poisoned_by_a_replica_with_the_secret_change_no_text(site: 
 
 @dataclass
 class Counts:
-    """What a drafter brought to some texts."""
+    """Counts of a drafter's drafts, and of the steps and tokens of the texts."""
 
     tokens: int = 0
     steps: int = 0

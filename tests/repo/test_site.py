@@ -13,7 +13,7 @@ import pytest
 from outrider import drafter
 
 BUILD = Path(__file__).parents[2] / "docs/site/build.py"
-# What a browser loads by itself, as opposed to a link.
+# Addresses that a browser loads without a click.
 _LOADED = re.compile(r"""<(?:script|img|iframe)[^>]*\ssrc="?(https?:[^"\s>]+)""")
 _STYLE = re.compile(r"""<link[^>]*rel="stylesheet"[^>]*href="?(https?:[^"\s>]+)""")
 

@@ -221,7 +221,7 @@ def _computed(
 
 
 def _part(tokens: ComputedTokens, assignment: Assignment, request: FeatureRequest) -> _Part:
-    """Return those of the tokens whose features the drafter wants and lacks."""
+    """Return the tokens for which the drafter wants features and has none yet."""
     first = assignment.feature_position
     if request.last_prompt_token_count:
         prompt_count = len(tokens.sequence.request.prompt)

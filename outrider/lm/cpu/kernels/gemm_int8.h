@@ -27,7 +27,8 @@
 // As in gemm_vector.h.
 #define PREFETCH_DISTANCE 8192
 
-// What is added to the weights of a product: sdot multiplies signed by signed numbers.
+// Weights are stored with 128 added. EXCESS is what a product still has of it: sdot multiplies
+// signed weights, from which the 128 is taken before.
 #if PAIR == 4 && defined(__aarch64__)
 #define EXCESS 0
 #else

@@ -49,7 +49,7 @@ INLINE void gemm_rows(const struct group *x, int64_t groups, const uint8_t *weig
     }
   for (int i = 0; i < n; i++)
     for (int v = 0; v < LINE_VECTORS; v += 2) {
-      // A vector has the sums of two columns, and of each those of both rows.
+      // A vector has four sums: two columns for each of two rows.
       float32x4_t a = (float32x4_t)total[i / 2][v], b = (float32x4_t)total[i / 2][v + 1];
       vst1q_f32(acc[i] + 2 * v, i % 2 ? vuzp2q_f32(a, b) : vuzp1q_f32(a, b));
     }
