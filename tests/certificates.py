@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,11 +26,22 @@ class Site:
     def ca(self) -> Path:
         return self.folder / "ca.pem"
 
-    def issue(self, kind: str, name: str = "", *, hours: float = 1.0, foreign: bool = False) -> Tls:
-        """Write a certificate; it replaces an earlier certificate of the same name."""
+    def issue(
+        self,
+        kind: str,
+        name: str = "",
+        *,
+        hosts: Sequence[str] = (),
+        hours: float = 1.0,
+        foreign: bool = False,
+    ) -> Tls:
+        """Write a certificate, which replaces an earlier one of the same name.
+
+        `hosts` are names and addresses besides this machine's own.
+        """
         name = name or kind
         authority = self._other if foreign else self.authority
-        authority.write_issued(self.folder, kind, name, [], timedelta(hours=hours))
+        authority.write_issued(self.folder, kind, name, hosts, timedelta(hours=hours))
         return Tls(self.folder / f"{name}.pem", self.folder / f"{name}.key", self.ca)
 
     def context(self, tls: Tls | None) -> ssl.SSLContext:

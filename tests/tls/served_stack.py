@@ -23,6 +23,9 @@ from tests.redis_servers import Certificates, Standalone
 from tests.stack import DRAFT, Process
 
 HOST = "127.0.0.1"
+WIRES_HOST = "127.0.0.2"
+"""The address of all wires. A drafter of another test may still dial a port of 127.0.0.1 whose
+verifier has ended, and a wire would record its bytes."""
 PORTS = (
     "gateway HTTP",
     "gateway gRPC",
@@ -36,14 +39,14 @@ PORTS = (
 
 @dataclass
 class Served:
-    """A running stack: its ports, keyed by name, and a wire with another port before each.
+    """A running stack: its ports, keyed by name, and a wire with an address before each.
 
     The processes dial the wires. Without `certificates` nothing has TLS.
     """
 
     ports: dict[str, int]
     wires: dict[str, ShapedLink]
-    wire_ports: dict[str, int]
+    addresses: dict[str, str]
     redis: Standalone
     certificates: Certificates | None
 
@@ -54,12 +57,12 @@ class Served:
         folder = self.certificates.folder
         return Tls(folder / f"{role}.pem", folder / f"{role}.key", self.certificates.ca)
 
-    def http(self, port: int, tls: Tls | None) -> httpx.AsyncClient:
-        """Return a client of an HTTP port, with a certificate, or without one for None."""
+    def http(self, address: str, tls: Tls | None) -> httpx.AsyncClient:
+        """Return a client of an HTTP server, with a certificate, or without one for None."""
         if self.certificates is None:
-            return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
+            return httpx.AsyncClient(base_url=f"http://{address}", timeout=60)
         verify = trusting(self.certificates.ca, tls)
-        return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=verify)
+        return httpx.AsyncClient(base_url=f"https://{address}", verify=verify)
 
 
 @asynccontextmanager
@@ -69,29 +72,29 @@ async def served(folder: Path, *, encrypted: bool) -> AsyncIterator[Served]:
     if encrypted:
         certificates = Certificates(folder / "certs", clients=True)
         for role in NAMES:
-            certificates.issue(role)
+            certificates.issue(role, hosts=[WIRES_HOST])
     async with AsyncExitStack() as stack:
         redis = Standalone(folder / "redis", certificates)
         stack.callback(redis.close)
         ports = {name: free_port() for name in PORTS} | {"Redis": redis.data[0].port}
         wires = {name: ShapedLink(Link(), records=True) for name in ports}
-        wire_ports = {
-            name: await stack.enter_async_context(wire.forward((HOST, 0), (HOST, ports[name])))
-            for name, wire in wires.items()
-        }
-        made = Served(ports, wires, wire_ports, redis, certificates)
+        addresses = {}
+        for name, wire in wires.items():
+            forwarding = wire.forward((WIRES_HOST, 0), (HOST, ports[name]))
+            addresses[name] = f"{WIRES_HOST}:{await stack.enter_async_context(forwarding)}"
+        made = Served(ports, wires, addresses, redis, certificates)
         for process in _processes(made, folder):
             stack.callback(process.log.close)
             stack.push_async_callback(asyncio.to_thread, process.stop)
-        async with made.http(ports["gateway HTTP"], made.tls("operator")) as client:
+        async with made.http(f"{HOST}:{ports['gateway HTTP']}", made.tls("operator")) as client:
             await asyncio.wait_for(_drafting(client), 90)
         yield made
 
 
 def _processes(made: Served, folder: Path) -> Iterator[Process]:
     """Start each process."""
-    listen = f"127.0.0.1:{made.ports['verifier']}"
-    wire = f"127.0.0.1:{made.wire_ports['verifier']}"
+    listen = f"{HOST}:{made.ports['verifier']}"
+    wire = made.addresses["verifier"]
     for child in plan_stack(_settings(made, folder), folder).children:
         words = child.arguments
         if child.name == "verifier":
@@ -111,7 +114,7 @@ def _settings(made: Served, folder: Path) -> ServeSettings:
         "uds": folder / "none",
         "listen": f"127.0.0.1:{made.ports['drafter health']}",
         "metrics_port": made.ports["drafter metrics"],
-        "redis": made.redis.url.replace(str(made.ports["Redis"]), str(made.wire_ports["Redis"])),
+        "redis": made.redis.url.replace(f"{HOST}:{made.ports['Redis']}", made.addresses["Redis"]),
         "redis_password_file": made.redis.password_file,
         "pool_secret_file": folder / "secret",
     }

@@ -66,7 +66,7 @@ def over_grpc(server: Role | None) -> Ask:
 
 def over_http(path: str, server_name: str = "127.0.0.1") -> Ask:
     async def ask(made: Served, port: int, tls: Tls | None) -> str:
-        async with made.http(port, tls) as client:
+        async with made.http(f"127.0.0.1:{port}", tls) as client:
             try:
                 response = await client.get(path, extensions={"sni_hostname": server_name})
             # httpx does not convert an alert that comes after the client's handshake.
@@ -194,13 +194,13 @@ READABLE = {
 
 async def talk(made: Served) -> None:
     """Use every port through its wire, and wait until the n-grams are in Redis."""
-    wires = made.wire_ports
+    wires = made.addresses
     operator = made.tls("operator")
     body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     async with made.http(wires["gateway HTTP"], operator) as client:
         response = await client.post("/v1/completions", json=body, timeout=60)
         assert response.status_code == 200, response.text
-    async with rpc.dial(f"127.0.0.1:{wires['gateway gRPC']}", operator, None) as channel:
+    async with rpc.dial(wires["gateway gRPC"], operator, None) as channel:
         request = generation_pb2.GenerateTextRequest(prompt=PROMPT, max_tokens=24)
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         assert [part async for part in stub.GenerateText(request, timeout=60)]
@@ -214,8 +214,8 @@ async def talk(made: Served) -> None:
     files: tuple[Path | None, Path | None, Path | None] = (None, None, None)
     if operator is not None:
         files = (operator.cert, operator.key, operator.ca)
-    address = f"127.0.0.1:{wires['drafter health']}"
-    assert await asyncio.to_thread(problem, address, "", *files, Role.DRAFTER) is None
+    health = asyncio.to_thread(problem, wires["drafter health"], "", *files, Role.DRAFTER)
+    assert await health is None
     async with asyncio.timeout(20):
         while not made.redis.all_keys():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
