@@ -255,13 +255,15 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_states(name: str, drafter: Drafter, target: Target) -> None:
-    """Refuse a drafter that would never join, since the target's CUDA graphs keep no states."""
+    """Refuse a drafter that would never join, since the target keeps no states for it."""
     if not settings_of(drafter.family).reads_states:
         return
-    named = target.settings.keys() & {"feature_states", "feature_projection"}
-    if gpu_of(str(target.settings.get("device", "auto"))) is not None and not named:
+    if target.settings.keys() & {"feature_states", "feature_projection"}:
+        return
+    on_gpu = gpu_of(str(target.settings.get("device", "auto"))) is not None
+    if on_gpu or target.settings.get("engine") == "vllm":
         problem = (
-            "reads states that the target's CUDA graphs keep only if target.settings names them,"
+            "reads states that CUDA graphs and vLLM keep only if target.settings names them,"
             ' as in feature_states: "2,16,29"; with transport in-process it needs none'
         )
         raise invalid(f"drafters.{name}", problem)

@@ -117,7 +117,11 @@ def test_a_wrong_file_is_refused_with_its_field(
         ),
         (
             {"drafters": {"far": {"family": "head"}}, "target": {"settings": {"device": "cuda"}}},
-            r"drafters\.far reads states that the target's CUDA graphs keep only if",
+            r"drafters\.far reads states that CUDA graphs and vLLM keep only if",
+        ),
+        (
+            {"drafters": {"far": {"family": "head"}}, "target": {"settings": {"engine": "vllm"}}},
+            r"drafters\.far reads states that CUDA graphs and vLLM keep only if",
         ),
         (
             {"drafters": {"far": {**INSIDE, "settings": {"page_count": "few"}}}},
