@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Installs the clients that tests/agents runs, and keeps clients that are there already. `install.sh
-# sdks` installs only the SDKs, which CI runs. All of it takes 2 GB: the other Python clients need
-# two environments, since their requirements clash, and npm's packages bring a Node.js.
+# sdks` installs only the SDKs, which CI runs. npm's packages bring a Node.js.
 set -euo pipefail
 folder=$(dirname "$(realpath "$0")")
 cd "$folder/../.."
@@ -39,6 +38,5 @@ python_environment sdks
 npm_environment sdks sdks-node
 [ "${1:-all}" = sdks ] && exit
 python_environment current
-python_environment older
 npm_environment npm npm
 npm_environment tools tools

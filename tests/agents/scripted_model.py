@@ -26,11 +26,9 @@ _CONTEXT_LENGTH = 262144
 
 Calls = list[tuple[str, dict[str, Any]]]
 
-# The first piece of text that the prompt holds decides which calls the model answers with.
-_FIRST: dict[str, Calls] = {
+# The first of these pieces of text that the prompt holds decides which calls the model makes.
+_CALLS: dict[str, Calls] = {
     '"name": "weather"': [("weather", {"city": "Oslo"})],
-    # semantic-kernel puts the plugin's name before the function's.
-    '"name": "Weather-weather"': [("Weather-weather", {"city": "Oslo"})],
     # Tools of command lines: Codex's, opencode's and Continue's.
     '"name": "exec_command"': [("exec_command", {"cmd": "cat notes.txt"})],
     '"name": "bash"': [("bash", {"command": "cat notes.txt", "description": "Read the notes"})],
@@ -62,19 +60,13 @@ _FIRST: dict[str, Calls] = {
     "about Lisbon": [("get_weather", {"city": "Lisbon"})],
     "9.11 or 9.9": [("record_answer", {"answer": "9.9"})],
 }
-# The calls after a tool's result, for agents whose last answer is a call too.
-_THEN: dict[str, Calls] = {
-    '"name": "final_answer"': [("final_answer", {"answer": ANSWER})],
-    '"name": "final_result"': [("final_result", {"sky": "clear", "windy": False})],
-}
 
 
 def answer(prompt: str, has_tools: bool) -> str:
     """Return the model's answer to this prompt, in Hermes' format."""
-    if not has_tools:
+    if not has_tools or RESULT in prompt:
         return ANSWER
-    turns = _THEN if RESULT in prompt else _FIRST
-    calls = next((calls for piece, calls in turns.items() if piece in prompt), [])
+    calls = next((calls for piece, calls in _CALLS.items() if piece in prompt), [])
     written = [
         json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         for name, arguments in calls

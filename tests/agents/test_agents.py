@@ -25,33 +25,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 NODE = ("sdks-node", "npm", "tools")
 # Environment, script and its argument. CI installs only the two environments of SDKs. The other
-# clients are built on these SDKs, and run by hand before a release (`make agents`).
+# clients have HTTP clients of their own, and run by hand before a release (`make agents`).
 CLIENTS = [
     ("sdks", "openai_python", ""),
     ("sdks", "openai_responses", ""),
     ("sdks", "anthropic_python", ""),
-    ("current", "langchain_agent", ""),
-    ("current", "langchain_responses", ""),
-    ("current", "langchain_anthropic_agent", ""),
-    ("current", "pydantic_ai_chat", ""),
-    ("current", "pydantic_ai_responses", ""),
-    ("current", "pydantic_ai_anthropic", ""),
     ("sdks", "openai_agents_chat", ""),
     ("sdks", "openai_agents_responses", ""),
     ("current", "litellm_tools", ""),
     ("current", "litellm_responses", ""),
-    ("current", "haystack_agent", "chat"),
-    ("current", "haystack_agent", "responses"),
-    ("current", "haystack_agent", "messages"),
-    ("current", "smolagents_tools", ""),
-    ("current", "semantic_kernel_tools", ""),
-    ("current", "outlines_openai", ""),
-    ("older", "autogen_agent", ""),
-    ("older", "instructor_default", ""),
-    ("older", "llama_index_agent", ""),
-    ("older", "guidance_openai", ""),
-    ("older", "dspy_lm", "chat"),
-    ("older", "dspy_lm", "responses"),
     ("sdks-node", "openai_node", ""),
     ("sdks-node", "openai_node_responses", ""),
     ("sdks-node", "anthropic_node", ""),
