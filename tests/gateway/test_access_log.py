@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from gateway.text.prompts import Prompts
-from outrider.errors import OutriderError, Reason
 from outrider.process.observability import telemetry
 from outrider.v1 import generation_pb2
 from outrider.v1.generation_pb2 import GenerateTextRequest
@@ -105,16 +104,6 @@ async def test_a_client_that_leaves_has_a_line_with_its_tokens_so_far(
     assert (line["status"], line["error"], line["completion_tokens"]) == ("200", "client_gone", 2)
 
 
-async def test_refusals_for_load_have_lines_and_ids(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "full")]
-    response = await rig.http.post("/v1/completions", json={"prompt": "x"})
-    [line] = lines(caplog)
-    assert (line["status"], line["error"]) == ("429", "overloaded")
-    assert line["request_id"] == response.headers["x-request-id"]
-
-
 async def test_a_fault_of_ours_has_a_line_and_an_id(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,14 +180,17 @@ async def ended(call: Any) -> grpc.StatusCode:
 async def test_a_call_over_grpc_has_an_id_and_a_line(
     rig: Rig, caplog: pytest.LogCaptureFixture, prompt: str, status: grpc.StatusCode
 ) -> None:
-    for own in ((), (("x-request-id", "mine"),)):
+    for own in (None, "mine", "two words", "x" * 97):
         caplog.clear()
         call = rig.generation.GenerateText(
-            generation_pb2.GenerateTextRequest(prompt=prompt), metadata=own
+            generation_pb2.GenerateTextRequest(prompt=prompt),
+            metadata=() if own is None else (("x-request-id", own),),
         )
         found = str(dict(await call.initial_metadata())["x-request-id"])
         assert await ended(call) is status
-        assert (found == "mine") is bool(own)
+        assert found == "mine" if own == "mine" else found.startswith("text-")
+        if prompt:
+            assert rig.script.requests[-1].request_id == found
         await until(lambda: lines(caplog))
         [line] = lines(caplog)
         assert (line["request_id"], line["status"]) == (found, status.name)

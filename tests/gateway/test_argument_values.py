@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from gateway.tools.definitions import Tool, ToolUse
@@ -20,6 +20,7 @@ from outrider.errors import OutriderError
 from outrider.grammar.backends import Compiled, Libraries, TextMatcher
 from outrider.grammar.trial import Trial, compile_only
 from tests.gateway.gateway_rig import TARGET
+from tests.hostile_messages import fuzzing
 
 EOS = 0
 VOCAB = 4096
@@ -28,9 +29,6 @@ STYLES = (
     *("qwen_3", "qwen_3_coder", "mimo", "glm_4_7", "minimax", "gemma_4"),
     *("deepseek_v3_2", "deepseek_v4_1"),
 )
-# To shrink a failure would take minutes.
-PHASES = (Phase.explicit, Phase.generate)
-HEALTH = tuple(HealthCheck)
 BY_STYLE = pytest.mark.parametrize("name", STYLES)
 
 TEXTS = ["a", "42", "true", "null", "None", " x", "x\n", "", "{", '"q"', "5.0", "日本", "[1]"]
@@ -187,24 +185,9 @@ def check(libraries: Libraries, form: ToolFormat, schema: Any, rng: random.Rando
 
 
 @BY_STYLE
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=HEALTH, derandomize=True, phases=PHASES
-)
+@fuzzing(8)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_what_the_grammar_allows_comes_back_as_a_value_of_the_schema(
-    libraries: Libraries, name: str, schema: dict[str, Any], seed: int
-) -> None:
-    try:
-        check(libraries, FORMATS[name], schema, random.Random(seed))
-    except OutriderError:
-        reject()
-
-
-@BY_STYLE
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=HEALTH, phases=PHASES)
-@given(schema=schemas(), seed=st.integers(0, 2**32))
-def test_many_texts_come_back_as_values_of_their_schemas(
     libraries: Libraries, name: str, schema: dict[str, Any], seed: int
 ) -> None:
     try:

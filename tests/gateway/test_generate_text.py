@@ -96,17 +96,3 @@ async def test_bad_input_names_its_field(
     assert details[1].Unpack(bad)
     assert info.domain == "outrider.dev"
     assert bad.field_violations[0].field == field
-
-
-@pytest.mark.parametrize("own", ["mine-7", None, "x" * 97, "two words"])
-async def test_a_call_has_an_id_in_its_initial_metadata(rig: Rig, own: str | None) -> None:
-    rig.says("a")
-    sent = () if own is None else (("x-request-id", own),)
-    for request in (GenerateTextRequest(prompt="x"), GenerateTextRequest()):
-        call_ = rig.generation.GenerateText(request, metadata=sent)
-        metadata = dict(await call_.initial_metadata())
-        found = metadata["x-request-id"]
-        assert (found == "mine-7") if own == "mine-7" else found.startswith("text-")
-        if request.prompt:
-            assert [message async for message in call_]
-            assert rig.script.requests[-1].request_id == found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -51,7 +50,6 @@ CHAT_TOOLS: Any = [
 ARGUMENTS = '{"city": "a </tool_call> \\" {[b", "days": 3}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
-TEXT = "def add(a, b):\n    return a + b  # 😀"
 EVERYTHING = f"<think>\nlet me\n</think>\n\nLook. {CALL}\n{CLOCK_CALL}\nDone."
 
 
@@ -81,9 +79,6 @@ async def chat_of(rig: Rig, **given: Any) -> dict[str, Any]:
 
 def choice(kind: str, **more: Any) -> dict[str, Any]:
     return {"tool_choice": {"type": kind, **more}}
-
-
-FORMAT = {"type": "json_schema", "schema": SCHEMA}
 
 
 async def final_message(rig: Rig, **given: Any) -> dict[str, Any]:
@@ -195,42 +190,9 @@ async def test_count_tokens_counts_what_exceeds_the_context(rig: Rig) -> None:
         assert error["message"] == "messages must have at most 65536 tokens"
 
 
-async def test_anthropics_client_creates_streams_and_counts(thinker: Rig) -> None:
-    thinker.says(EVERYTHING, 2)
-    asked: dict[str, Any] = {"model": "models/target", "messages": ASK, "tools": TOOLS}
-    async with client_of(thinker) as client:
-        answer = await client.messages.create(**asked, max_tokens=500)
-        counted = await client.messages.count_tokens(**asked)
-        async with client.messages.stream(**asked, max_tokens=500) as stream:
-            texts = [text async for text in stream.text_stream]
-        raw = await client.messages.create(**asked, max_tokens=500, stream=True)
-        kinds = [event.type async for event in raw]
-    assert answer._request_id == answer.id
-    assert answer.model == "models/target"
-    assert counted.input_tokens == answer.usage.input_tokens
-    assert "".join(texts) == "Look.Done."
-    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-
-
 class Place(BaseModel):
     city: str
     days: int
-
-
-async def test_anthropics_blocking_client_reads_the_same(thinker: Rig) -> None:
-    thinker.says(TEXT, 2)
-
-    def ask() -> tuple[str, str, int]:
-        url = thinker.gateway.http_url
-        with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
-            asked: dict[str, Any] = {"model": "", "messages": ASK}
-            answer = client.messages.create(**asked, max_tokens=500)
-            with client.messages.stream(**asked, max_tokens=500) as stream:
-                streamed = stream.get_final_text()
-            counted = client.messages.count_tokens(**asked)
-        return answer.content[0].text, streamed, counted.input_tokens - answer.usage.input_tokens
-
-    assert await asyncio.to_thread(ask) == (TEXT, TEXT, 0)
 
 
 async def test_anthropics_client_parses_an_answer_by_its_schema(thinker: Rig) -> None:
@@ -377,18 +339,6 @@ async def test_an_answer_that_the_template_cannot_continue_is_in_the_messages(
     for path, more in ((URL, {"max_tokens": 5}), (COUNT, {})):
         refused = await thinker.http.post(path, json={"messages": prefilled, **more})
         assert error_of(refused, 400)["message"].startswith("messages cannot be")
-
-
-async def test_a_grammar_that_the_verifier_refuses_is_named_as_anthropic_names_it(rig: Rig) -> None:
-    field = "grammar.json_schema"
-    refusal = OutriderError(Reason.INVALID_VALUE, f"{field} is too large", field)
-    rig.script.answer = lambda _: [refusal]
-    body = {"messages": ASK, "max_tokens": 5, "output_config": {"format": FORMAT}}
-    error = error_of(await rig.http.post(URL, json=body), 400)
-    assert error["message"] == "output_config.format is too large"
-    rig.script.answer = lambda _: [plain([5]), refusal]
-    streamed = await rig.http.post(URL, json=body | {"stream": True})
-    assert '"output_config.format is too large"' in streamed.text
 
 
 @pytest.mark.parametrize("path", [URL, COUNT])

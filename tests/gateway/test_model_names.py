@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from outrider.protocol.wire import model as wire_model
 from outrider.v1 import generation_pb2
 from tests.gateway.gateway_rig import Rig
 from tests.waiting import until
@@ -66,11 +65,6 @@ async def test_an_unknown_name_is_answered_with_all_names(named: Rig) -> None:
     answer = await named.http.post("/v1/completions", json=body)
     assert answer.status_code == 404
     assert all(name in answer.json()["error"]["message"] for name in (OWN, *FURTHER))
-
-
-async def test_a_verifier_tells_the_gateway_all_names(named: Rig) -> None:
-    info = named.script.info
-    assert wire_model.model_from_proto(wire_model.model_to_proto(info)).names == info.names
 
 
 @pytest.mark.parametrize(

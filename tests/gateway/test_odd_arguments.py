@@ -51,18 +51,3 @@ def test_a_number_that_json_cannot_hold_is_a_text(value: str) -> None:
 
 def test_half_of_a_surrogate_pair_stays_an_escape() -> None:
     assert strict(arguments({}, '["\\ud800"]')) == {"x": ["\ud800"]}
-
-
-@pytest.mark.parametrize("name", ["qwen_3_coder", "glm_4_7", "gemma_4"])
-def test_a_long_value_in_small_pieces_is_read_in_linear_time(name: str) -> None:
-    """Rescanning each piece from the beginning would take minutes."""
-    form = FORMATS[name]
-    reader = AnswerReader(Reading(form, {"f": {}}))
-    begins = {
-        "qwen_3_coder": "<parameter=x>\n",
-        "glm_4_7": "<arg_key>x</arg_key>\n<arg_value>",
-        "gemma_4": '{x:<|"|>',
-    }
-    reader.push(form.calls[0].begin.replace("{name}", "f") + begins[name])
-    for _ in range(20_000):
-        assert reader.push("abcd") == []

@@ -15,11 +15,17 @@ OBJECTS = {"type": "object", "properties": {"a": {"type": "array"}}}
 COUNT = 15_000
 QWEN = "<tool_call>\n<function=f>\n<parameter=a>"
 CASES = {
-    "a thought of line breaks": ("qwen_3", SCHEMA, "<think>", "\n"),
+    "a thought of line breaks": ("qwen_3", SCHEMA, "<think>so", "\n"),
     "a thought of marks": ("qwen_3", SCHEMA, "<think>", '<tool_call>\n{"name": "'),
     "blank content": ("qwen_3", SCHEMA, "", " "),
     "content that begins marks": ("llama", SCHEMA, "", '{"name": "'),
     "a text in tags": ("qwen_3_coder", SCHEMA, QWEN, "</param"),
+    "a text of GLM": (
+        "glm_4_7",
+        SCHEMA,
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>",
+        "</arg",
+    ),
     "blanks before a value": ("qwen_3_coder", OBJECTS, QWEN, "\n"),
     "JSON in tags": ("qwen_3_coder", OBJECTS, f'{QWEN}["', "</parameter>"),
     "a text of Gemma": ("gemma_4", SCHEMA, '<|tool_call>call:f{a:<|"|>', "<|"),

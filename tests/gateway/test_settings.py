@@ -134,21 +134,47 @@ async def test_every_form_of_a_grammar_reaches_the_verifier(
         assert rig.script.requests[-1].grammar == grammar
 
 
-async def test_the_error_for_a_bad_grammar_names_the_callers_field(rig: Rig) -> None:
-    refusal = OutriderError(
-        Reason.INVALID_VALUE, "grammar.json_schema has a loop", "grammar.json_schema"
-    )
-    rig.script.answer = lambda request: [refusal]
-    body = {
-        "messages": CHAT,
-        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
-    }
+FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+# For each API: a request with a grammar, the verifier's name of the grammar, and the caller's.
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        "json_schema",
+        "response_format",
+    ),
+    (
+        "chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        "structural_tag",
+        "tools",
+    ),
+    ("responses", {"input": "hi", "text": {"format": FORM}}, "json_schema", "text.format"),
+    (
+        "messages",
+        {"max_tokens": 5, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        "json_schema",
+        "output_config.format",
+    ),
+]
+
+
+@pytest.mark.parametrize(("api", "given", "kind", "name"), REFUSED)
+async def test_the_error_for_a_bad_grammar_names_the_callers_field(
+    rig: Rig, api: str, given: dict[str, Any], kind: str, name: str
+) -> None:
+    field = f"grammar.{kind}"
+    refusal = OutriderError(Reason.INVALID_VALUE, f"{field} has a loop", field)
+    body = given if api == "responses" else {"messages": CHAT, **given}
+    rig.script.play(refusal)
     for stream in (False, True):
-        response = await rig.http.post("/v1/chat/completions", json={**body, "stream": stream})
+        response = await rig.http.post(f"/v1/{api}", json={**body, "stream": stream})
         error = response.json()["error"]
-        assert response.status_code == 400
-        assert error["param"] == "response_format"
-        assert error["message"] == "response_format has a loop"
+        assert (response.status_code, error["message"]) == (400, f"{name} has a loop")
+        assert error.get("param", name) == name
+    rig.script.play(plain([5]), refusal)
+    begun = await rig.http.post(f"/v1/{api}", json={**body, "stream": True})
+    assert f'"{name} has a loop"' in begun.text
 
 
 async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from gateway.tools.formats import FORMATS
-from gateway.tools.reader import AnswerReader, Reading, Reasoning
-from gateway.tools.thoughts import THOUGHTS
 from tests.gateway.gateway_rig import Rig, rig_with_template, text_by_part
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -41,23 +36,6 @@ async def message_of(rig: Rig, **given: Any) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     message: dict[str, Any] = response.json()["choices"][0]["message"]
     return message
-
-
-@pytest.mark.parametrize("count", [1, 2])
-async def test_a_thought_of_line_breaks_is_read_in_linear_time(count: int) -> None:
-    """Several answers share the gateway's event loop, and each token is a piece."""
-    reading = Reading(FORMATS["hermes"], thought=THOUGHTS["think"])
-    readers = [AnswerReader(replace(reading, begins_in_thought=True)) for _ in range(count)]
-    began = time.thread_time()
-    for reader in readers:
-        reader.push("so")
-    for _ in range(40_000):
-        for reader in readers:
-            assert reader.push("\n") == []
-    for reader in readers:
-        assert reader.push("it is") == [Reasoning("\n" * 40_000 + "it is")]
-    # A reader that scans the line breaks again for each piece takes many times as long.
-    assert time.thread_time() - began < 1.5 * count
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])

@@ -258,25 +258,6 @@ async def test_tools_that_cannot_be_called_are_refused(
         assert not rig.script.requests
 
 
-async def test_an_unknown_schema_keyword_is_reported_as_the_tools(rig: Rig) -> None:
-    """The verifier refuses the grammar; the error to the caller names `tools`."""
-    from outrider.errors import OutriderError, Reason
-
-    def refuse(request: object) -> Any:
-        raise OutriderError(
-            Reason.INVALID_VALUE,
-            "grammar.structural_tag has oneOf",
-            "grammar.structural_tag",
-        )
-
-    rig.script.answer = refuse
-    body = {"messages": CHAT, "tools": [WEATHER], "tool_choice": "required"}
-    response = await rig.http.post("/v1/chat/completions", json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "tools")
-    assert error["message"] == "tools has oneOf"
-
-
 GRPC_WEATHER = generation_pb2.Tool(name="weather", parameters=json.dumps(SCHEMA))
 GRPC_CLOCK = generation_pb2.Tool(name="clock", description="The time.")
 GRPC_CHAT = generation_pb2.Chat(

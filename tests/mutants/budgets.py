@@ -167,6 +167,9 @@ BUDGETS = (
         "            self._add_reasoning(self._buffer[:certain], parts)\n",
         '            certain = len(self._buffer.rstrip("\\n"))\n'
         "            self._add_reasoning(self._buffer[:certain], parts)\n",
-        ("tests/gateway/test_thoughts.py::test_a_thought_of_line_breaks_is_read_in_linear_time",),
+        (
+            "tests/gateway/test_reading_is_linear.py::"
+            "test_twice_the_pieces_take_about_twice_the_time",
+        ),
     ),
 )
