@@ -1,4 +1,4 @@
-"""Requests for SmolLM2 in six languages, and a check of their answers by transformers."""
+"""Prompts for SmolLM2 in six languages, and a check of greedy texts by transformers."""
 
 from __future__ import annotations
 
@@ -111,10 +111,12 @@ def tokens_of(chunks: list[TokenChunk]) -> list[int]:
 
 @dataclass(eq=False)
 class Reference:
-    """The model in transformers, in float32, and the prompts."""
+    """A model in transformers, in float32, and prompts for it."""
 
     file: str
     count: int = COUNT
+    length: int = TOKENS
+    """How many tokens an answer has, unless it ends earlier."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -135,13 +137,13 @@ class Reference:
     def ends(self) -> set[int]:
         return set(end_token_ids(self.file, self.model.config.vocab_size))
 
-    def written(self, index: int, tokens: int = TOKENS) -> list[int]:
+    def written(self, index: int) -> list[int]:
         """Return the text that `generate` writes after a prompt."""
         ids = torch.tensor([self.prompts[index]])
         out = self.model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
+            max_new_tokens=self.length,
             do_sample=False,
             eos_token_id=sorted(self.ends),
             pad_token_id=min(self.ends),
@@ -157,17 +159,19 @@ class Reference:
         """
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         scores = [each.logprob for chunk in chunks for each in chunk.logprobs]
-        wanted = self._logprobs(index, tuple(tokens))
+        wanted = self.logprobs(index, tuple(tokens))
         assert len(scores) == len(tokens)
         error = float((wanted - torch.tensor(scores)).abs().max())
         assert error < LOGPROB_ERROR, f"{index}: a log probability is {error} off"
         return error
 
     @cache  # noqa: B019 - a reference lives as long as its tests.
-    def _logprobs(self, index: int, tokens: tuple[int, ...]) -> torch.Tensor:
+    def logprobs(self, index: int, tokens: tuple[int, ...]) -> torch.Tensor:
         """Check a greedy text, and return the log probabilities of its tokens."""
         prompt = self.prompts[index]
-        assert len(tokens) == TOKENS or tokens[-1] in self.ends, f"{index} ends early: {tokens}"
+        assert len(tokens) == self.length or tokens[-1] in self.ends, (
+            f"{index} ends early: {tokens}"
+        )
         assert not self.ends & set(tokens[:-1]), f"{index} goes on after its end: {tokens}"
         with torch.no_grad():
             whole = self.model(torch.tensor([[*prompt, *tokens[:-1]]]))

@@ -11,12 +11,17 @@ import pytest
 from outrider import __version__
 from outrider.errors import Reason
 from outrider.process.network import rpc_errors
-from outrider.protocol.messages import SamplingParams
+from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.protocol.model_info import ModelInfo, Stage, with_fingerprint
-from tests.e2e.test_same_seed import PLAIN, request
 from tests.stack import Client, Stack
 
-GREEDY = SamplingParams(0.0)
+ASKED = TokenRequest(
+    [5, 6, 7],
+    48,
+    SamplingParams(0.0),
+    speculation=SpeculationOptions(enabled=False),
+    ignore_eos=True,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,7 @@ async def test_a_verifier_continues_only_answers_of_its_own_fingerprint(stack: S
         assert (info.server_version, info.dtype) == (__version__, "float32")
         # GetModel shows the parts of the fingerprint.
         assert with_fingerprint(info).fingerprint == info.fingerprint
-        asked = replace(request(0, PLAIN, GREEDY), model_fingerprint=info.fingerprint)
+        asked = replace(ASKED, model_fingerprint=info.fingerprint)
         whole = await client.tokens(asked)
         rest = replace(asked, committed=whole[:5])
         assert whole[:5] + await client.tokens(rest) == whole

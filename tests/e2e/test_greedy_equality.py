@@ -1,17 +1,16 @@
 """Greedy output in float32 equals transformers' `generate`, token for token, with any drafter."""
 
 import asyncio
-from typing import Any
+from functools import cached_property
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from tests.smollm2_texts import Reference as Texts
+from tests.smollm2_texts import answers, tokens_of
 from tests.stack import TARGET, Client, Stack, prompt_texts
 
 TOKENS = 64
-TIE = 1e-4
 GREEDY = SamplingParams(temperature=0.0)
 CONFIGURATIONS = {
     "no drafter": SpeculationOptions(enabled=False),
@@ -21,54 +20,23 @@ CONFIGURATIONS = {
 }
 
 
-class Reference:
-    """The prompts, and the texts that transformers' `generate` writes for them.
-
-    Greedy `generate` writes a text if each token is the likeliest after the tokens before it. One
-    forward over the text checks this.
-    """
+class Reference(Texts):
+    """The bundled target in transformers, and the prompts of the benchmark."""
 
     def __init__(self) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            TARGET, dtype=torch.float32
-        )
-        tokenizer = AutoTokenizer.from_pretrained(TARGET).backend_tokenizer
-        self.prompts = [encoding.ids for encoding in tokenizer.encode_batch(prompt_texts())]
-        ends = self.model.generation_config.eos_token_id
-        self._ends = set(ends if isinstance(ends, list) else [ends])
-        self._right: set[tuple[int, ...]] = set()
+        super().__init__(TARGET, length=TOKENS)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(prompt_texts())]
 
     def generate(self, index: int) -> list[int]:
         """Return the new tokens that `generate` writes after a prompt."""
-        prompt = self.prompts[index]
-        ids = torch.tensor([prompt])
-        generate: Any = self.model.generate
-        out = generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False
-        )
-        return out[0, len(prompt) :].tolist()
+        return self.written(index)
 
-    def check(self, index: int, tokens: list[int]) -> None:
-        """Assert that each token is the likeliest, or within `TIE` of it in logits.
-
-        The text must have `TOKENS` tokens or end with the first end-of-text token.
-        """
-        prompt = self.prompts[index]
-        if (index, *tokens) in self._right:
-            return
-        is_complete = len(tokens) == TOKENS or tokens[-1] in self._ends
-        assert is_complete, f"prompt {index} ends after {len(tokens)} tokens: {tokens}"
-        assert not self._ends & set(tokens[:-1]), f"prompt {index} goes on after its end: {tokens}"
-        with torch.no_grad():
-            logits = self.model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        own = logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
-        wrong = (logits.amax(-1) - own > TIE).nonzero().flatten().tolist()
-        if wrong:
-            likeliest = logits[wrong[0]].argmax()
-            raise AssertionError(
-                f"prompt {index}: token {wrong[0]} is {tokens[wrong[0]]}, not {likeliest}"
-            )
-        self._right.add((index, *tokens))
+    @property
+    def _ends(self) -> set[int]:
+        return self.ends
 
 
 @pytest.fixture(scope="module")
@@ -82,25 +50,22 @@ def request(prompt: list[int], options: SpeculationOptions) -> TokenRequest:
 
 def test_the_reference_accepts_exactly_the_texts_of_generate(reference: Reference) -> None:
     for index in (0, 24):
-        text = reference.generate(index)
-        reference.check(index, text)
-        for wrong in (text[:-1], [*text[:5], text[5] ^ 1, *text[6:]], [*text, 5]):
-            with pytest.raises(AssertionError, match=f"prompt {index}"):
-                reference.check(index, wrong)
+        text = tuple(reference.generate(index))
+        reference.logprobs(index, text)
+        for wrong in (text[:-1], (*text[:5], text[5] ^ 1, *text[6:]), (*text, 5)):
+            with pytest.raises(AssertionError, match=f"{index}"):
+                reference.logprobs(index, wrong)
 
 
 async def test_greedy_texts_equal_generate_with_eight_requests_at_once(
     stack: Stack, reference: Reference
 ) -> None:
-    places = asyncio.Semaphore(8)
-
-    async def one(client: Client, index: int) -> None:
-        async with places:
-            asked = request(reference.prompts[index], CONFIGURATIONS["all at once"])
-            reference.check(index, await client.tokens(asked))
-
+    indices = range(0, 40, 2)
+    asked = [request(reference.prompts[i], CONFIGURATIONS["all at once"]) for i in indices]
     async with Client(stack.address) as client:
-        await asyncio.gather(*(one(client, index) for index in range(0, 40, 2)))
+        found = await answers(client, asked)
+    for index, chunks in zip(indices, found, strict=True):
+        reference.logprobs(index, tuple(tokens_of(chunks)))
 
 
 async def test_greedy_texts_equal_generate_with_all_drafters_in_one_batch(
@@ -109,6 +74,6 @@ async def test_greedy_texts_equal_generate_with_all_drafters_in_one_batch(
     options = list(CONFIGURATIONS.values())
     async with Client(stack.address) as client:
         requests = [request(reference.prompts[index], options[index % 4]) for index in range(16)]
-        answers = await asyncio.gather(*(client.tokens(one) for one in requests))
-    for index, tokens in enumerate(answers):
-        reference.check(index, tokens)
+        texts = await asyncio.gather(*(client.tokens(one) for one in requests))
+    for index, tokens in enumerate(texts):
+        reference.logprobs(index, tuple(tokens))

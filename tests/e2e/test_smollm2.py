@@ -114,15 +114,6 @@ async def test_greedy_texts_and_log_probabilities_are_those_of_transformers(
         )
 
 
-def test_generate_writes_the_texts_that_one_forward_shows(reference: Reference) -> None:
-    """`Reference.check` relies on this: it runs one forward instead of `generate`."""
-    for index in (0, 7):
-        text = reference.written(index)
-        assert len(text) == TOKENS or text[-1] in reference.ends
-        with pytest.raises(AssertionError, match=str(index)):
-            reference.check(index, [TokenChunk([*text[:-1], text[-1] ^ 1], [])])
-
-
 async def test_a_seed_gives_the_same_text_with_every_drafter(
     stack: Stack, reference: Reference
 ) -> None:

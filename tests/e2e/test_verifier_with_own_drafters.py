@@ -13,7 +13,7 @@ import pytest
 from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from tests.losslessness.settings import SETTINGS as ALL_SETTINGS
-from tests.stack import ROOT, TARGET, Client, Process, Stack, prompts, running
+from tests.stack import ROOT, Client, Stack, prompts, running
 
 MODULE = "outrider_cli.verifier"
 HEAD = str(ROOT / "models/heads/eagle3")
@@ -80,11 +80,3 @@ async def test_operators_see_each_as_a_drafter(stack: Stack, family: str) -> Non
     # Two drafters share the page, which may declare each metric only once.
     names = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)
     assert len(names) == len(set(names))
-
-
-@pytest.mark.slow  # This test loads a target; tests/heads/test_reading.py has the refusals.
-def test_a_bad_head_is_refused_at_the_start() -> None:
-    with Process(MODULE, "--target", TARGET, "--in-process", f"head={TARGET}") as process:
-        assert process.popen.wait(120) == 1
-        last = process.output().splitlines()[-1]
-        assert last.startswith(f"verifier: {TARGET}/config.json is no usable draft head")
