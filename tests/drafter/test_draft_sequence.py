@@ -174,16 +174,6 @@ def test_it_agrees_with_a_reference_after_any_messages(
     pair.take()
 
 
-def test_a_committed_branch_becomes_the_chain_and_is_not_sent_again() -> None:
-    drafted = sequence()
-    drafted.extend([1, 2, 0, 1])
-    drafted.branch(2, [2, 1, 1])
-    drafted.take_proposal()
-    assert drafted.advance_or_rewind(verdict(6, 1, 2, 2)) == len(PROMPT) + 2
-    assert drafted.guesses == [1, 1]
-    assert drafted.take_proposal() is None
-
-
 def test_a_branch_keeps_its_place_when_tokens_before_it_are_committed() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])

@@ -74,6 +74,8 @@ def test_draft_times_are_those_of_the_published_bandwidths_and_rates(name: str) 
 def test_a_profile_without_a_machine_says_so() -> None:
     profile = profile_of("gb200", GRACE.target)
     assert not profile.costs.measured
+    assert profile.costs.source.startswith("assumed, not measured; ")
+    assert profile.costs.source.count("https://") >= 4
     assert profile.machine["host"] == "gb200, assumed"
     assert profile.served == []
 

@@ -149,35 +149,12 @@ def test_it_keeps_the_hidden_states_of_the_models_own_forward(dtype: torch.dtype
     torch.testing.assert_close(kept(FINAL_STATE), normed, atol=tolerance, rtol=tolerance)
 
 
-def test_any_number_of_other_sequences_gives_the_same_bits(dtype: torch.dtype) -> None:
-    runner = cpu_runner(SUPPORTED["llama"], dtype)
-    mine = SequenceSlice(ids(2), 0, [0], 2)
-    others = [SequenceSlice(ids(1, i), 0, [1 + i], 1) for i in range(40)]
-    alone = runner.forward([mine])
-    for count in range(1, len(others) + 1):
-        logits = runner.forward([*others[:count], mine])[count:]
-        assert torch.equal(logits, alone), f"beside {count}"
-
-
 def test_only_the_requested_logits_are_computed(dtype: torch.dtype) -> None:
     runner = cpu_runner(SUPPORTED["llama"], dtype)
     tokens = ids(12)
     every = runner.forward([SequenceSlice(tokens, 0, [0], 12)])
     assert torch.equal(runner.forward([SequenceSlice(tokens, 0, [0], 2)]), every[-2:])
     assert runner.forward([SequenceSlice(tokens, 0, [0], 0)]).shape == (0, VOCAB_SIZE)
-
-
-def test_cutting_a_text_into_forwards_changes_no_bit(dtype: torch.dtype) -> None:
-    runner = cpu_runner(SUPPORTED["llama"], dtype)
-    tokens = ids(300)
-    whole = runner.forward([SequenceSlice(tokens, 0, list(range(19)), 300)])
-    cuts = [0, 1, 2, 30, 37, 127, 128, 129, 200, 206, 299, 300]
-    pages = list(range(60, 41, -1))
-    chunks = [
-        runner.forward([SequenceSlice(tokens[start:end], start, pages, end - start)])
-        for start, end in itertools.pairwise(cuts)
-    ]
-    assert torch.equal(torch.cat(chunks), whole)
 
 
 TEXTS = [ids(length, length) for length in (1, 15, 16, 30, 47)]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import hiredis
 import pytest
 from redis.asyncio import RedisCluster
 from redis.exceptions import InvalidResponse
@@ -117,22 +115,6 @@ async def test_replies_are_bounded_on_a_server_and_in_a_cluster(is_cluster: bool
             settings = [made.connection_pool.connection_kwargs]
         assert {one["parser_class"] for one in settings} == {redis_replies.BoundedParser}
     await client.aclose()
-
-
-def test_hiredis_alone_takes_a_list_at_its_word() -> None:
-    """The reason for our own parser is that hiredis alone allocates the list.
-
-    If this test fails, hiredis has a bound, and our parser can be removed.
-    """
-    head = b"*10000000\r\n"
-    tracemalloc.start()
-    try:
-        reader = hiredis.Reader()
-        reader.feed(head)
-        assert reader.gets() is False
-        assert tracemalloc.get_traced_memory()[0] >= 8 * 10_000_000
-    finally:
-        tracemalloc.stop()
 
 
 async def test_the_longest_valid_reply_is_accepted(redis_server: Standalone) -> None:

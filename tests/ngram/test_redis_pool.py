@@ -5,7 +5,6 @@ import logging
 import os
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -25,23 +24,6 @@ async def test_replicas_find_each_others_n_grams_longest_first(
         queries = [[[1, 2, 3], [2, 3], [3]], [[7, 3], [3]], [[8]]]
         assert await found(other, *queries) == [[4, 5], [9], []]
         assert (other.counters.found, other.counters.missed, other.counters.lookups) == (2, 1, 1)
-
-
-async def test_pools_are_separated_by_tenant_tokenizer_secret(
-    deployment: Deployment,
-) -> None:
-    async with pool(deployment.server) as made:
-        await written(made, ([1], [2]))
-        for tenant in ("", "other", "public"):
-            assert await found(made, [[1]], tenant=tenant) == [[]]
-        others: list[dict[str, Any]] = [
-            {"fingerprint": "f" * 20},
-            {"secret": b"b" * 20},
-            {"public": True},
-        ]
-        for options in others:
-            async with pool(deployment.server, **options) as other:
-                assert await found(other, [[1]]) == [[]]
 
 
 async def test_size_and_age_are_bounded(deployment: Deployment) -> None:

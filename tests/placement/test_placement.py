@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from drafter_svc.placement import PlacementPlan, choose_address, plan
 from outrider.errors import OutriderError
 from outrider.process.settings.cores import format_cores, parse_cores
-from tests.sys_trees import gb200, gh200, graviton4, tree
+from tests.sys_trees import gh200, graviton4, tree
 
 GRACE_MIDR = "0x00000000410fd4f0"
 
@@ -33,16 +33,6 @@ def test_an_invalid_list_of_cores_is_refused(text: str) -> None:
     with pytest.raises(OutriderError) as caught:
         parse_cores(text)
     assert caught.value.field == "cores"
-
-
-def test_grace_defaults_to_the_first_cpus_cores_and_memory(tmp_path: Path) -> None:
-    chosen = plan("grace", None, None, gb200(tmp_path))
-    assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72)), 0, 72)
-
-
-def test_grace_accepts_a_socket_and_threads(tmp_path: Path) -> None:
-    chosen = plan("grace", 1, 4, gb200(tmp_path))
-    assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72, 144)), 1, 4)
 
 
 @pytest.mark.parametrize("driver_manages", [False, True])
@@ -119,11 +109,6 @@ def test_absent_cores_and_nodes_are_refused_with_the_present_ones(
     with pytest.raises(OutriderError, match=message) as caught:
         plan(cores, node, threads, two_sockets(tmp_path))
     assert caught.value.field == field
-
-
-def test_a_numa_node_without_cores_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OutriderError, match=r"numa_node 2 has no cores.*nodes with cores: 0, 1"):
-        plan(None, 2, None, gb200(tmp_path))
 
 
 def test_without_cores_and_node_nothing_is_pinned() -> None:

@@ -62,10 +62,6 @@ class Steps:
             lambda: not self.budget.allows(batch, drafters), lambda: self.lose(1.0, drafters, batch)
         )
 
-    def baseline_until_allowed(self, drafters: frozenset[Drafter] = DRAFTER_SET) -> int:
-        """Return how many baseline steps pass before a drafter set is allowed."""
-        return count_until(lambda: self.budget.allows(BATCH, drafters), self.baseline)
-
 
 def count_until(reached: Callable[[], bool], act: Callable[[], None]) -> int:
     """Return how many times to act until a condition holds."""
