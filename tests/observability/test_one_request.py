@@ -1,4 +1,4 @@
-"""A request is found by its id in the access log, and from there in the metrics and its trace.
+"""A request is found by its id in the access log, and from there in its trace.
 
 The trace is connected through gateway, verifier and drafters.
 """
@@ -13,10 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from prometheus_client.parser import text_string_to_metric_families
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from outrider.process.network.ports import free_port
 from tests.stack import TARGET, GatewayProcess, Stack, behind_gateway
 from tests.trace_collector import Collector, attributes, collecting
 from tests.waiting import until
@@ -24,8 +22,6 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 REQUEST_ID = "complaint-7"
-LEFT = "c" * 32
-"""Trace id of a request whose client leaves."""
 Spans = list[tuple[str, Any]]
 """Pairs of a service and one of its spans."""
 
@@ -40,19 +36,6 @@ def lines(output: str, logger: str) -> list[dict[str, Any]]:
     ]
 
 
-def sample(text: str, name: str, **labels: str) -> float:
-    """Return the value of a series in Prometheus' format."""
-    # Prometheus' own parser takes the colon in names such as `outrider:...`.
-    found = [
-        each.value
-        for family in text_string_to_metric_families(text)
-        for each in family.samples
-        if each.name == name and labels.items() <= each.labels.items()
-    ]
-    [value] = found
-    return value
-
-
 async def asked(gateway: GatewayProcess) -> dict[str, Any]:
     """Return the answer's usage and error."""
     headers = {"x-request-id": REQUEST_ID, "authorization": "Bearer somebody"}
@@ -62,17 +45,6 @@ async def asked(gateway: GatewayProcess) -> dict[str, Any]:
         answer = await client.post("/v1/completions", json=body)
         assert answer.json()["id"] == answer.headers["x-request-id"] == REQUEST_ID
         return answer.json()["usage"]
-
-
-async def hang_up(url: str) -> None:
-    """Request a streamed completion, and leave after the first chunk."""
-    body = {"prompt": "def read_file(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    headers = {"traceparent": f"00-{LEFT}-{'b' * 16}-01"}
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-        client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
-    ):
-        await anext(response.aiter_lines())
 
 
 def check_logs(gateway: str, verifier: str, usage: dict[str, Any]) -> dict[str, Any]:
@@ -125,25 +97,12 @@ def check_tree(spans: Spans) -> None:
     assert parents == {"generate_tokens", "verify"}
 
 
-def check_attributes(spans: Spans) -> None:
-    """Check that proposals have family and length, and steps their wait and drafts' lookups."""
-    proposals = [attributes(span) for _, span in spans if span.name == "propose"]
-    families = {proposal["outrider.family"].string_value for proposal in proposals}
-    assert families == {"ngram", "model"}
-    assert all(proposal["outrider.draft_tokens"].int_value > 0 for proposal in proposals)
-    steps = [attributes(span) for _, span in spans if span.name == "verify"]
-    assert all(step["outrider.wait_seconds"].double_value >= 0 for step in steps)
-    lookups = [step["outrider.lookups"] for step in steps if "outrider.lookups" in step]
-    assert any("wasted" in value.string_value for value in lookups)
-
-
 def check_trace(collector: Collector, line: dict[str, Any], usage: dict[str, Any]) -> None:
     """Check that the line's trace has the request's spans, in all services."""
     trace = bytes.fromhex(line["trace_id"])
     spans = [(service, span) for service, span in collector.spans if span.trace_id == trace]
     check_tree(spans)
     check_kinds(spans)
-    check_attributes(spans)
     ids = {span.name: attributes(span) for service, span in spans if "verify" not in span.name}
     assert ids[f"text_completion {TARGET}"]["gen_ai.response.id"].string_value == REQUEST_ID
     [served] = [
@@ -155,33 +114,17 @@ def check_trace(collector: Collector, line: dict[str, Any], usage: dict[str, Any
     assert served["outrider.outcome"].string_value in ("stop", "length")
     assert served["gen_ai.usage.output_tokens"].int_value == usage["completion_tokens"]
     assert {"ngram-traced", "model-traced"} <= collector.instances
-    states = {span.status.code for _, span in collector.spans}
-    assert states == {Status.STATUS_CODE_UNSET}, "a client that leaves is not an error"
-    served_traces = {span.trace_id for _, span in collector.spans if span.name == "generate_tokens"}
-    assert served_traces == {trace, bytes.fromhex(LEFT)}
-
-
-def check_metrics(gateway: str, verifier: str, line: dict[str, Any]) -> None:
-    """Check that the metrics of both processes have counted exactly the line's figures."""
-    route = {"route": line["path"], "status": line["status"]}
-    assert sample(gateway, "outrider:http_responses_total", **route) == 1
-    for text in (gateway, verifier):
-        tokens = sample(text, "outrider:generation_tokens_total", model_name=line["model"])
-        assert tokens == line["completion_tokens"]
-    seconds = sample(gateway, "outrider:e2e_request_latency_seconds_sum")
-    assert 0 < seconds <= line["duration_seconds"]
 
 
 @contextmanager
-def running() -> Iterator[tuple[Stack, GatewayProcess, str]]:
-    """Yield a stack with its gateway, which log JSON, and the URL of the verifier's metrics."""
-    port = free_port()
-    stack = Stack("--always-draft", "--log-format", "json", "--metrics-port", str(port))
+def running() -> Iterator[tuple[Stack, GatewayProcess]]:
+    """Yield a stack with its gateway, which log JSON."""
+    stack = Stack("--always-draft", "--log-format", "json")
     stack.add_drafter("ngram-traced", "ngram")
     stack.add_drafter("model-traced", "model")
     # Each process sends its last spans when it stops.
     with behind_gateway(stack, "--log-format", "json") as gateway:
-        yield stack, gateway, f"http://127.0.0.1:{port}/metrics"
+        yield stack, gateway
 
 
 async def test_a_request_is_followed_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +133,9 @@ async def test_a_request_is_followed_by_its_id(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         context = running()
         exits.push_async_callback(asyncio.to_thread, context.__exit__, None, None, None)
-        stack, gateway, metrics = await asyncio.to_thread(context.__enter__)
+        stack, gateway = await asyncio.to_thread(context.__enter__)
         usage = await asked(gateway)
         await until(lambda: lines(gateway.output(), "gateway.access"))
         line = check_logs(gateway.output(), stack.verifier.output(), usage)
-        async with httpx.AsyncClient(timeout=60) as client:
-            own = (await client.get(f"{gateway.url}/metrics")).text
-            theirs = (await client.get(metrics)).text
-        check_metrics(own, theirs, line)
-        await hang_up(gateway.url)
         await exits.aclose()
         check_trace(collector, line, usage)

@@ -23,7 +23,7 @@ from outrider.process.network import rpc
 from outrider.process.security.certs import Authority
 from outrider.process.security.roles import Role
 from outrider.process.security.tls import Tls, explain
-from outrider.v1 import generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from outrider.v1 import generation_pb2, generation_pb2_grpc, verifier_pb2
 from outrider_bench.experiment.links import ShapedLink
 from outrider_cli.health import problem
 from tests.stack import DRAFT
@@ -163,16 +163,6 @@ ADMITTED = [*((port, "operator") for port in PORTS), *((port, "gateway") for por
 @pytest.mark.parametrize(("port", "role"), ADMITTED)
 async def test_a_port_admits_its_callers(stack: Served, port: str, role: str) -> None:
     assert await ASK[port](stack, stack.ports[port], stack.tls(role)) == ""
-
-
-async def test_a_verifier_with_tls_generates_for_an_operator(stack: Served) -> None:
-    address = f"127.0.0.1:{stack.ports['verifier']}"
-    async with rpc.dial(address, stack.tls("operator"), Role.VERIFIER) as channel:
-        request = verifier_pb2.GenerateTokensRequest(
-            prompt_token_ids=[5, 6, 7], max_tokens=8, ignore_eos=True
-        )
-        parts = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(request, timeout=60)
-        assert sum([len(part.token_ids) async for part in parts]) == 8
 
 
 PROMPT = "The recipe is secret: three spoons of saffron, and three spoons of saffron."

@@ -11,15 +11,12 @@ import pytest
 
 from gateway.metrics import GatewayMetrics
 from gateway.server import Gateway, running
-from gateway.text.prompts import Prompts
 from outrider.errors import Reason
 from outrider.process.network import rpc, rpc_errors
 from outrider.process.security.tls import Tls
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.certificates import Site
-from tests.gateway.gateway_rig import TARGET, echo, settings
-from tests.gateway.scripted_verifier import Script, ready, serving
-from tests.waiting import until
+from tests.gateway.gateway_rig import settings
 
 BODY = {"prompt": "def main(", "max_tokens": 4}
 
@@ -124,15 +121,3 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(site: Site) -> N
         renewed.key.write_bytes(mine.key.read_bytes())
         assert [await site.serial(port, mine) for port in ports] == second
         assert await status(made, site, mine) == 200
-
-
-async def test_a_request_passes_over_tls_from_the_client_to_the_verifier(site: Site) -> None:
-    script = Script(ready(Prompts(TARGET).fingerprint), echo)
-    async with (
-        serving(script, site.issue("verifier")) as verifier,
-        gateway(site, ask=False, verifier=verifier) as made,
-        httpx.AsyncClient(base_url=made.http_url, verify=site.context(None)) as client,
-    ):
-        await until(lambda: made.router.ready)
-        response = await client.post("/v1/completions", json=BODY)
-    assert response.json()["choices"][0]["text"].startswith("def main(")
