@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import shutil
@@ -188,45 +187,6 @@ def findings(document: Document) -> list[str]:
 def test_every_document_is_valid_and_has_no_unknown_field(documents: list[Document]) -> None:
     assert len(documents) > 15
     assert [found for document in documents for found in findings(document)] == []
-
-
-def objects_in(value: Any, without: frozenset[str]) -> Iterator[Document]:
-    """Yield all objects in a document, except objects in fields with these names."""
-    if isinstance(value, dict):
-        yield value
-        for name in value.keys() - without:
-            yield from objects_in(value[name], without)
-    elif isinstance(value, list):
-        for item in value:
-            yield from objects_in(item, without)
-
-
-FREE = frozenset({"labels", "matchLabels", "limits", "requests"})
-"""Objects whose fields may have any names."""
-IN_PODS = frozenset({"containers", "volumes", "securityContext"})
-"""Checked only in a Deployment, since one schema checks all templates."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "without"),
-    [
-        ("Deployment", FREE),
-        ("NetworkPolicy", FREE),
-        ("DisaggregatedSet", FREE | IN_PODS),
-        ("InferencePool", FREE),
-        ("HTTPRoute", FREE),
-    ],
-)
-def test_an_unknown_field_anywhere_is_found(kind: str, without: frozenset[str], tree: Path) -> None:
-    layers = [rendered(tree / layer) for layer in LAYERS]
-    original = next(each for layer in layers for each in layer if each["kind"] == kind)
-    count = len(list(objects_in(original, without)))
-    assert count > 5
-    for index in range(count):
-        changed = copy.deepcopy(original)
-        target = list(objects_in(changed, without))[index]
-        target["tpyo"] = 1
-        assert findings(changed), target
 
 
 def test_every_pod_is_unprivileged_read_only_and_limited(documents: list[Document]) -> None:
