@@ -22,7 +22,7 @@ from outrider.protocol.limits import MAX_MESSAGES
 from outrider.protocol.messages import FinishReason
 from tests.gateway.gateway_rig import Rig
 from tests.gateway.keyed_rig import ALICE, BOB, EXPIRED, auth, entry, keyed_rig
-from tests.gateway.scripted_verifier import last, plain
+from tests.gateway.scripted_verifier import plain
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -105,16 +105,6 @@ async def test_max_tokens_beyond_the_context_takes_what_is_left(rig: Rig) -> Non
     await whole_of(rig, max_tokens=32_000)
     [request] = rig.script.requests
     assert request.max_tokens == 2048 - len(request.prompt)
-
-
-async def test_cached_tokens_are_counted_apart(rig: Rig) -> None:
-    rig.script.answer = lambda _: [last([5], FinishReason.STOP, cached=4)]
-    usage = (await whole_of(rig))["usage"]
-    prompt = len(rig.script.requests[0].prompt)
-    assert usage["cache_read_input_tokens"] == 4
-    assert usage["input_tokens"] + 4 == prompt
-    counted = (await rig.http.post(COUNT, json={"messages": ASK})).json()
-    assert counted == {"input_tokens": prompt}
 
 
 def text(words: str) -> dict[str, Any]:

@@ -79,12 +79,6 @@ def test_the_models_logits_depend_on_their_context(pair: Pair) -> None:
     assert (pair.expected(text)[-1] - pair.expected(other)[-1]).abs().max() > 1e-2
 
 
-def test_a_prompt_may_be_cut_into_chunks_of_any_size(pair: Pair) -> None:
-    text = pair.text(90, seed=1)
-    chunks = [pair.runner.forward([text.next_slice(count)]) for count in (1, 7, 33, 2, 40, 5, 1, 1)]
-    pair.check(torch.cat(chunks), pair.expected(text.token_ids))
-
-
 def test_prefill_decoding_and_verification_may_interleave(pair: Pair) -> None:
     draw = random.Random(7)
     texts = [pair.text(draw.randint(20, 80), seed=seed) for seed in range(6)]

@@ -130,29 +130,37 @@ def test_the_error_of_a_bad_thought_names_its_text_and_the_limit(
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("request_", "field", "problem"),
     [
         (
+            m.TokenRequest([VOCAB], 5),
+            "prompt_token_ids",
+            r"must be in \[0, 1000\), not 1000",
+        ),
+        (
             m.TokenRequest([1], 2, committed=[1, 2]),
+            "committed_token_ids",
             "must hold fewer ids than max_tokens, which is 2, not 2",
         ),
-        (m.TokenRequest([1], 5, committed=[1, VOCAB]), r"must be in \[0, 1000\), not 1000"),
+        (
+            m.TokenRequest([1], 5, committed=[1, VOCAB]),
+            "committed_token_ids",
+            r"must be in \[0, 1000\), not 1000",
+        ),
         (
             m.TokenRequest([1], 5, committed=[1], prompt_logprobs=0),
+            "committed_token_ids",
             "must be empty with prompt_logprob_count",
         ),
     ],
 )
-def test_the_error_of_impossible_committed_tokens_states_the_limit(
-    request_: m.TokenRequest, message: str
+def test_the_error_of_impossible_tokens_states_the_limit(
+    request_: m.TokenRequest, field: str, problem: str
 ) -> None:
     proto = wire_requests.request_to_proto(request_)
-    with pytest.raises(OutriderError, match=f"committed_token_ids {message}") as caught:
+    with pytest.raises(OutriderError, match=f"{field} {problem}") as caught:
         wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000)
-    assert (caught.value.reason, caught.value.field) == (
-        Reason.INVALID_VALUE,
-        "committed_token_ids",
-    )
+    assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, field)
 
 
 @given(

@@ -1,6 +1,7 @@
 """Each acceptance rule, on cases that can be worked out by hand."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -249,42 +250,36 @@ def test_lossy_acceptance_is_never_sampled_and_says_so() -> None:
     assert acceptance_rule(exact, None, True).lossy
 
 
-def test_synthetic_drafts_are_accepted_up_to_each_position_at_its_rate() -> None:
-    count, length = 4000, 4
+@pytest.mark.parametrize(
+    ("rates", "tokens", "parents", "expected"),
+    [
+        # The ratio of the last two rates gives the further rates.
+        ((0.8, 0.6, 0.3), 4, (), (0.8, 0.6, 0.3, 0.15)),
+        # The second guess of the main path is row 3: the first guess has a sibling.
+        ((0.8, 0.4, 0.0), 3, [0, 0, 1], (0.8, 0.4)),
+    ],
+    ids=["a chain", "a tree"],
+)
+def test_synthetic_drafts_are_accepted_up_to_each_position_at_its_rate(
+    rates: tuple[float, ...],
+    tokens: int,
+    parents: Sequence[int],
+    expected: tuple[float, ...],
+) -> None:
+    """The target never agrees."""
+    count = 4000
     drafts = [
         Draft(
-            Context(SamplingParams(0.0), [1], 1, [2] * length, frozenset()),
+            Context(SamplingParams(0.0), [1], 1, [2] * tokens, frozenset(), parents=parents),
             seed,
             AcceptanceRule.SYNTHETIC,
         )
         for seed in range(count)
     ]
-    # The target never agrees. There are fewer rates than draft tokens, so the ratio of the last two
-    # rates gives the further rates.
-    logits_RV = torch.zeros(count * (length + 1), 4)
+    logits_RV = torch.zeros(count * (tokens + 1), 4)
     logits_RV[:, 3] = 1.0
-    found = accept(logits_RV, drafts, (0.8, 0.6, 0.3))
-    for position, rate in enumerate((0.8, 0.6, 0.3, 0.15)):
+    found = accept(logits_RV, drafts, rates)
+    for position, rate in enumerate(expected):
         reached = sum([result.accepted_count > position for result in found]) / count
         assert reached == pytest.approx(rate, abs=0.035)
     assert {result.next_token for result in found} == {3}
-
-
-def test_synthetic_rates_of_a_tree_are_those_of_its_main_path() -> None:
-    count = 4000
-    # The second guess of the path is row 3: the first guess has a sibling.
-    parents = [0, 0, 1]
-    drafts = [
-        Draft(
-            Context(SamplingParams(0.0), [1], 1, [2, 2, 2], frozenset(), parents=parents),
-            seed,
-            AcceptanceRule.SYNTHETIC,
-        )
-        for seed in range(count)
-    ]
-    logits_RV = torch.zeros(count * 4, 4)
-    logits_RV[:, 3] = 1.0
-    found = accept(logits_RV, drafts, (0.8, 0.4, 0.0))
-    for length, rate in enumerate((0.8, 0.4), 1):
-        reached = sum([result.accepted_count >= length for result in found]) / count
-        assert reached == pytest.approx(rate, abs=0.035)

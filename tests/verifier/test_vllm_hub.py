@@ -233,23 +233,6 @@ def test_the_ids_of_a_padded_row_count_in_no_measure(
     assert seen == [(1, 1, 0)] * 2
 
 
-def test_a_preempted_request_keeps_its_text_and_gets_drafts_again(begun: TestHub) -> None:
-    begun.preempted("a")
-    assert (len(begun.running), len(begun.waiting), begun.preemption_count) == (0, 1, 1)
-    # vLLM computes the prompt and the text again, and draws the next token.
-    compute(begun, 6, 11)
-    assert (len(begun.running), len(begun.waiting)) == (1, 0)
-    assert step(begun, "a", 6, 1, begun.right[2:]) == [12, 13, 14, 15, 16]
-
-
-def test_an_aborted_request_is_closed_at_its_drafters(begun: TestHub) -> None:
-    [number] = begun.sequences
-    begun.close("a")
-    begun.plan_step([])
-    assert begun.closed == [number]
-    assert (len(begun.sequences), len(begun.running), len(begun.waiting)) == (0, 0, 0)
-
-
 def test_a_stop_inside_an_accepted_run_counts_what_was_committed(begun: TestHub) -> None:
     [sequence] = begun.sequences.values()
     begun.plan_step([("a", 5)])
