@@ -79,11 +79,10 @@ def users_of_stages() -> dict[str, str]:
     return users
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_no_service_runs_as_root(name: str) -> None:
+@pytest.mark.parametrize("service", [*MORE.values(), *STACK.values()], ids=[*MORE, *STACK])
+def test_no_service_runs_as_root(service: dict[str, Any]) -> None:
     """Others' images may change their user, so their services set the user."""
-    service = SERVICES[name]
-    image = service["image"].partition(":")[0]
+    image = service["image"].removeprefix("${OUTRIDER_REGISTRY:-}").partition(":")[0]
     targets = {
         other["image"].partition(":")[0]: other["build"]["target"]
         for other in SERVICES.values()

@@ -207,6 +207,18 @@ def test_every_pod_is_unprivileged_read_only_and_limited(documents: list[Documen
             assert "memory" in container["resources"]["limits"]
 
 
+def test_every_pod_has_probes_of_its_readiness_and_its_life(documents: list[Document]) -> None:
+    for pod in all_templates(documents):
+        [container] = pod["spec"]["containers"]
+        assert "readinessProbe" in container, component(pod)
+        # A drafter without a verifier serves nobody, and a restart would not change that.
+        is_drafter = component(pod).startswith("outrider-drafter-")
+        assert ("livenessProbe" in container) is not is_drafter, component(pod)
+        # Loading a model takes minutes, in which no liveness probe may end the pod.
+        is_slow = component(pod) in {"outrider-gateway", "outrider-verifier"}
+        assert ("startupProbe" in container) is is_slow, component(pod)
+
+
 def test_no_variable_of_kubernetes_can_be_taken_for_a_setting(documents: list[Document]) -> None:
     """For a Service outrider-gateway, Kubernetes sets OUTRIDER_GATEWAY_PORT in every pod."""
     assert all(pod["spec"]["enableServiceLinks"] is False for pod in all_templates(documents))
