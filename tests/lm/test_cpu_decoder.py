@@ -300,6 +300,24 @@ def test_a_trial_that_is_further_off_leaves_the_model_its_own_forward(
     assert cpu_runner(SUPPORTED["llama"], torch.float32).decoder is None
 
 
+@pytest.mark.parametrize(
+    ("later", "texts", "is_taken"), [(0.08, 2, True), (0.1, 6, False)], ids=["chance", "worse"]
+)
+def test_further_texts_decide_where_one_is_further_off(
+    later: float, texts: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first text has the errors that SmolLM2-135M in int8 had with AVX2."""
+    tried: list[int] = []
+
+    def errors(*arguments: Any) -> tuple[float, float]:
+        tried.append(arguments[-1])
+        return (later, 0.08) if tried[-1] else (0.1, 0.072)
+
+    monkeypatch.setattr(forward_check, "rounding_errors", errors)
+    assert (cpu_runner(SUPPORTED["llama"], torch.bfloat16).decoder is not None) == is_taken
+    assert tried == [*range(texts)]
+
+
 @pytest.mark.parametrize("config", SUPPORTED.values(), ids=SUPPORTED.keys())
 def test_widened_logits_are_those_of_the_same_weights_in_float32(config: PreTrainedConfig) -> None:
     model = build(config).to(torch.bfloat16)
