@@ -3,6 +3,8 @@
 import os
 import re
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ import yaml
 
 from drafter_svc.config import settings_schema
 from drafter_svc.families.registry import known_families
-from drafter_svc.placement import plan
+from drafter_svc.placement import PlacementPlan, plan
 from gateway.config import GatewaySettings
 from outrider.process.settings.config import Settings
 from outrider_cli.verifier import OwnDraftersSettings
-from tests.sys_trees import gh200
+from tests.sys_trees import gb200, gh200
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 TEXT = (COMPOSE / "compose.yaml").read_text()
@@ -50,14 +52,24 @@ def test_every_service_is_read_only_unprivileged_and_limited(name: str) -> None:
     assert not service.get("privileged")
 
 
-def test_the_profile_grace_pins_a_whole_cpu_and_its_own_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "board",
+    [gh200, partial(gh200, driver_manages=True), partial(gh200, boards=4), gb200],
+    ids=["gh200", "gh200 with CDMM", "four gh200", "gb200"],
+)
+def test_the_profile_grace_pins_a_whole_cpu_and_its_own_memory(
+    board: Callable[[Path], Path], tmp_path: Path
+) -> None:
     service = SERVICES["drafter-grace"]
     given = service["environment"]
     cores = re.fullmatch(r"\$\{OUTRIDER_DRAFTER_CORES:-(.*)\}", given["OUTRIDER_DRAFTER_CORES"])
     assert cores is not None
     assert given["OUTRIDER_DRAFTER_NUMA_NODE"] is None
-    chosen = plan(cores[1], None, None, gh200(tmp_path))
-    assert (len(chosen.cores), chosen.numa_node, chosen.threads) == (72, 0, 72)
+    chosen = plan(cores[1], None, None, board(tmp_path))
+    assert chosen == PlacementPlan("grace", tuple(range(72)), 0, 72)
+    # Docker may not take cores or time away, and the images' processor is Grace's.
+    assert not service.keys() & {"cpuset", "cpus", "cpu_quota"}
+    assert service["platform"] == "linux/arm64"
     # The process has a thread on each core, and the threads of gRPC, telemetry and torch.
     assert service["pids_limit"] >= 2 * len(chosen.cores)
     assert given["THP_MEM_ALLOC_ENABLE"] == "1"
