@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from outrider.gguf import pretrained
 from outrider_bench.console import progress
 from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.measuring import Bench
@@ -217,7 +218,7 @@ def _tenant(cell: Cell, way: str, repetition: int) -> str:
 def _target_model(target: Target) -> Path:
     """Return the directory of the target's model. A grown model is made first."""
     if not target.grown:
-        return target.model
+        return Path(pretrained(str(target.model)))
     from outrider_bench.grown import modest_target
 
     return modest_target(target.model, "bfloat16" if target.dtype == "auto" else target.dtype)

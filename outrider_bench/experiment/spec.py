@@ -33,7 +33,7 @@ class Target(_Part):
     """The target model and the place of its verifier."""
 
     model: Path = Path("models/target")
-    """Directory of the model."""
+    """Directory of the model, or smollm2 for SmolLM2-135M-Instruct."""
 
     grown: bool = False
     """Decode with the model grown to 154 M parameters, made on first use. It computes the same

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from outrider.errors import invalid
+from outrider.gguf import pretrained
 from outrider.process.network.ports import free_port
 from outrider_bench.experiment.child import LOOPBACK
 from outrider_bench.experiment.launches import (
@@ -234,7 +235,7 @@ def check(experiment: Experiment) -> None:
     uds = Path("/nowhere/verifier.sock")
     endpoint = Endpoint("verifier-1", "", 1, 2, f"{LOOPBACK}:3", uds)
     for path, name in _models(experiment):
-        if not path.is_dir():
+        if not Path(pretrained(str(path))).is_dir():
             raise invalid(name, f"must be a directory of a model, which {path} is not")
     target = experiment.target
     own = [
