@@ -300,7 +300,7 @@ class _Sequence:
         if self._committed:
             tokens = replace(tokens, committed=self._committed, prompt_logprobs=None)
         self._scored_again = self._scored
-        fingerprint = self._pick.info.fingerprint
+        fingerprint = self._pick.info.model_fingerprint
         return replace(tokens, noise_seed=self._noise_seed, model_fingerprint=fingerprint)
 
     def _taken(self, chunk: TokenChunk) -> TokenChunk:

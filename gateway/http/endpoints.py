@@ -272,7 +272,7 @@ def _verifier(replica: Replica) -> dict[str, Any]:
             "dtype": info.dtype,
             "device": info.device,
             "version": info.server_version,
-            "fingerprint": info.fingerprint,
+            "model_fingerprint": info.model_fingerprint,
             "drafters": [_drafter(drafter) for drafter in info.drafters],
         }
     return {

@@ -64,7 +64,7 @@ def chat_input(chat: generation_pb2.Chat) -> ChatInput:
             choice,
             is_parallel=not chat.single_call,
             thinks=asks_for_thought(variables),
-            binds_thought=chat.enable_in_reasoning,
+            binds_thought=chat.grammar_binds_thought,
             tools_field="chat.tools",
             choice_field="chat.tool_mode" if names is None else "chat.tool_names",
         ),

@@ -80,7 +80,7 @@ class Pick(NamedTuple):
 
 
 def _identity(info: ModelInfo) -> tuple[object, ...]:
-    return info.model_id, info.vocab_size, info.eos_token_ids, info.fingerprint
+    return info.model_id, info.vocab_size, info.eos_token_ids, info.model_fingerprint
 
 
 class Router:
@@ -251,7 +251,9 @@ class Router:
         """Map each model whose ready replicas differ to the addresses of each fingerprint."""
         found: dict[str, dict[str, list[str]]] = {}
         for model, info, replica in self.ready_picks():
-            found.setdefault(model, {}).setdefault(info.fingerprint, []).append(replica.address)
+            found.setdefault(model, {}).setdefault(info.model_fingerprint, []).append(
+                replica.address
+            )
         return {model: groups for model, groups in found.items() if len(groups) > 1}
 
     def lookup(self, model: str | None) -> tuple[str, ModelInfo]:

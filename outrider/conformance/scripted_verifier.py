@@ -158,10 +158,11 @@ class KitsVerifier(ScriptedVerifier):
         return Link(hello, ledger, self._note, self.feature_width(hello))
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """Return the size of a feature: all features that a drafter asks for are granted."""
-        if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
-            return 0
+        """Return the size of a feature: all features of a known type are granted."""
         request = hello.feature_request
+        is_known = request.dtype in drafts_pb2.FeatureDtype.values()
+        if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities or not is_known:
+            return 0
         return self._hidden_size * (len(request.aux_layers) + request.final_state)
 
     async def link(self) -> Link:

@@ -44,14 +44,14 @@ class FeatureRequest:
 
     First come the residual streams that enter the layers `aux_layers`, then, with `final_state`,
     the state after the final norm. Only the last `last_prompt_token_count` tokens of a prompt need
-    features; 0 stands for all. `projection` names the projection that the verifier may apply to the
-    states.
+    features; None stands for all. `projection` names the projection that the verifier may apply to
+    the states.
     """
 
     aux_layers: tuple[int, ...] = ()
     final_state: bool = False
     dtype: FeatureDtype = FeatureDtype.BFLOAT16
-    last_prompt_token_count: int = 0
+    last_prompt_token_count: int | None = None
     projection: str = ""
 
     @property
@@ -71,8 +71,8 @@ class Hello:
     """Longest chain of draft tokens that the drafter proposes for a step."""
     distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
     placement: Placement = field(default_factory=Placement)
-    max_sequence_count: int = 0
-    """The maximum number of sequences that the drafter takes at a time; 0 for no limit."""
+    max_sequence_count: int | None = None
+    """The maximum number of sequences that the drafter takes at a time; None for no limit."""
     feature_request: FeatureRequest | None = None
     """The features that the drafter can use; None if it uses no features."""
     requires_grammar: bool = False
@@ -168,14 +168,14 @@ class Skip:
 class Verdict:
     """A message that `new_token_ids` were committed, which makes `committed_length` tokens in all.
 
-    `accepted_count` is the number of this drafter's tokens that the last commit matched. A `window`
-    of None leaves the window as it is. `draft_tokens` and `tree_tokens` are as in Opened.
+    `matched_token_count` is the number of this drafter's tokens that the last commit matched. A
+    `window` of None leaves the window as it is. `draft_tokens` and `tree_tokens` are as in Opened.
     """
 
     sequence_id: int
     committed_length: int
     new_token_ids: list[int]
-    accepted_count: int
+    matched_token_count: int
     draft_tokens: int
     window: Window | None = None
     traceparent: str = ""

@@ -41,7 +41,7 @@ MAX_GRAMMAR_CHARACTERS = 65536
 MAX_CHOICES = 1024
 MAX_MARK_CHARACTERS = 256
 """The maximum number of characters of each text around a thought that a grammar leaves free."""
-MAX_RELAXED_TOPK = 64
+MAX_RELAXED_TOP_K = 64
 MAX_GATHERED_TOKENS = 4096
 """The maximum number of tokens that the verifier gathers for one chunk."""
 # Below this temperature sampling is greedy, as in vLLM: logits divided by a smaller number overflow

@@ -13,7 +13,7 @@ from enum import Enum, IntEnum
 from typing import Literal
 
 from outrider.grammar.kinds import Grammar
-from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_RELAXED_TOPK, MIN_TEMPERATURE, Range
+from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_RELAXED_TOP_K, MIN_TEMPERATURE, Range
 
 
 class DraftDistribution(IntEnum):
@@ -170,7 +170,7 @@ class SpeculationOptions:
     draft_tokens: int | None = None
     acceptance: Acceptance = Acceptance.EXACT
     typical_epsilon: float = 0.09
-    relaxed_topk: int = 10
+    relaxed_top_k: int = 10
     relaxed_delta: float = 0.6
     always_draft: bool = False
 
@@ -178,7 +178,7 @@ class SpeculationOptions:
 SPECULATION_RANGES = {
     "draft_tokens": Range(0, MAX_DRAFT_TOKENS),
     "typical_epsilon": Range(0, 1, low_is_open=True),
-    "relaxed_topk": Range(1, MAX_RELAXED_TOPK),
+    "relaxed_top_k": Range(1, MAX_RELAXED_TOP_K),
     "relaxed_delta": Range(0, 1),
 }
 """Fields of SpeculationOptions with a range. gRPC and HTTP enforce it."""

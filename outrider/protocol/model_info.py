@@ -127,7 +127,7 @@ class ModelInfo:
     acceptance_settings: tuple[tuple[str, str], ...] = ()
     """Settings that decide how drafts are drawn and tokens chosen, keyed by flag and sorted."""
     server_version: str = ""
-    fingerprint: str = ""
+    model_fingerprint: str = ""
     """A hash of weights, dtype, settings and version: equal if verifiers continue each other's
     answers."""
     graph_count: int = 0
@@ -151,4 +151,4 @@ def with_fingerprint(info: ModelInfo) -> ModelInfo:
     """Return the model with the fingerprint of its weights, dtype, settings and version."""
     parts = (info.weights_fingerprint, info.dtype, info.acceptance_settings, info.server_version)
     found = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return replace(info, fingerprint=found)
+    return replace(info, model_fingerprint=found)

@@ -507,7 +507,7 @@ class SpeculationOptions(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
     TYPICAL_EPSILON_FIELD_NUMBER: _builtins.int
-    RELAXED_TOPK_FIELD_NUMBER: _builtins.int
+    RELAXED_TOP_K_FIELD_NUMBER: _builtins.int
     RELAXED_DELTA_FIELD_NUMBER: _builtins.int
     ALWAYS_DRAFT_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
@@ -519,14 +519,16 @@ class SpeculationOptions(_message.Message):
     printable characters.
     """
     draft_tokens: _builtins.int
-    """Most draft tokens verified in one step. Range [0, 64]; unset takes the verifier's setting."""
+    """How many draft tokens a step verifies if it verifies drafts. Range [0, 64]; unset takes the
+    verifier's setting.
+    """
     acceptance: Global___Acceptance.ValueType
     """How closely to follow the target."""
     typical_epsilon: _builtins.float
     """TYPICAL: accepts a draft token if its probability is above min(epsilon, sqrt(epsilon) *
     exp(-entropy)). Range (0, 1]; unset means 0.09.
     """
-    relaxed_topk: _builtins.int
+    relaxed_top_k: _builtins.int
     """RELAXED: number of the target's likeliest tokens that are candidates. Range [1, 64]; unset
     means 10.
     """
@@ -549,13 +551,13 @@ class SpeculationOptions(_message.Message):
         draft_tokens: _builtins.int | None = ...,
         acceptance: Global___Acceptance.ValueType = ...,
         typical_epsilon: _builtins.float | None = ...,
-        relaxed_topk: _builtins.int | None = ...,
+        relaxed_top_k: _builtins.int | None = ...,
         relaxed_delta: _builtins.float | None = ...,
         always_draft: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_family", b"drafter_family", "drafter_id", b"drafter_id", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_top_k", b"_relaxed_top_k", "_typical_epsilon", b"_typical_epsilon", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_family", b"drafter_family", "drafter_id", b"drafter_id", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_top_k", b"relaxed_top_k", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "always_draft", b"always_draft", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_family", b"drafter_family", "drafter_id", b"drafter_id", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_top_k", b"_relaxed_top_k", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "always_draft", b"always_draft", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_family", b"drafter_family", "drafter_id", b"drafter_id", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_top_k", b"relaxed_top_k", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_tokens: _TypeAlias = _typing.Literal["draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__draft_tokens: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens"]  # noqa: Y015
@@ -563,8 +565,8 @@ class SpeculationOptions(_message.Message):
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
     _WhichOneofReturnType__relaxed_delta: _TypeAlias = _typing.Literal["relaxed_delta"]  # noqa: Y015
     _WhichOneofArgType__relaxed_delta: _TypeAlias = _typing.Literal["_relaxed_delta", b"_relaxed_delta"]  # noqa: Y015
-    _WhichOneofReturnType__relaxed_topk: _TypeAlias = _typing.Literal["relaxed_topk"]  # noqa: Y015
-    _WhichOneofArgType__relaxed_topk: _TypeAlias = _typing.Literal["_relaxed_topk", b"_relaxed_topk"]  # noqa: Y015
+    _WhichOneofReturnType__relaxed_top_k: _TypeAlias = _typing.Literal["relaxed_top_k"]  # noqa: Y015
+    _WhichOneofArgType__relaxed_top_k: _TypeAlias = _typing.Literal["_relaxed_top_k", b"_relaxed_top_k"]  # noqa: Y015
     _WhichOneofReturnType__typical_epsilon: _TypeAlias = _typing.Literal["typical_epsilon"]  # noqa: Y015
     _WhichOneofArgType__typical_epsilon: _TypeAlias = _typing.Literal["_typical_epsilon", b"_typical_epsilon"]  # noqa: Y015
     _WhichOneofReturnType_drafter: _TypeAlias = _typing.Literal["drafter_id", "drafter_family"]  # noqa: Y015
@@ -576,7 +578,7 @@ class SpeculationOptions(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__relaxed_delta) -> _WhichOneofReturnType__relaxed_delta | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__relaxed_topk) -> _WhichOneofReturnType__relaxed_topk | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__relaxed_top_k) -> _WhichOneofReturnType__relaxed_top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_epsilon) -> _WhichOneofReturnType__typical_epsilon | None: ...
     @_typing.overload
@@ -619,7 +621,8 @@ class SpeculationStats(_message.Message):
     @_builtins.property
     def paused(self) -> Global___SpeculationPause:
         """Set if at least half of the steps that could have verified a draft had none, although the
-        request may speculate. Unset where a stop string ended the sequence.
+        request may speculate. Unset if a stop string ended the sequence, since the gateway then counts
+        the statistics itself.
         """
 
     def __init__(

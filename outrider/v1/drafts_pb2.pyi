@@ -110,7 +110,9 @@ class _FeatureDtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FeatureD
     """4 bytes, IEEE 754."""
 
 class FeatureDtype(_FeatureDtype, metaclass=_FeatureDtypeEnumTypeWrapper):
-    """The type of a feature's numbers. A verifier refuses an unknown value."""
+    """The type of a feature's numbers. A verifier that does not know the value does not grant
+    CAPABILITY_FEATURES.
+    """
 
 FEATURE_DTYPE_UNSPECIFIED: FeatureDtype.ValueType  # 0
 """Taken as BFLOAT16."""
@@ -161,7 +163,7 @@ class FeatureRequest(_message.Message):
     dtype: Global___FeatureDtype.ValueType
     """The type of the numbers."""
     last_prompt_token_count: _builtins.int
-    """How many of a prompt's last tokens need features; 0 means all. At least 0."""
+    """How many of a prompt's last tokens need features. At least 0; unset means all."""
     projection: _builtins.str
     """The name of a projection, which turns these states into fewer numbers; at most 128 printable
     characters. A verifier that knows the projection sends the projection's result in place of the
@@ -170,9 +172,8 @@ class FeatureRequest(_message.Message):
     """
     @_builtins.property
     def aux_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """At most 16 distinct numbers. Auxiliary layer k is the residual stream that enters the target's
-        layer k. So 0 is the embedding. The highest number is the number of layers, and stands for the
-        last layer's output.
+        """At most 16 distinct numbers. The number k asks for the residual stream that enters the target's
+        layer k: 0 for the embedding, and the number of layers for the last layer's output.
         """
 
     def __init__(
@@ -181,14 +182,16 @@ class FeatureRequest(_message.Message):
         aux_layers: _abc.Iterable[_builtins.int] | None = ...,
         final_state: _builtins.bool = ...,
         dtype: Global___FeatureDtype.ValueType = ...,
-        last_prompt_token_count: _builtins.int = ...,
+        last_prompt_token_count: _builtins.int | None = ...,
         projection: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_prompt_token_count", b"_last_prompt_token_count", "last_prompt_token_count", b"last_prompt_token_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_layers", b"aux_layers", "dtype", b"dtype", "final_state", b"final_state", "last_prompt_token_count", b"last_prompt_token_count", "projection", b"projection"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_prompt_token_count", b"_last_prompt_token_count", "aux_layers", b"aux_layers", "dtype", b"dtype", "final_state", b"final_state", "last_prompt_token_count", b"last_prompt_token_count", "projection", b"projection"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__last_prompt_token_count: _TypeAlias = _typing.Literal["last_prompt_token_count"]  # noqa: Y015
+    _WhichOneofArgType__last_prompt_token_count: _TypeAlias = _typing.Literal["_last_prompt_token_count", b"_last_prompt_token_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_prompt_token_count) -> _WhichOneofReturnType__last_prompt_token_count | None: ...
 
 Global___FeatureRequest: _TypeAlias = FeatureRequest  # noqa: Y015
 
@@ -223,7 +226,7 @@ class Hello(_message.Message):
     most 64.
     """
     max_sequence_count: _builtins.int
-    """Most sequences that it accepts at once; 0 means no limit."""
+    """Most sequences that it accepts at once. At least 1; unset means no limit."""
     requires_grammar: _builtins.bool
     """Whether it drafts only for sequences with a grammar. The verifier opens no other sequences to
     it. A verifier that does not know this field opens other sequences too; answer them with Skips.
@@ -254,15 +257,17 @@ class Hello(_message.Message):
         distributions: _abc.Iterable[Global___DraftDistribution.ValueType] | None = ...,
         placement: _common_pb2.Placement | None = ...,
         capabilities: _abc.Iterable[Global___Capability.ValueType] | None = ...,
-        max_sequence_count: _builtins.int = ...,
+        max_sequence_count: _builtins.int | None = ...,
         feature_request: Global___FeatureRequest | None = ...,
         requires_grammar: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["feature_request", b"feature_request", "placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_sequence_count", b"_max_sequence_count", "feature_request", b"feature_request", "max_sequence_count", b"max_sequence_count", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "feature_request", b"feature_request", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "requires_grammar", b"requires_grammar", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sequence_count", b"_max_sequence_count", "capabilities", b"capabilities", "distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "feature_request", b"feature_request", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "requires_grammar", b"requires_grammar", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_sequence_count: _TypeAlias = _typing.Literal["max_sequence_count"]  # noqa: Y015
+    _WhichOneofArgType__max_sequence_count: _TypeAlias = _typing.Literal["_max_sequence_count", b"_max_sequence_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_sequence_count) -> _WhichOneofReturnType__max_sequence_count | None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
@@ -379,10 +384,9 @@ class Opened(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the request; empty when it is not traced."""
     tree_tokens: _builtins.int
-    """How many draft tokens, all branches together, are worth sending for the next step. In a single
-    branch, at most draft_tokens tokens are worth sending. The verifier chooses among the tokens,
-    and verifies the chosen tokens as a tree. If tree_tokens is at most draft_tokens, the verifier
-    verifies a chain. Range [0, 1024].
+    """How many draft tokens are worth sending for the next step, all branches together. Of a single
+    branch, at most draft_tokens tokens are worth sending. The verifier verifies some of the tokens
+    as a tree. If tree_tokens is at most draft_tokens, it verifies a chain. Range [0, 1024].
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -394,7 +398,7 @@ class Opened(_message.Message):
 
     @_builtins.property
     def window(self) -> Global___Window:
-        """How far the drafter may run ahead."""
+        """How far the drafter may run ahead. Always set."""
 
     @_builtins.property
     def grammar(self) -> _common_pb2.Grammar:
@@ -442,7 +446,9 @@ class SparseDistribution(_message.Message):
     PROBABILITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Distinct ids, at most 256 of them. Proposal.distributions defines the meaning of an empty list."""
+        """Distinct ids, at most 256 of them. An empty list refers to an earlier proposal, as
+        Proposal.distributions says.
+        """
 
     @_builtins.property
     def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -499,9 +505,9 @@ class Proposal(_message.Message):
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseDistribution]:
         """Empty, or for each token the distribution that it was really sampled from. Never drop a token
-        because of its own probability: that would bias the output. A distribution without ids stands
-        for the distribution that an earlier proposal had for the same token after the same prefix. A
-        token without any distribution counts as one-hot, and so does a path that holds such a token.
+        because of its own probability: that would bias the output. An entry without ids stands for
+        the distribution that an earlier proposal had for the same token after the same prefix. If no
+        earlier proposal had one, the token counts as one-hot, and so does every path through it.
         """
 
     @_builtins.property
@@ -578,7 +584,7 @@ class Verdict(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     COMMITTED_LENGTH_FIELD_NUMBER: _builtins.int
     NEW_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    ACCEPTED_COUNT_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
@@ -587,8 +593,10 @@ class Verdict(_message.Message):
     """From Opened."""
     committed_length: _builtins.int
     """Number of committed tokens, including new_token_ids and the prompt."""
-    accepted_count: _builtins.int
-    """How many of this drafter's tokens the last commit matched."""
+    matched_token_count: _builtins.int
+    """How many of this drafter's guesses, one after the other, equal the tokens that the last commit
+    added, whether a step verified the guesses or not.
+    """
     draft_tokens: _builtins.int
     """How many draft tokens in a row the verifier can use next: the tokens that its next step
     verifies, and the tokens that it commits before an answer arrives. Range [0, window.depth].
@@ -611,7 +619,7 @@ class Verdict(_message.Message):
         sequence_id: _builtins.int = ...,
         committed_length: _builtins.int = ...,
         new_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        accepted_count: _builtins.int = ...,
+        matched_token_count: _builtins.int = ...,
         draft_tokens: _builtins.int = ...,
         window: Global___Window | None = ...,
         traceparent: _builtins.str = ...,
@@ -619,7 +627,7 @@ class Verdict(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "committed_length", b"committed_length", "draft_tokens", b"draft_tokens", "new_token_ids", b"new_token_ids", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "tree_tokens", b"tree_tokens", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "draft_tokens", b"draft_tokens", "matched_token_count", b"matched_token_count", "new_token_ids", b"new_token_ids", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "tree_tokens", b"tree_tokens", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -628,11 +636,10 @@ Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 @_typing.final
 class Features(_message.Message):
     """The features of consecutive tokens of a sequence. Each feature is sent once: while the target
-    reads a prompt, or with a verdict. A token's feature exists once the target has computed the
-    token, so the last committed token has no feature yet. A verifier leaves features out if the
-    target took the tokens from its prefix cache, if the tokens were committed before this drafter
-    joined, or if the drafter reads too slowly. Then first_position shows the gap. A gap costs only
-    guesses.
+    reads a prompt, or with a verdict. The target has not read the last committed token yet, so that
+    token has no feature. A verifier leaves features out if the target took the tokens from its prefix
+    cache, if the tokens were committed before this drafter joined, or if the drafter reads too
+    slowly. Then first_position shows the gap. A gap costs only guesses.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

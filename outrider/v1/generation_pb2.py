@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x80\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.outrider.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"\xe0\x01\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.outrider.v1.Tool\x12(\n\ttool_mode\x18\x03 \x01(\x0e\x32\x15.outrider.v1.ToolMode\x12\x12\n\ntool_names\x18\x04 \x03(\t\x12\x13\n\x0bsingle_call\x18\x05 \x01(\x08\x12\x1a\n\x12template_variables\x18\x06 \x01(\t\x12\x1b\n\x13\x65nable_in_reasoning\x18\x07 \x01(\x08\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xd6\x03\n\x13GenerateTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x34\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x1e\n\x11top_logprob_count\x18\t \x01(\x05H\x02\x88\x01\x01\x12%\n\x07grammar\x18\n \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\x12\n\nprediction\x18\x0b \x01(\t\x12!\n\x14prompt_logprob_count\x18\x0c \x01(\x05H\x03\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x14\n\x12_top_logprob_countB\x17\n\x15_prompt_logprob_count\"v\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1e\n\x16\x63ompletion_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12\x15\n\rresumed_count\x18\x04 \x01(\x05\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xb9\x03\n\x14GenerateTextResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x07sources\x18\x03 \x03(\x0e\x32\x18.outrider.v1.TokenSource\x12\x12\n\ndrafter_id\x18\x04 \x01(\t\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Usage\x12,\n\x05stats\x18\x07 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12+\n\x08logprobs\x18\x08 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\x12\x1a\n\x12grammar_incomplete\x18\n \x01(\x08\x12\x11\n\treasoning\x18\x0b \x01(\t\x12.\n\ntool_calls\x18\x0c \x03(\x0b\x32\x1a.outrider.v1.ToolCallDelta*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x01\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x02\x12\x12\n\x0eTOOL_MODE_NONE\x10\x03\x32j\n\x11GenerationService\x12U\n\x0cGenerateText\x12 .outrider.v1.GenerateTextRequest\x1a!.outrider.v1.GenerateTextResponse0\x01\x42l\n\x0f\x64\x65v.outrider.v1P\x01Z&outrider.dev/go/outrider/v1;outriderv1\xa2\x02\x03ODR\xaa\x02\x0bOutrider.V1\xca\x02\x0bOutrider\\V1\xea\x02\x0cOutrider::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x80\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.outrider.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"\xe2\x01\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.outrider.v1.Tool\x12(\n\ttool_mode\x18\x03 \x01(\x0e\x32\x15.outrider.v1.ToolMode\x12\x12\n\ntool_names\x18\x04 \x03(\t\x12\x13\n\x0bsingle_call\x18\x05 \x01(\x08\x12\x1a\n\x12template_variables\x18\x06 \x01(\t\x12\x1d\n\x15grammar_binds_thought\x18\x07 \x01(\x08\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xd6\x03\n\x13GenerateTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x34\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x1e\n\x11top_logprob_count\x18\t \x01(\x05H\x02\x88\x01\x01\x12%\n\x07grammar\x18\n \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\x12\n\nprediction\x18\x0b \x01(\t\x12!\n\x14prompt_logprob_count\x18\x0c \x01(\x05H\x03\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x14\n\x12_top_logprob_countB\x17\n\x15_prompt_logprob_count\"v\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1e\n\x16\x63ompletion_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12\x15\n\rresumed_count\x18\x04 \x01(\x05\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xb9\x03\n\x14GenerateTextResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x07sources\x18\x03 \x03(\x0e\x32\x18.outrider.v1.TokenSource\x12\x12\n\ndrafter_id\x18\x04 \x01(\t\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Usage\x12,\n\x05stats\x18\x07 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12+\n\x08logprobs\x18\x08 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\x12\x1a\n\x12grammar_incomplete\x18\n \x01(\x08\x12\x11\n\treasoning\x18\x0b \x01(\t\x12.\n\ntool_calls\x18\x0c \x03(\x0b\x32\x1a.outrider.v1.ToolCallDelta*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x01\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x02\x12\x12\n\x0eTOOL_MODE_NONE\x10\x03\x32j\n\x11GenerationService\x12U\n\x0cGenerateText\x12 .outrider.v1.GenerateTextRequest\x1a!.outrider.v1.GenerateTextResponse0\x01\x42l\n\x0f\x64\x65v.outrider.v1P\x01Z&outrider.dev/go/outrider/v1;outriderv1\xa2\x02\x03ODR\xaa\x02\x0bOutrider.V1\xca\x02\x0bOutrider\\V1\xea\x02\x0cOutrider::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.generation_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.outrider.v1P\001Z&outrider.dev/go/outrider/v1;outriderv1\242\002\003ODR\252\002\013Outrider.V1\312\002\013Outrider\\V1\352\002\014Outrider::V1'
-  _globals['_TOOLMODE']._serialized_start=1713
-  _globals['_TOOLMODE']._serialized_end=1814
+  _globals['_TOOLMODE']._serialized_start=1715
+  _globals['_TOOLMODE']._serialized_end=1816
   _globals['_TOOLCALL']._serialized_start=71
   _globals['_TOOLCALL']._serialized_end=126
   _globals['_CHATMESSAGE']._serialized_start=129
@@ -42,17 +42,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOL']._serialized_start=259
   _globals['_TOOL']._serialized_end=336
   _globals['_CHAT']._serialized_start=339
-  _globals['_CHAT']._serialized_end=563
-  _globals['_TOKENPROMPT']._serialized_start=565
-  _globals['_TOKENPROMPT']._serialized_end=597
-  _globals['_GENERATETEXTREQUEST']._serialized_start=600
-  _globals['_GENERATETEXTREQUEST']._serialized_end=1070
-  _globals['_USAGE']._serialized_start=1072
-  _globals['_USAGE']._serialized_end=1190
-  _globals['_TOOLCALLDELTA']._serialized_start=1192
-  _globals['_TOOLCALLDELTA']._serialized_end=1267
-  _globals['_GENERATETEXTRESPONSE']._serialized_start=1270
-  _globals['_GENERATETEXTRESPONSE']._serialized_end=1711
-  _globals['_GENERATIONSERVICE']._serialized_start=1816
-  _globals['_GENERATIONSERVICE']._serialized_end=1922
+  _globals['_CHAT']._serialized_end=565
+  _globals['_TOKENPROMPT']._serialized_start=567
+  _globals['_TOKENPROMPT']._serialized_end=599
+  _globals['_GENERATETEXTREQUEST']._serialized_start=602
+  _globals['_GENERATETEXTREQUEST']._serialized_end=1072
+  _globals['_USAGE']._serialized_start=1074
+  _globals['_USAGE']._serialized_end=1192
+  _globals['_TOOLCALLDELTA']._serialized_start=1194
+  _globals['_TOOLCALLDELTA']._serialized_end=1269
+  _globals['_GENERATETEXTRESPONSE']._serialized_start=1272
+  _globals['_GENERATETEXTRESPONSE']._serialized_end=1713
+  _globals['_GENERATIONSERVICE']._serialized_start=1818
+  _globals['_GENERATIONSERVICE']._serialized_end=1924
 # @@protoc_insertion_point(module_scope)

@@ -166,7 +166,7 @@ class Chat(_message.Message):
     TOOL_NAMES_FIELD_NUMBER: _builtins.int
     SINGLE_CALL_FIELD_NUMBER: _builtins.int
     TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
-    ENABLE_IN_REASONING_FIELD_NUMBER: _builtins.int
+    GRAMMAR_BINDS_THOUGHT_FIELD_NUMBER: _builtins.int
     tool_mode: Global___ToolMode.ValueType
     """Whether the answer calls tools. A request with an unknown value is refused."""
     single_call: _builtins.bool
@@ -175,9 +175,9 @@ class Chat(_message.Message):
     """Variables for the chat template, as a JSON object, such as {"enable_thinking": false}; empty
     for none.
     """
-    enable_in_reasoning: _builtins.bool
+    grammar_binds_thought: _builtins.bool
     """Whether the request's grammar binds the output from its first token, so that the output has no
-    thought before the grammar's text. If false, the grammar binds the text after the thought.
+    thought before the grammar's text. If false, the grammar binds only the text after the thought.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
@@ -202,11 +202,11 @@ class Chat(_message.Message):
         tool_names: _abc.Iterable[_builtins.str] | None = ...,
         single_call: _builtins.bool = ...,
         template_variables: _builtins.str = ...,
-        enable_in_reasoning: _builtins.bool = ...,
+        grammar_binds_thought: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enable_in_reasoning", b"enable_in_reasoning", "messages", b"messages", "single_call", b"single_call", "template_variables", b"template_variables", "tool_mode", b"tool_mode", "tool_names", b"tool_names", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar_binds_thought", b"grammar_binds_thought", "messages", b"messages", "single_call", b"single_call", "template_variables", b"template_variables", "tool_mode", b"tool_mode", "tool_names", b"tool_names", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

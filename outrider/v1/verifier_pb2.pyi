@@ -109,14 +109,14 @@ class GenerateTokensRequest(_message.Message):
     """
     noise_seed: _builtins.int
     """Seed of the verifier's random numbers if sampling.seed is unset; if both are unset, the
-    verifier chooses a seed. With the same noise_seed a continued request goes on as it would have
-    without the change of verifiers. Unlike sampling.seed, noise_seed allows sampled drafts, so it
-    does not promise the same text.
+    verifier chooses a seed. A caller that may continue the request at another verifier gives both
+    verifiers the same noise_seed. Unlike sampling.seed, it allows sampled drafts, so it does not
+    promise the same text.
     """
     model_fingerprint: _builtins.str
-    """The fingerprint that GetModel reported when the answer began. A verifier with another
-    fingerprint refuses the request with MODEL_CHANGED, since it would write another text. Empty:
-    any model will do.
+    """GetModelResponse.model_fingerprint of the verifier that began the answer. A verifier with
+    another fingerprint refuses the request with MODEL_CHANGED, since it would write another text.
+    Empty allows any model.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -213,7 +213,7 @@ class GenerateTokensResponse(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last message."""
     cached_token_count: _builtins.int
-    """Prompt tokens whose state came from the prefix cache."""
+    """Prompt tokens whose state came from the prefix cache; every response has this number."""
     draft_token_count: _builtins.int
     """Draft tokens that this step verified. A caller that ends the sequence early gets no stats, but
     can add up this field.
@@ -505,7 +505,7 @@ class GetModelResponse(_message.Message):
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_SETTINGS_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     GRAPH_COUNT_FIELD_NUMBER: _builtins.int
     GRAPH_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
@@ -514,7 +514,9 @@ class GetModelResponse(_message.Message):
     model_id: _builtins.str
     """Name that requests may use; the target's path or hub id unless configured."""
     stage: Global___ModelStage.ValueType
-    """How far the verifier has loaded."""
+    """How far the verifier has loaded. Before READY, the fields about the model other than model_id
+    and aliases may be unset.
+    """
     stage_detail: _builtins.str
     """A sentence about the stage."""
     tokenizer_fingerprint: _builtins.str
@@ -536,7 +538,7 @@ class GetModelResponse(_message.Message):
     """
     server_version: _builtins.str
     """Version of the verifier."""
-    fingerprint: _builtins.str
+    model_fingerprint: _builtins.str
     """SHA-256 (hex) over weights_fingerprint, dtype, acceptance_settings and server_version. An
     answer that moves to another verifier keeps its text only if both have the same fingerprint.
     """
@@ -568,8 +570,9 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def unsupported(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What that engine cannot do. A verifier refuses a request that needs it with
-        ERROR_REASON_UNSUPPORTED_PARAMETER, and a gateway does so before it is sent:
+        """What that engine cannot do. The verifier refuses a request that needs one of these with
+        UNSUPPORTED_PARAMETER; a gateway refuses it without asking the verifier. A receiver ignores a
+        name that it does not know. The names are
         - lossy_acceptance: typical and relaxed acceptance
         - grammar_continuation: to go on after committed tokens of an answer with a grammar
         - grammar_without_end: ignore_eos with a grammar
@@ -600,7 +603,7 @@ class GetModelResponse(_message.Message):
         weights_fingerprint: _builtins.str = ...,
         acceptance_settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         server_version: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
         graph_count: _builtins.int = ...,
         graph_memory_bytes: _builtins.int = ...,
         engine: _builtins.str = ...,
@@ -609,7 +612,7 @@ class GetModelResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_settings", b"acceptance_settings", "aliases", b"aliases", "context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "graph_count", b"graph_count", "graph_memory_bytes", b"graph_memory_bytes", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "server_version", b"server_version", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "unsupported", b"unsupported", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_settings", b"acceptance_settings", "aliases", b"aliases", "context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "graph_count", b"graph_count", "graph_memory_bytes", b"graph_memory_bytes", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "server_version", b"server_version", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "unsupported", b"unsupported", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

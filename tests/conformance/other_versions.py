@@ -36,7 +36,7 @@ _REMOVED = {
     "Verdict": {"window", "traceparent", "tree_tokens"},
     "GenerateTokensRequest": {"committed_token_ids", "model_fingerprint", "prediction_token_ids"},
     "GenerateTokensResponse": {"prompt_logprobs", "side_draft_token_count"},
-    "GetModelResponse": {"load", "server_version", "fingerprint"},
+    "GetModelResponse": {"load", "server_version", "model_fingerprint"},
 }
 
 

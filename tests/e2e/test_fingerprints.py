@@ -37,7 +37,7 @@ ASKED = TokenRequest(
 def test_a_fingerprint_covers_what_decides_the_text(changes: dict[str, Any], differs: bool) -> None:
     info = ModelInfo("m", Stage.READY, dtype="float32", weights_fingerprint="w")
     one, other = with_fingerprint(info), with_fingerprint(replace(info, **changes))
-    assert (one.fingerprint != other.fingerprint) is differs
+    assert (one.model_fingerprint != other.model_fingerprint) is differs
 
 
 async def test_a_verifier_continues_only_answers_of_its_own_fingerprint(stack: Stack) -> None:
@@ -45,12 +45,12 @@ async def test_a_verifier_continues_only_answers_of_its_own_fingerprint(stack: S
         info = await client.model()
         assert (info.server_version, info.dtype) == (__version__, "float32")
         # GetModel shows the parts of the fingerprint.
-        assert with_fingerprint(info).fingerprint == info.fingerprint
-        asked = replace(ASKED, model_fingerprint=info.fingerprint)
+        assert with_fingerprint(info).model_fingerprint == info.model_fingerprint
+        asked = replace(ASKED, model_fingerprint=info.model_fingerprint)
         whole = await client.tokens(asked)
         rest = replace(asked, committed=whole[:5])
         assert whole[:5] + await client.tokens(rest) == whole
-        foreign = with_fingerprint(replace(info, dtype="bfloat16")).fingerprint
+        foreign = with_fingerprint(replace(info, dtype="bfloat16")).model_fingerprint
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.tokens(replace(rest, model_fingerprint=foreign))
         assert rpc_errors.error_of(caught.value).reason is Reason.MODEL_CHANGED

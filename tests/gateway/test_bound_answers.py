@@ -173,7 +173,7 @@ def chat_of(**more: Any) -> generation_pb2.GenerateTextRequest:
         ({}, POSSIBLE),
         ({"template_variables": '{"always": true}'}, OPEN),
         ({"template_variables": '{"enable_thinking": false, "deaf": true}'}, None),
-        ({"enable_in_reasoning": True}, None),
+        ({"grammar_binds_thought": True}, None),
     ],
 )
 async def test_chats_over_grpc_bind_the_same(

@@ -95,8 +95,8 @@ async def test_a_begun_answer_never_goes_on_at_a_verifier_of_another_fingerprint
 ) -> None:
     async with running_site(prompts, resume_seconds=0.3) as site:
         first, second = site.first.script, site.second.script
-        first.info = replace(first.info, fingerprint="one")
-        second.info = replace(second.info, fingerprint=other)
+        first.info = replace(first.info, model_fingerprint="one")
+        second.info = replace(second.info, model_fingerprint=other)
         await until(lambda: len(site.gateway.router.differing.get("models/target", ())) == 2)
         problem = (await site.http.get("/readyz")).json()
         assert problem["status"] == "degraded"

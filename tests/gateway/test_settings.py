@@ -277,7 +277,7 @@ async def test_grpc_has_the_same_settings_and_log_probabilities(rig: Rig) -> Non
         prediction="one",
         sampling=common_pb2.SamplingParams(min_p=0.25, logit_bias={5: -1.0}),
         speculation=common_pb2.SpeculationOptions(
-            acceptance=common_pb2.ACCEPTANCE_RELAXED, relaxed_topk=3
+            acceptance=common_pb2.ACCEPTANCE_RELAXED, relaxed_top_k=3
         ),
     )
     responses = [response async for response in rig.generation.GenerateText(request)]
@@ -285,7 +285,10 @@ async def test_grpc_has_the_same_settings_and_log_probabilities(rig: Rig) -> Non
     assert asked.grammar == Grammar(GrammarKind.CHOICE, choices=("one two",))
     assert asked.prediction == rig.prompts.tokenizer.encode("one").ids
     assert (asked.sampling.min_p, asked.sampling.logit_bias) == (0.25, ((5, -1.0),))
-    assert (asked.speculation.acceptance, asked.speculation.relaxed_topk) == (Acceptance.RELAXED, 3)
+    assert (asked.speculation.acceptance, asked.speculation.relaxed_top_k) == (
+        Acceptance.RELAXED,
+        3,
+    )
     assert sum(len(response.logprobs) for response in responses) == len(ids) + 1
     assert list(responses[0].logprobs[0].top_token_ids) == [ids[0], 7]
 

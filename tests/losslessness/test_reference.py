@@ -24,7 +24,7 @@ VOCAB = 6
 EPSILON = 0.3007
 TOPK = 3
 DELTA = 0.2003
-OPTIONS = SpeculationOptions(typical_epsilon=EPSILON, relaxed_topk=TOPK, relaxed_delta=DELTA)
+OPTIONS = SpeculationOptions(typical_epsilon=EPSILON, relaxed_top_k=TOPK, relaxed_delta=DELTA)
 Probs = npt.NDArray[np.float64]
 Rule = Callable[[Probs, Probs, list[int], reference.Coins], reference.Accepted]
 

@@ -35,7 +35,7 @@ from verifier_svc.verification.draft import NOT_FINITE, Draft
 
 WIDE = 6
 # Not a ratio of small integers: a probability must not lie on a bound, where rounding decides.
-OPTIONS = SpeculationOptions(typical_epsilon=0.3007, relaxed_topk=3, relaxed_delta=0.2003)
+OPTIONS = SpeculationOptions(typical_epsilon=0.3007, relaxed_top_k=3, relaxed_delta=0.2003)
 RULES = (
     AcceptanceRule.GREEDY,
     AcceptanceRule.COUPLED,

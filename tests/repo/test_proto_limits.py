@@ -148,7 +148,7 @@ SAMPLING = [
     "presence_penalty",
 ]
 SAMPLING += ["frequency_penalty", "min_tokens"]
-SPECULATION = ["draft_tokens", "typical_epsilon", "relaxed_topk", "relaxed_delta"]
+SPECULATION = ["draft_tokens", "typical_epsilon", "relaxed_top_k", "relaxed_delta"]
 # For each limit, a function that reads a message with this value, or number of entries.
 READERS: dict[str, Callable[[Any], object]] = {
     **{f"SamplingParams.{name}": named(sampling, name) for name in SAMPLING},

@@ -55,6 +55,16 @@ def test_unknown_values_are_read_as_the_protos_say(value: Any) -> None:
     assert chunk.stats.rules == [m.AcceptanceRule.BLOCK]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "is_asked"), [(0, True), (drafts_pb2.FEATURE_DTYPE_FLOAT32, True), (99, False)]
+)
+def test_a_drafter_gets_no_features_of_an_unknown_type(dtype: Any, is_asked: bool) -> None:
+    request = drafts_pb2.FeatureRequest(final_state=True, dtype=dtype)
+    hello = drafts_pb2.Hello(capabilities=[drafts_pb2.CAPABILITY_FEATURES], feature_request=request)
+    hello.MergeFrom(HELLO)
+    assert (wire_drafts.hello_from_proto(hello).feature_request is not None) is is_asked
+
+
 @pytest.mark.parametrize("value", UNKNOWN[1:])
 def test_an_unknown_rule_of_acceptance_is_refused_by_field(value: Any) -> None:
     """An unknown value is an error only in a request, which asks for something unknown."""

@@ -195,6 +195,23 @@ def test_a_step_survives_a_round_trip(
     assert wire_drafts.step_from_proto(wire_drafts.step_to_proto(step), VOCAB) == step
 
 
+@pytest.mark.parametrize(("limit", "last"), [(None, None), (1, 0), (7, 3)])
+def test_a_hello_survives_a_round_trip(limit: int | None, last: int | None) -> None:
+    request = d.FeatureRequest((1, 2), last_prompt_token_count=last, projection="p")
+    hello = d.Hello("d", "f", "t", 8, max_sequence_count=limit, feature_request=request)
+    assert wire_drafts.hello_from_proto(wire_drafts.hello_to_proto(hello)) == hello
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_drafter_that_takes_no_sequence_is_refused(limit: int) -> None:
+    """A limit of 0 once meant no limit; now a drafter without a limit leaves it unset."""
+    hello = d.Hello("d", "f", "t", 8, max_sequence_count=limit)
+    with pytest.raises(OutriderError) as caught:
+        wire_drafts.hello_from_proto(wire_drafts.hello_to_proto(hello))
+    assert caught.value.field == "hello.max_sequence_count"
+    assert caught.value.message.endswith(f"must be at least 1, not {limit}")
+
+
 @given(st.lists(st.floats(0, 1, exclude_min=True, width=32), min_size=1, max_size=32))
 def test_confidences_survive_a_round_trip(confidences: list[float]) -> None:
     tokens = [5] * len(confidences)

@@ -44,7 +44,7 @@ def test_a_wrong_draft_costs_nothing_but_the_step() -> None:
     engine.step()
     [verdict] = drafter.received[-1].verdicts
     assert verdict.committed_length == 5
-    assert verdict.accepted_count == 1
+    assert verdict.matched_token_count == 1
     assert verdict.new_token_ids == truth[:2]
     finish(engine)
     assert client.chunks[0].token_ids == truth[:2]

@@ -144,11 +144,13 @@ def test_tokens_of_the_prefix_cache_leave_a_gap() -> None:
     np.testing.assert_array_equal(np.stack(list(found.values())), wanted(text)[8 : max(found) + 1])
 
 
-def test_only_the_last_tokens_of_a_prompt_have_features_if_so_requested() -> None:
+@pytest.mark.parametrize("last", [0, 3])
+def test_only_the_last_tokens_of_a_prompt_have_features_if_so_requested(last: int) -> None:
     engine, model = make_engine(eos_bias=-99, always_draft=True)
-    drafter = ScriptedDrafter(engine, feature_request=replace(REQUEST, last_prompt_token_count=3))
+    wanted = replace(REQUEST, last_prompt_token_count=last)
+    drafter = ScriptedDrafter(engine, feature_request=wanted)
     number, _ = run(engine, drafter, model, TokenRequest(PROMPT, 6, GREEDY), 2)
-    assert min(received(drafter, number)) == len(PROMPT) - 3
+    assert min(received(drafter, number)) == len(PROMPT) - last
 
 
 def test_features_wait_until_the_drafter_is_told_of_their_tokens() -> None:

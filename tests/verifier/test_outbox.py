@@ -107,7 +107,7 @@ def test_drafts_are_counted_while_a_gpu_computes() -> None:
     text = model.greedy([1, 2], 9)
     drafter.propose(sequence.id, text[1:3])
     engine.step()
-    assert drafter.received[-1].verdicts[0].accepted_count == 2
+    assert drafter.received[-1].verdicts[0].matched_token_count == 2
     # The drafter has the verdict on four tokens; neither metrics nor client have them yet.
     assert (drafter.handle.verified_count, client.tokens) == (0, text[:1])
     before = rate.version

@@ -87,7 +87,7 @@ def draft(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_lossy_rules_reach_the_output_only_when_asked_for(temperature: float) -> None:
     logits = torch.tensor([[2.0, 1.9, -9.0]] * 3)
-    options = SpeculationOptions(relaxed_topk=2, relaxed_delta=0.5)
+    options = SpeculationOptions(relaxed_top_k=2, relaxed_delta=0.5)
 
     def accepted_count(rule: AcceptanceRule) -> int:
         lossy_draft = draft([1, 1], rule, temperature, options=options)

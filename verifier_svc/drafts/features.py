@@ -223,7 +223,7 @@ def _computed(
 def _part(tokens: ComputedTokens, assignment: Assignment, request: FeatureRequest) -> _Part:
     """Return the tokens for which the drafter wants features and has none yet."""
     first = assignment.feature_position
-    if request.last_prompt_token_count:
+    if request.last_prompt_token_count is not None:
         prompt_count = len(tokens.sequence.request.prompt)
         first = max(first, prompt_count - request.last_prompt_token_count)
     known = max(0, first - tokens.start)

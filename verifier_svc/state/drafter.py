@@ -258,7 +258,7 @@ class Drafter:
     def accepts_sequences(self) -> bool:
         """True if the drafter may get another sequence."""
         limit = self.hello.max_sequence_count
-        return not self.draining and (limit == 0 or len(self.sequence_ids) < limit)
+        return not self.draining and (limit is None or len(self.sequence_ids) < limit)
 
     def info(self, connected: bool) -> DrafterInfo:
         """Return the API's record of the drafter; None for fields that were not measured yet."""

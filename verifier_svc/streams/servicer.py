@@ -248,7 +248,7 @@ class VerifierServicer(
             request, vocab_size=self.info.vocab_size, context_length=self.info.context_length
         )
         served.describe(parsed)
-        if parsed.model_fingerprint not in ("", self.info.fingerprint):
+        if parsed.model_fingerprint not in ("", self.info.model_fingerprint):
             message = "the verifier's weights, dtype, settings or version are not the answer's"
             raise OutriderError(Reason.MODEL_CHANGED, message)
         submitted: list[Sequence] = []

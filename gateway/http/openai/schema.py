@@ -77,7 +77,7 @@ class SpeculationBody(Body):
     draft_tokens: int | None = _speculation("draft_tokens")
     acceptance: AcceptanceLabel = "exact"
     typical_epsilon: float = _speculation("typical_epsilon")
-    relaxed_topk: int = _speculation("relaxed_topk")
+    relaxed_top_k: int = _speculation("relaxed_top_k")
     relaxed_delta: float = _speculation("relaxed_delta")
     always_draft: bool = False
     metrics: bool = False

@@ -50,9 +50,9 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
     if not 1 <= proto.max_draft_tokens <= MAX_DRAFT_TOKENS:
         message = f"must be in [1, {MAX_DRAFT_TOKENS}], not {proto.max_draft_tokens}"
         raise invalid("hello.max_draft_tokens", message)
-    if proto.max_sequence_count < 0:
-        message = f"must be at least 0, not {proto.max_sequence_count}"
-        raise invalid("hello.max_sequence_count", message)
+    limit = proto.max_sequence_count if proto.HasField("max_sequence_count") else None
+    if limit is not None and limit < 1:
+        raise invalid("hello.max_sequence_count", f"must be at least 1, not {limit}")
     offered: set[int] = set(proto.distributions)
     distributions = [kind for kind in m.DraftDistribution if kind in offered]
     return d.Hello(
@@ -62,15 +62,16 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
         max_draft_tokens=proto.max_draft_tokens,
         distributions=frozenset([m.DraftDistribution.ONE_HOT, *distributions]),
         placement=placement_from_proto(proto.placement),
-        max_sequence_count=proto.max_sequence_count,
+        max_sequence_count=limit,
         feature_request=feature_request_from_proto(proto),
         requires_grammar=proto.requires_grammar,
     )
 
 
 def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | None:
-    """Check and convert a Hello's request for features; return None without such a request.
+    """Check and convert a Hello's request for features.
 
+    Return None without such a request, and for a type of numbers that only a later version knows.
     The number of the target's layers is not known here. Raises OutriderError(INVALID_VALUE).
     """
     if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
@@ -83,21 +84,15 @@ def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | No
     if len(aux_layers) > MAX_AUX_LAYERS or len(set(aux_layers)) < len(aux_layers):
         message = f"must hold at most {MAX_AUX_LAYERS} distinct layers"
         raise invalid(f"{name}.aux_layers", message)
-    if proto.last_prompt_token_count < 0:
-        message = f"must be at least 0, not {proto.last_prompt_token_count}"
-        raise invalid(f"{name}.last_prompt_token_count", message)
+    last = proto.last_prompt_token_count if proto.HasField("last_prompt_token_count") else None
+    if last is not None and last < 0:
+        raise invalid(f"{name}.last_prompt_token_count", f"must be at least 0, not {last}")
+    check_name(f"{name}.projection", proto.projection, empty=True)
     number = int(proto.dtype or drafts_pb2.FEATURE_DTYPE_BFLOAT16)
     dtypes = {int(dtype): dtype for dtype in d.FeatureDtype}
     if number not in dtypes:
-        raise invalid(f"{name}.dtype", f"must be BFLOAT16, FLOAT16 or FLOAT32, not {number}")
-    check_name(f"{name}.projection", proto.projection, empty=True)
-    return d.FeatureRequest(
-        aux_layers,
-        proto.final_state,
-        dtypes[number],
-        proto.last_prompt_token_count,
-        proto.projection,
-    )
+        return None
+    return d.FeatureRequest(aux_layers, proto.final_state, dtypes[number], last, proto.projection)
 
 
 def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
@@ -118,7 +113,8 @@ def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
         proto.feature_request.aux_layers.extend(request.aux_layers)
         proto.feature_request.final_state = request.final_state
         proto.feature_request.dtype = proto_enum(request.dtype)
-        proto.feature_request.last_prompt_token_count = request.last_prompt_token_count
+        if request.last_prompt_token_count is not None:
+            proto.feature_request.last_prompt_token_count = request.last_prompt_token_count
         proto.feature_request.projection = request.projection
     return proto
 
@@ -299,7 +295,7 @@ def _verdict_to_proto(verdict: d.Verdict) -> drafts_pb2.Verdict:
         sequence_id=verdict.sequence_id,
         committed_length=verdict.committed_length,
         new_token_ids=verdict.new_token_ids,
-        accepted_count=verdict.accepted_count,
+        matched_token_count=verdict.accepted_count,
         draft_tokens=verdict.draft_tokens,
         window=None if verdict.window is None else _window_to_proto(verdict.window),
         traceparent=verdict.traceparent,
@@ -343,7 +339,7 @@ def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> d.Verdict
         proto.sequence_id,
         proto.committed_length,
         list(proto.new_token_ids),
-        proto.accepted_count,
+        proto.matched_token_count,
         _draft_tokens_from_proto(proto.draft_tokens, window),
         window,
         proto.traceparent,

@@ -126,7 +126,7 @@ def _check_roster(engine: Engine) -> None:
         if drafter.sequence_ids != held[name]:
             broken("a drafter's slots are its sequences", f"{drafter.sequence_ids}, {held[name]}")
         limit = drafter.hello.max_sequence_count
-        if 0 < limit < len(drafter.sequence_ids):
+        if limit is not None and limit < len(drafter.sequence_ids):
             broken("no drafter has more sequences than it takes", f"{name}: {limit}")
 
 

@@ -63,7 +63,7 @@ class DrafterPlan:
     samples: bool
     """True if the drafter offers SPARSE and COUPLED, too."""
     max_draft_tokens: int
-    max_sequence_count: int
+    max_sequence_count: int | None
     joins_s: float
     draft_s: float
     """Seconds of drafting before a message."""
@@ -180,7 +180,7 @@ def _drafter(draw: Random, number: int, verifiers: tuple[str, ...]) -> DrafterPl
         fails=draw.choice([0.0, 0.0, 0.0, 0.02]),
         samples=draw.random() < 0.5,
         max_draft_tokens=draw.choice([1, 4, 64, 64]),
-        max_sequence_count=draw.choice([0, 0, 1, 3]),
+        max_sequence_count=draw.choice([None, None, 1, 3]),
         joins_s=draw.choice([0.0, 0.0, 0.02]),
         draft_s=draw.choice([0.0, 0.0002, 0.0005, 0.005]),
         latency_s=draw.choice([0.0, 0.0002, 0.001, 0.01]),

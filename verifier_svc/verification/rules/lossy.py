@@ -50,6 +50,6 @@ class LossyRule:
 LOSSY_RULES = {
     AcceptanceRule.TYPICAL: LossyRule(typical, lambda options: (options.typical_epsilon,)),
     AcceptanceRule.RELAXED: LossyRule(
-        relaxed, lambda options: (options.relaxed_topk, options.relaxed_delta)
+        relaxed, lambda options: (options.relaxed_top_k, options.relaxed_delta)
     ),
 }

@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"syscall"
 
+	"google.golang.org/protobuf/proto"
 	"outrider.dev/go/drafter"
 	pb "outrider.dev/go/outrider/v1"
 )
@@ -53,7 +54,8 @@ func main() {
 		Verifiers: os.Args[2:3], Family: "go-medusa", Logf: log.Printf,
 		Open: func(*pb.Opened) drafter.Strategy { return &medusa{heads: heads} },
 		Features: &pb.FeatureRequest{
-			FinalState: true, Dtype: pb.FeatureDtype_FEATURE_DTYPE_FLOAT32, LastPromptTokenCount: 1,
+			FinalState: true, Dtype: pb.FeatureDtype_FEATURE_DTYPE_FLOAT32,
+			LastPromptTokenCount: proto.Int32(1),
 		},
 		FeatureWidth: heads[0].out.width,
 	}
