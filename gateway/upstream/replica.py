@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import grpc
 
+from gateway.upstream.agreement import Agreement
 from gateway.upstream.chunk_checks import check_model
 from gateway.upstream.verifier_stream import VerifierStream
 from outrider.errors import OutriderError, Reason
@@ -65,6 +66,7 @@ class Replica:
         self.leaving = False
         """True if the verifier's DNS name no longer has its address."""
         self._earlier: dict[asyncio.Task[None], VerifierStream] = {}
+        self._agreement = Agreement()
         self._dial()
 
     def _credentials(self, files: Tls) -> ClientCredentials:
@@ -83,8 +85,11 @@ class Replica:
                 self.mark_lost(error)
             return for_callers(self._unanswered(error))
 
-        stub = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
-        self.tokens = VerifierStream(stub, on_lost, self.poll_now.set)
+        agreement = self._agreement
+        self._link = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
+        self.tokens = VerifierStream(
+            self._link, on_lost, self.poll_now.set, lambda: agreement.version
+        )
 
     def redial(self) -> None:
         """Make a new connection, since the old one may be half open.
@@ -116,6 +121,7 @@ class Replica:
         """Ask the verifier for its model and stage, and update `info` and `problem`.
 
         `fingerprint` is the fingerprint of the gateway's tokenizer, and must equal the verifier's.
+        A verifier that is ready must also speak a version of the gateway's link.
         """
         if self._files is not None and self._files.refresh():
             # A channel keeps its first certificate, so changed files need a new channel.
@@ -127,7 +133,8 @@ class Replica:
             info = wire_model.model_from_proto(response)
             check_model(info)
         except grpc.aio.AioRpcError as failure:
-            self._take_refusal(rpc_errors.error_of(failure))
+            self._agreement.forget()
+            self.problem = self._refused(rpc_errors.error_of(failure))
             if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self.redial()
             return
@@ -140,18 +147,27 @@ class Replica:
         self.info = info
         self.full = False
         self.foreign_count = 0 if info.load is None else info.load.beside(self.own_count)
-        self.problem = _problem(self.address, info, fingerprint)
+        problem = _problem(self.address, info, fingerprint)
+        if problem is not None:
+            self._agreement.forget()
+        elif refusal := await self._agreement.make(self._link):
+            problem = self._refused(refusal)
+        self.problem = problem
 
-    def _take_refusal(self, error: OutriderError) -> None:
-        """Take no requests. NOT_READY means that the verifier itself reports a hanging engine."""
-        if error.reason is Reason.NOT_READY:
-            message = f"verifier {self.address} is not ready: {error.message}"
-            self.problem = replace(error, message=message)
-        else:
-            self.mark_lost(error)
+    def _refused(self, error: OutriderError) -> OutriderError:
+        """Return the problem of a replica that answers a poll with an error.
+
+        With NOT_READY the verifier itself reports a hanging engine, or that it speaks no version of
+        the gateway's link.
+        """
+        if error.reason is not Reason.NOT_READY:
+            return self._unanswered(error)
+        message = f"verifier {self.address} is not ready: {error.message}"
+        return replace(error, message=message)
 
     def mark_lost(self, error: OutriderError) -> None:
         """Take no requests until the verifier answers again."""
+        self._agreement.forget()
         self.problem = self._unanswered(error)
 
     def _unanswered(self, error: OutriderError) -> OutriderError:
@@ -170,6 +186,7 @@ class Replica:
         if error.reason is Reason.OVERLOADED:
             self.full = True
         elif stream is self.tokens:
+            self._agreement.forget()
             self.problem = self.problem or error
             self.poll_now.set()
 

@@ -46,15 +46,21 @@ class VerifierStream:
     """The stream to one verifier. A request opens the stream if it is not open or has broken."""
 
     def __init__(
-        self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost, on_draining: Callable[[], None]
+        self,
+        stub: TokenStreamServiceAsyncStub,
+        on_lost: _OnLost,
+        on_draining: Callable[[], None],
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
         """If the verifier is lost, `on_lost` gets the error and returns the error for callers.
 
-        `on_draining` is called when the verifier says that it will leave soon.
+        `on_draining` is called when the verifier says that it will leave soon. `version` returns
+        the version of outrider.internal.v1 that was agreed with the verifier.
         """
         self._stub = stub
         self._on_lost = on_lost
         self._on_draining = on_draining
+        self._version = version
         self._call: _StreamCall | None = None
 
     async def generate(
@@ -75,7 +81,9 @@ class VerifierStream:
         if self._call is None or self._call.ended:
             # The task gets an empty context: later log lines of the stream do not belong to this
             # request's trace.
-            self._call = Context().run(_StreamCall, self._stub, self._on_lost, self._on_draining)
+            self._call = Context().run(
+                _StreamCall, self._stub, self._on_lost, self._on_draining, self._version()
+            )
         call = self._call
         call_id, chunks = call.begin(request, ends_at, unread_s, on_pause)
         try:
@@ -108,10 +116,15 @@ class _StreamCall:
     """One gRPC call of StreamTokens, until it ends."""
 
     def __init__(
-        self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost, on_draining: Callable[[], None]
+        self,
+        stub: TokenStreamServiceAsyncStub,
+        on_lost: _OnLost,
+        on_draining: Callable[[], None],
+        version: int,
     ) -> None:
         self._on_lost = on_lost
         self._on_draining = on_draining
+        self._version = version
         self._last_id = 0
         self._running: dict[int, _Chunks] = {}
         # Running sequences without a chunk yet.
@@ -231,7 +244,7 @@ class _StreamCall:
             self._has_unsent.clear()
             while self._unsent:
                 batch, _ = take_batch(self._unsent)
-                yield token_streams_pb2.StreamTokensRequest(requests=batch)
+                yield token_streams_pb2.StreamTokensRequest(requests=batch, version=self._version)
 
     async def _read(self) -> None:
         error: OutriderError | None = _HUNG_UP

@@ -13,7 +13,12 @@ import pytest
 
 from gateway.upstream.verifier_stream import VerifierStream
 from outrider.errors import OutriderError, Reason
-from outrider.internal.v1.token_streams_pb2 import StreamTokensRequest, StreamTokensResponse
+from outrider.internal.v1.token_streams_pb2 import (
+    AgreeVersionRequest,
+    AgreeVersionResponse,
+    StreamTokensRequest,
+    StreamTokensResponse,
+)
 from outrider.internal.v1.token_streams_pb2_grpc import (
     TokenStreamServiceServicer,
     TokenStreamServiceStub,
@@ -37,6 +42,11 @@ class Refusing(TokenStreamServiceServicer):
     def __init__(self, own_messages: int = 0) -> None:
         self.own_messages = own_messages
         self.has_refused = asyncio.Event()
+
+    async def AgreeVersion(
+        self, request: AgreeVersionRequest, context: Any
+    ) -> AgreeVersionResponse:
+        return AgreeVersionResponse(version=1)
 
     # The stubs do not know that a handler may write through its context.
     async def StreamTokens(  # type: ignore[override]

@@ -14,6 +14,7 @@ from outrider.errors import OutriderError
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.process.network import rpc
 from outrider.process.security.tls import Tls
+from outrider.protocol.link_versions import SPOKEN, Versions
 from outrider.protocol.messages import (
     FinishReason,
     SpeculationStats,
@@ -25,7 +26,7 @@ from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.protocol.wire import model as wire_model
 from outrider.protocol.wire import requests as wire_requests
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
-from verifier_svc.streams.gateway_streams import GatewayStream
+from verifier_svc.streams.gateway_streams import GatewayStream, agreed_version
 
 Step = TokenChunk | OutriderError | float
 """A chunk to send, an error to end with, or seconds to wait."""
@@ -50,6 +51,11 @@ class Script:
     stream_count: int = 0
     message_count: int = 0
     """The gateways' messages; each has one or more requests."""
+    versions: Versions | None = SPOKEN
+    """The versions of outrider.internal.v1; None for a verifier that lacks AgreeVersion."""
+    asked_versions: list[Versions] = field(default_factory=list)
+    used_versions: list[int] = field(default_factory=list)
+    """The version in each message of the gateways' streams."""
 
     def play(self, *steps: Step) -> None:
         """Answer every request with these steps from now on."""
@@ -79,12 +85,25 @@ class ScriptedVerifier(
             raise self.script.refusal
         return wire_model.model_to_proto(self.script.info)
 
+    async def AgreeVersion(
+        self, request: token_streams_pb2.AgreeVersionRequest, context: Any
+    ) -> token_streams_pb2.AgreeVersionResponse:
+        if self.script.versions is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+            raise AssertionError("aborting raises")
+        asked = Versions(request.oldest_version, request.newest_version)
+        self.script.asked_versions.append(asked)
+        version = agreed_version(asked, self.script.versions, context)
+        return token_streams_pb2.AgreeVersionResponse(version=version)
+
     # The method writes through the context, which the stubs do not support.
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: Any
     ) -> None:
         self.script.stream_count += 1
-        stream = GatewayStream(self._generate, self._counted(request_iterator), context)
+        versions = self.script.versions or Versions(1, 1)
+        requests = self._counted(request_iterator)
+        stream = GatewayStream(self._generate, requests, context, versions)
         serving = asyncio.ensure_future(stream.run())
         hung_up = asyncio.ensure_future(self._hang_up(stream))
         try:
@@ -98,6 +117,7 @@ class ScriptedVerifier(
     ) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
         async for message in requests:
             self.script.message_count += 1
+            self.script.used_versions.append(message.version)
             yield message
 
     async def _hang_up(self, stream: GatewayStream) -> None:

@@ -57,7 +57,7 @@ def test_every_proto_with_a_service_is_looked_at() -> None:
 
 
 WHO = {
-    Role.GATEWAY: {"GenerateTokens", "GetModel", "StreamTokens"},
+    Role.GATEWAY: {"AgreeVersion", "GenerateTokens", "GetModel", "StreamTokens"},
     Role.VERIFIER: set[str](),
     Role.REDIS: set[str](),
     Role.DRAFTER: {"GetModel", "StreamDrafts"},

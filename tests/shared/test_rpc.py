@@ -331,6 +331,11 @@ class Talkative(token_streams_pb2_grpc.TokenStreamServiceServicer):
     def __init__(self) -> None:
         self.ends: list[type[BaseException]] = []
 
+    async def AgreeVersion(
+        self, request: token_streams_pb2.AgreeVersionRequest, context: Any
+    ) -> token_streams_pb2.AgreeVersionResponse:
+        return token_streams_pb2.AgreeVersionResponse(version=1)
+
     # The stubs do not know that a handler may write through its context.
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: Any, context: Any

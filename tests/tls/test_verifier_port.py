@@ -52,6 +52,11 @@ async def stream_tokens(channel: grpc.aio.Channel) -> Any:
     return await call.read()
 
 
+async def agree_version(channel: grpc.aio.Channel) -> Any:
+    stub = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
+    return await stub.AgreeVersion(token_streams_pb2.AgreeVersionRequest(), timeout=10)
+
+
 def hello(drafter_id: str) -> verifier_pb2.StreamDraftsRequest:
     """Return the first message of a drafter that could draft for the model."""
     return verifier_pb2.StreamDraftsRequest(
@@ -106,11 +111,12 @@ async def outcome(address: str, tls: Tls | None, call: Call) -> OutriderError | 
 CALLS: dict[str, Call] = {
     "GetModel": get_model,
     "GenerateTokens": generate_tokens,
+    "AgreeVersion": agree_version,
     "StreamTokens": stream_tokens,
     "StreamDrafts": stream_drafts("drafter/1"),
 }
 MAY = {
-    "gateway": {"GetModel", "GenerateTokens", "StreamTokens"},
+    "gateway": {"GetModel", "GenerateTokens", "AgreeVersion", "StreamTokens"},
     "operator": {"GetModel", "GenerateTokens"},
     "drafter": {"GetModel", "StreamDrafts"},
     "client": set[str](),

@@ -18,6 +18,7 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
     add_TokenStreamServiceServicer_to_server,
 )
 from outrider.process.network import rpc, rpc_errors
+from outrider.protocol.link_versions import SPOKEN, Versions
 from outrider.v1 import common_pb2, verifier_pb2
 from tests.waiting import until
 from verifier_svc.streams import gateway_streams
@@ -41,12 +42,18 @@ class Verifier(TokenStreamServiceServicer):
         self.running = 0
         self.traceparents: list[str] = []
         self.stream: GatewayStream | None = None
+        self.versions = SPOKEN
+
+    async def AgreeVersion(
+        self, request: token_streams_pb2.AgreeVersionRequest, context: Any
+    ) -> token_streams_pb2.AgreeVersionResponse:
+        return token_streams_pb2.AgreeVersionResponse(version=1)
 
     # grpc's type stubs do not know that a handler may write its responses through `context`.
     async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[Request], context: Any
     ) -> None:
-        self.stream = GatewayStream(self.generate, aiter(request_iterator), context)
+        self.stream = GatewayStream(self.generate, aiter(request_iterator), context, self.versions)
         await self.stream.run()
 
     async def generate(
@@ -92,6 +99,31 @@ def begin(number: int, prompt: int, traceparent: str = "") -> Request:
     """Return a message that begins call `number`, with a prompt of one token."""
     generate = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[prompt])
     return said(call_id=number, generate=generate, traceparent=traceparent)
+
+
+@pytest.mark.parametrize(("version", "is_served"), [(0, False), (1, False), (2, True), (4, False)])
+async def test_a_stream_of_a_version_that_is_not_spoken_ends_with_the_reason(
+    version: int, is_served: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gateway that names no version speaks version 1."""
+    verifier = Verifier(lambda prompt: [[prompt]])
+    verifier.versions = Versions(2, 3)
+    async with calling(verifier) as call:
+        message = begin(1, 7)
+        message.version = version
+        await call.write(message)
+        if is_served:
+            assert (await call.read()).parts[0].tokens.token_ids == [7]
+            return
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    error = rpc_errors.error_of(caught.value)
+    assert error.reason is Reason.NOT_READY
+    assert error.message == (
+        f"the gateway speaks version {version or 1} of outrider.internal.v1, and the verifier"
+        " versions 2 to 3; update the older of the two"
+    )
+    assert error.message in caplog.text
 
 
 def cancel(number: int) -> Request:

@@ -8,6 +8,7 @@ module works without an engine: a call is any generator of responses.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
@@ -18,8 +19,12 @@ import grpc
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2
 from outrider.process.network import rpc_errors
+from outrider.protocol import link_versions
+from outrider.protocol.link_versions import Versions
 from outrider.protocol.wire.batches import take_batch
 from outrider.v1 import verifier_pb2
+
+log = logging.getLogger(__name__)
 
 # The number of bytes of the verifier's memory that a caller which does not read can fill. The parts
 # of one step are far smaller.
@@ -37,8 +42,16 @@ Generate = Callable[
 class GatewayStream:
     """One caller's stream: it runs the caller's calls and batches their responses."""
 
-    def __init__(self, generate: Generate, requests: Requests, context: Context) -> None:
+    def __init__(
+        self,
+        generate: Generate,
+        requests: Requests,
+        context: Context,
+        versions: Versions = link_versions.SPOKEN,
+    ) -> None:
+        """`versions` are those of outrider.internal.v1 that the stream may have."""
         self._generate = generate
+        self._versions = versions
         self._requests = requests
         self._context = context
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -54,8 +67,8 @@ class GatewayStream:
     async def run(self) -> None:
         """Serve until the caller ends the stream or `end` is called.
 
-        Raises OutriderError: PROTOCOL_VIOLATION for a message without a meaning, SLOW_READER if the
-        caller leaves MOST_UNSENT_BYTES unread.
+        Raises OutriderError: NOT_READY for a version that is not spoken here, PROTOCOL_VIOLATION
+        for a message without a meaning, SLOW_READER if the caller leaves MOST_UNSENT_BYTES unread.
         """
         # The metadata go out at once. If not, gRPC would send them with the first message or with a
         # status, and gRPC refuses a status while it writes a message with metadata.
@@ -86,7 +99,12 @@ class GatewayStream:
 
     async def _read(self) -> None:
         """Start, pause and cancel calls; after the last message, wait for the running calls."""
+        is_first = True
         async for message in self._requests:
+            if is_first:
+                is_first = False
+                said = link_versions.from_wire(message.version, message.version)
+                agreed_version(said, self._versions, self._context)
             for request in message.requests:
                 self._take(request)
         while self._calls:
@@ -178,6 +196,15 @@ class GatewayStream:
                 await self._context.write(
                     token_streams_pb2.StreamTokensResponse(parts=parts, draining=draining)
                 )
+
+
+def agreed_version(gateway: Versions, own: Versions, context: Context) -> int:
+    """Return the newest version that both speak; else log that, and raise NOT_READY."""
+    try:
+        return link_versions.agree(gateway, own)
+    except OutriderError as refusal:
+        log.warning("the gateway at %s is refused: %s", context.peer(), refusal.message)
+        raise
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

@@ -24,6 +24,7 @@ from outrider.process.network.rpc import Server
 from outrider.process.observability.request_id import HEADER, request_id
 from outrider.process.security.credentials import peer_of
 from outrider.process.tasks import watch
+from outrider.protocol import link_versions
 from outrider.protocol.messages import TokenChunk, TokenRequest
 from outrider.protocol.model_info import DrafterInfo, Load, ModelInfo, Stage
 from outrider.protocol.wire import model as wire_model
@@ -33,7 +34,7 @@ from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.engine.served import DraftingEngine, ServedEngine
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.streams.drafter_streams import DrafterStream
-from verifier_svc.streams.gateway_streams import GatewayStream
+from verifier_svc.streams.gateway_streams import GatewayStream, agreed_version
 from verifier_svc.streams.sequence_log import ServedSequence
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class VerifierServicer(
     def __init__(self, model_id: str, *aliases: str, clock: Clock = monotonic) -> None:
         self._clock = clock
         self.info = ModelInfo(model_id, Stage.LOADING, "starting", aliases=aliases)
+        self.versions = link_versions.SPOKEN
+        """The versions of outrider.internal.v1 that gateways may use."""
         self._engine: EngineThread[DraftingEngine] | None = None
         # The same engine, if it takes requests.
         self._serving: EngineThread[ServedEngine] | None = None
@@ -201,6 +204,14 @@ class VerifierServicer(
             async for response in responses:
                 yield response
 
+    async def AgreeVersion(
+        self, request: token_streams_pb2.AgreeVersionRequest, context: Context
+    ) -> token_streams_pb2.AgreeVersionResponse:
+        """Choose the version of outrider.internal.v1, or refuse the gateway and log why."""
+        gateway = link_versions.from_wire(request.oldest_version, request.newest_version)
+        version = agreed_version(gateway, self.versions, context)
+        return token_streams_pb2.AgreeVersionResponse(version=version)
+
     async def StreamTokens(  # type: ignore[override]  # the stubs lack writes through the context
         self,
         request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest],
@@ -208,7 +219,7 @@ class VerifierServicer(
     ) -> None:
         """Stream the tokens of all sequences of one caller."""
         self._ready()
-        stream = GatewayStream(self._generate, aiter(request_iterator), context)
+        stream = GatewayStream(self._generate, aiter(request_iterator), context, self.versions)
         self._caller_streams.add(stream)
         try:
             await stream.run()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import verifier_pb2 as outrider_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(outrider/internal/v1/token_streams.proto\x12\x14outrider.internal.v1\x1a\x1aoutrider/v1/verifier.proto\"N\n\x13StreamTokensRequest\x12\x37\n\x08requests\x18\x01 \x03(\x0b\x32%.outrider.internal.v1.SequenceRequest\"\x9a\x02\n\x0fSequenceRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x36\n\x08generate\x18\x02 \x01(\x0b\x32\".outrider.v1.GenerateTokensRequestH\x00\x12\x34\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\".outrider.internal.v1.CancelTokensH\x00\x12\x32\n\x05pause\x18\x05 \x01(\x0b\x32!.outrider.internal.v1.PauseTokensH\x00\x12\x34\n\x06resume\x18\x06 \x01(\x0b\x32\".outrider.internal.v1.ResumeTokensH\x00\x12\x13\n\x0btraceparent\x18\x04 \x01(\tB\t\n\x07message\"\x0e\n\x0c\x43\x61ncelTokens\"\r\n\x0bPauseTokens\"\x0e\n\x0cResumeTokens\"Y\n\x14StreamTokensResponse\x12/\n\x05parts\x18\x01 \x03(\x0b\x32 .outrider.internal.v1.TokensPart\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"q\n\nTokensPart\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x35\n\x06tokens\x18\x02 \x01(\x0b\x32#.outrider.v1.GenerateTokensResponseH\x00\x12\x10\n\x06status\x18\x03 \x01(\x0cH\x00\x42\t\n\x07message2\x7f\n\x12TokenStreamService\x12i\n\x0cStreamTokens\x12).outrider.internal.v1.StreamTokensRequest\x1a*.outrider.internal.v1.StreamTokensResponse(\x01\x30\x01\x42\x9b\x01\n\x18\x64\x65v.outrider.internal.v1P\x01Z/outrider.dev/go/outrider/internal/v1;internalv1\xa2\x02\x04ODRI\xaa\x02\x14Outrider.Internal.V1\xca\x02\x14Outrider\\Internal\\V1\xea\x02\x16Outrider::Internal::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(outrider/internal/v1/token_streams.proto\x12\x14outrider.internal.v1\x1a\x1aoutrider/v1/verifier.proto\"E\n\x13\x41greeVersionRequest\x12\x16\n\x0eoldest_version\x18\x01 \x01(\x05\x12\x16\n\x0enewest_version\x18\x02 \x01(\x05\"\'\n\x14\x41greeVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\x05\"_\n\x13StreamTokensRequest\x12\x37\n\x08requests\x18\x01 \x03(\x0b\x32%.outrider.internal.v1.SequenceRequest\x12\x0f\n\x07version\x18\x02 \x01(\x05\"\x9a\x02\n\x0fSequenceRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x36\n\x08generate\x18\x02 \x01(\x0b\x32\".outrider.v1.GenerateTokensRequestH\x00\x12\x34\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\".outrider.internal.v1.CancelTokensH\x00\x12\x32\n\x05pause\x18\x05 \x01(\x0b\x32!.outrider.internal.v1.PauseTokensH\x00\x12\x34\n\x06resume\x18\x06 \x01(\x0b\x32\".outrider.internal.v1.ResumeTokensH\x00\x12\x13\n\x0btraceparent\x18\x04 \x01(\tB\t\n\x07message\"\x0e\n\x0c\x43\x61ncelTokens\"\r\n\x0bPauseTokens\"\x0e\n\x0cResumeTokens\"Y\n\x14StreamTokensResponse\x12/\n\x05parts\x18\x01 \x03(\x0b\x32 .outrider.internal.v1.TokensPart\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"q\n\nTokensPart\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x35\n\x06tokens\x18\x02 \x01(\x0b\x32#.outrider.v1.GenerateTokensResponseH\x00\x12\x10\n\x06status\x18\x03 \x01(\x0cH\x00\x42\t\n\x07message2\xe6\x01\n\x12TokenStreamService\x12\x65\n\x0c\x41greeVersion\x12).outrider.internal.v1.AgreeVersionRequest\x1a*.outrider.internal.v1.AgreeVersionResponse\x12i\n\x0cStreamTokens\x12).outrider.internal.v1.StreamTokensRequest\x1a*.outrider.internal.v1.StreamTokensResponse(\x01\x30\x01\x42\x9b\x01\n\x18\x64\x65v.outrider.internal.v1P\x01Z/outrider.dev/go/outrider/internal/v1;internalv1\xa2\x02\x04ODRI\xaa\x02\x14Outrider.Internal.V1\xca\x02\x14Outrider\\Internal\\V1\xea\x02\x16Outrider::Internal::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +33,24 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.internal.v1.token_
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\030dev.outrider.internal.v1P\001Z/outrider.dev/go/outrider/internal/v1;internalv1\242\002\004ODRI\252\002\024Outrider.Internal.V1\312\002\024Outrider\\Internal\\V1\352\002\026Outrider::Internal::V1'
-  _globals['_STREAMTOKENSREQUEST']._serialized_start=94
-  _globals['_STREAMTOKENSREQUEST']._serialized_end=172
-  _globals['_SEQUENCEREQUEST']._serialized_start=175
-  _globals['_SEQUENCEREQUEST']._serialized_end=457
-  _globals['_CANCELTOKENS']._serialized_start=459
-  _globals['_CANCELTOKENS']._serialized_end=473
-  _globals['_PAUSETOKENS']._serialized_start=475
-  _globals['_PAUSETOKENS']._serialized_end=488
-  _globals['_RESUMETOKENS']._serialized_start=490
-  _globals['_RESUMETOKENS']._serialized_end=504
-  _globals['_STREAMTOKENSRESPONSE']._serialized_start=506
-  _globals['_STREAMTOKENSRESPONSE']._serialized_end=595
-  _globals['_TOKENSPART']._serialized_start=597
-  _globals['_TOKENSPART']._serialized_end=710
-  _globals['_TOKENSTREAMSERVICE']._serialized_start=712
-  _globals['_TOKENSTREAMSERVICE']._serialized_end=839
+  _globals['_AGREEVERSIONREQUEST']._serialized_start=94
+  _globals['_AGREEVERSIONREQUEST']._serialized_end=163
+  _globals['_AGREEVERSIONRESPONSE']._serialized_start=165
+  _globals['_AGREEVERSIONRESPONSE']._serialized_end=204
+  _globals['_STREAMTOKENSREQUEST']._serialized_start=206
+  _globals['_STREAMTOKENSREQUEST']._serialized_end=301
+  _globals['_SEQUENCEREQUEST']._serialized_start=304
+  _globals['_SEQUENCEREQUEST']._serialized_end=586
+  _globals['_CANCELTOKENS']._serialized_start=588
+  _globals['_CANCELTOKENS']._serialized_end=602
+  _globals['_PAUSETOKENS']._serialized_start=604
+  _globals['_PAUSETOKENS']._serialized_end=617
+  _globals['_RESUMETOKENS']._serialized_start=619
+  _globals['_RESUMETOKENS']._serialized_end=633
+  _globals['_STREAMTOKENSRESPONSE']._serialized_start=635
+  _globals['_STREAMTOKENSRESPONSE']._serialized_end=724
+  _globals['_TOKENSPART']._serialized_start=726
+  _globals['_TOKENSPART']._serialized_end=839
+  _globals['_TOKENSTREAMSERVICE']._serialized_start=842
+  _globals['_TOKENSTREAMSERVICE']._serialized_end=1072
 # @@protoc_insertion_point(module_scope)

@@ -35,6 +35,11 @@ class TokenStreamServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.AgreeVersion = channel.unary_unary(
+                '/outrider.internal.v1.TokenStreamService/AgreeVersion',
+                request_serializer=outrider_dot_internal_dot_v1_dot_token__streams__pb2.AgreeVersionRequest.SerializeToString,
+                response_deserializer=outrider_dot_internal_dot_v1_dot_token__streams__pb2.AgreeVersionResponse.FromString,
+                _registered_method=True)
         self.StreamTokens = channel.stream_stream(
                 '/outrider.internal.v1.TokenStreamService/StreamTokens',
                 request_serializer=outrider_dot_internal_dot_v1_dot_token__streams__pb2.StreamTokensRequest.SerializeToString,
@@ -45,6 +50,16 @@ class TokenStreamServiceStub:
 class TokenStreamServiceServicer:
     """VerifierService.GenerateTokens for many sequences at once.
     """
+
+    def AgreeVersion(self, request, context):
+        """Chooses the version of this package. A gateway calls it before StreamTokens, and again if the
+        verifier may have been started anew. A verifier without this call speaks version 1. If no
+        version is common, the verifier refuses with NOT_READY, and the gateway sends no sequences to
+        it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def StreamTokens(self, request_iterator, context):
         """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
@@ -59,6 +74,11 @@ class TokenStreamServiceServicer:
 
 def add_TokenStreamServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'AgreeVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.AgreeVersion,
+                    request_deserializer=outrider_dot_internal_dot_v1_dot_token__streams__pb2.AgreeVersionRequest.FromString,
+                    response_serializer=outrider_dot_internal_dot_v1_dot_token__streams__pb2.AgreeVersionResponse.SerializeToString,
+            ),
             'StreamTokens': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamTokens,
                     request_deserializer=outrider_dot_internal_dot_v1_dot_token__streams__pb2.StreamTokensRequest.FromString,
@@ -75,6 +95,33 @@ def add_TokenStreamServiceServicer_to_server(servicer, server):
 class TokenStreamService:
     """VerifierService.GenerateTokens for many sequences at once.
     """
+
+    @staticmethod
+    def AgreeVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.internal.v1.TokenStreamService/AgreeVersion',
+            outrider_dot_internal_dot_v1_dot_token__streams__pb2.AgreeVersionRequest.SerializeToString,
+            outrider_dot_internal_dot_v1_dot_token__streams__pb2.AgreeVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def StreamTokens(request_iterator,

@@ -47,6 +47,7 @@ CALLERS: Mapping[str, frozenset[Role]] = {
     "/outrider.v1.VerifierService/GenerateTokens": frozenset({Role.GATEWAY, Role.OPERATOR}),
     "/outrider.v1.VerifierService/StreamDrafts": _DRAFTERS,
     "/outrider.v1.VerifierService/GetModel": _DRAFTERS | {Role.GATEWAY, Role.OPERATOR},
+    "/outrider.internal.v1.TokenStreamService/AgreeVersion": frozenset({Role.GATEWAY}),
     "/outrider.internal.v1.TokenStreamService/StreamTokens": frozenset({Role.GATEWAY}),
     "/outrider.v1.GenerationService/GenerateText": frozenset({Role.CLIENT, Role.OPERATOR}),
     # Health reveals nothing of a request, and every process may ask for it.

@@ -295,7 +295,7 @@ def _verdict_to_proto(verdict: d.Verdict) -> drafts_pb2.Verdict:
         sequence_id=verdict.sequence_id,
         committed_length=verdict.committed_length,
         new_token_ids=verdict.new_token_ids,
-        matched_token_count=verdict.accepted_count,
+        matched_token_count=verdict.matched_token_count,
         draft_tokens=verdict.draft_tokens,
         window=None if verdict.window is None else _window_to_proto(verdict.window),
         traceparent=verdict.traceparent,
