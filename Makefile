@@ -81,11 +81,14 @@ $(SUPPLY)/installed:
 	@touch $@
 
 # Writes a list of the packages that the images install, in CycloneDX's format: the pinned packages
-# with the hashes of their files, and torch.
+# with the hashes of their files, and torch. cyclonedx-py does not read a version that
+# pyproject.toml takes from the code, so it gets a copy with the version.
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' outrider/__init__.py)
 sbom: $(SUPPLY)/installed
 	cat $(PINNED)/heavy.txt constraints.txt >$(SUPPLY)/listed.txt
-	$(SUPPLY)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
-	  --output-file build/sbom.json $(SUPPLY)/listed.txt
+	sed 's/^dynamic = .*/version = "$(VERSION)"/' pyproject.toml >$(SUPPLY)/pyproject.toml
+	$(SUPPLY)/bin/cyclonedx-py requirements --pyproject $(SUPPLY)/pyproject.toml \
+	  --output-reproducible --output-file build/sbom.json $(SUPPLY)/listed.txt
 	@echo "build/sbom.json lists $$(grep -c '"purl"' build/sbom.json) packages"
 
 # Writes the files of a release of the commit that is checked out into INTO, a new folder.

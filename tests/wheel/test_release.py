@@ -71,6 +71,8 @@ def test_notes_and_packages_are_listed(released: Path) -> None:
     assert (released / "NOTES.md").read_text().strip() in (ROOT / "CHANGELOG.md").read_text()
     packages = json.loads((released / f"outrider-{__version__}.cdx.json").read_text())
     assert packages["bomFormat"] == "CycloneDX"
+    described = packages["metadata"]["component"]
+    assert (described["name"], described["version"]) == ("outrider", __version__)
     named = {package["name"]: package for package in packages["components"]}
     assert {"grpcio", "torch", "transformers"} <= named.keys()
     assert named["grpcio"]["purl"].startswith("pkg:pypi/grpcio@")
