@@ -152,8 +152,8 @@ class HeadSettings(FamilySettings):
     reads_states: ClassVar[bool] = True
 
     head: str = Field(min_length=1)
-    """Directory of the head: an EAGLE-3, P-EAGLE, EAGLE, DFlash, DSpark, MTP or Medusa checkpoint
-    with safetensors."""
+    """Directory of the head: an EAGLE-3, P-EAGLE, EAGLE, DFlash, DSpark, MTP, Medusa or ReDrafter
+    checkpoint with safetensors."""
 
     target: str = Field(min_length=1)
     """Directory or hub id of the target. The drafter reads its configuration and tokenizer, and the

@@ -16,6 +16,7 @@ from outrider.heads.kinds.eagle3 import Eagle3
 from outrider.heads.kinds.medusa import Medusa
 from outrider.heads.kinds.mtp import Mtp
 from outrider.heads.kinds.peagle import PEagle
+from outrider.heads.kinds.redrafter import ReDrafter
 from outrider.heads.model import HeadModel, TargetWeights
 from outrider.heads.projection import ServedProjection, projection_name
 from outrider.heads.reading import read, read_target_config
@@ -30,6 +31,7 @@ _KINDS: dict[Kind, type[HeadModel]] = {
     "dspark": DSpark,
     "mtp": Mtp,
     "medusa": Medusa,
+    "redrafter": ReDrafter,
 }
 # Vision models have their language model under a prefix.
 _EMBEDDINGS = (

@@ -17,6 +17,8 @@ from outrider.heads.dialects.eagle3 import read_eagle3
 from outrider.heads.dialects.glm import MODEL_TYPE, read_glm
 from outrider.heads.dialects.medusa import read_medusa
 from outrider.heads.dialects.mtp import COUNTS, is_mtp_weight, read_mtp, refuse_others
+from outrider.heads.dialects.redrafter import MODEL_TYPE as REDRAFTER
+from outrider.heads.dialects.redrafter import read_redrafter
 from outrider.heads.files import BY_VLLM, Keys, Weights, open_config, open_weights
 from outrider.heads.spec import Head, TargetShape, refusal
 from outrider.tokenizer import check_model_folder
@@ -60,6 +62,8 @@ _BY_OTHERS = {
     "Qwen3OmniDSparkModel",
     "MuseSparkDSparkModel",
 }
+# Readers of heads that read only the target's final state.
+_ON_FINAL_STATE = {"eagle": read_eagle, "medusa": read_medusa, "redrafter": read_redrafter}
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 
 
@@ -102,10 +106,8 @@ def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = 
     kind = stated or _kind_by_weights(keys, weights)
     if kind == "eagle3":
         head = read_eagle3(keys, weights, target, layers)
-    elif kind == "eagle":
-        head = read_eagle(keys, weights, target)
-    elif kind == "medusa":
-        head = read_medusa(keys, weights, target)
+    elif kind in _ON_FINAL_STATE:
+        head = _ON_FINAL_STATE[kind](keys, weights, target)
     else:
         head = read_dflash(keys, weights, target, layers, is_dspark=kind == "dspark")
     return _told(folder, head)
@@ -161,6 +163,8 @@ def _stated_kind(keys: Keys) -> str | None:
             return kind
     if "medusa_num_heads" in keys or keys.text("model_type", "") == "medusa":
         return "medusa"
+    if keys.text("model_type", "") == REDRAFTER:
+        return "redrafter"
     counts = [name for name in COUNTS if keys.is_set(name)]
     return "mtp" if counts or keys.section("text_config").is_set(COUNTS[1]) else None
 

@@ -233,7 +233,8 @@ def _branches(
     sequence: HeadSequence, at: int, best_LBWK: list[Any], shares_LBWK: list[Any]
 ) -> list[Branch]:
     """Return the branches of sequence number `at`, whose tree grows as it did in the graphs."""
-    tree = Tree(sequence)
+    assert sequence.state is not None
+    tree = Tree(sequence, sequence.state)
     tree.add(0, best_LBWK[0][at][0], shares_LBWK[0][at][0])
     for best_BWK, shares_BWK in zip(best_LBWK[1:], shares_LBWK[1:], strict=True):
         first = 1 + len(tree.rows)

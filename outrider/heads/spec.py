@@ -16,7 +16,7 @@ import torch
 
 from outrider.errors import OutriderError, Reason
 
-Kind = Literal["eagle3", "peagle", "eagle", "dflash", "dspark", "mtp", "medusa"]
+Kind = Literal["eagle3", "peagle", "eagle", "dflash", "dspark", "mtp", "medusa", "redrafter"]
 Confidence = Literal["none", "state", "state and token"]
 Markov = Literal["none", "vanilla", "gated", "rnn"]
 
@@ -87,7 +87,7 @@ class HeadSpec:
     aux_layers: tuple[int, ...]
     final_state: bool
     decoder: Decoder | None = None
-    """None for medusa, which has no attention."""
+    """None for medusa and redrafter, which have no attention."""
     other_aux_layers: tuple[tuple[int, ...], ...] = ()
     """Other layers that the file may mean; `reading_choice` compares them with `aux_layers`."""
     other_forms: tuple[HeadSpec, ...] = ()
@@ -129,7 +129,7 @@ class HeadSpec:
     """mtp: the `transformers` configuration of its layer, if that is the target's own kind of
     layer; None for a layer like Llama's."""
     block_counts: tuple[int, ...] = ()
-    """medusa: residual blocks of each of its heads."""
+    """medusa: residual blocks of each of its heads; redrafter: of its only head."""
 
     @property
     def readings(self) -> list[HeadSpec]:

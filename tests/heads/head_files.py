@@ -383,6 +383,45 @@ def medusa_vllm() -> Files:
 
 PARTS = ("weight", "bias")
 
+
+def redrafter_apple() -> Files:
+    _RANDOM.manual_seed(7)
+    size = 2 * HIDDEN
+    config = {
+        "architectures": ["Drafter"],
+        "model_type": "recurrent_drafting_drafter",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "exit_dim": size,
+        "num_draft_layers": 1,
+        "num_lookback_tokens": -1,
+        "rnn": True,
+    }
+    tensors = {
+        "lm_head.0.linear.weight": _randn(size, size) / 4,
+        "lm_head.0.linear.bias": _randn(size) / 4,
+        "lm_head.1.weight": _randn(VOCAB, size) / 4,
+        "rnn_u.weight": _randn(HIDDEN, HIDDEN) / 4,
+        "rnn_u.bias": _randn(HIDDEN) / 4,
+        "rnn_w.weight": _randn(HIDDEN, HIDDEN) / 4,
+    }
+    return config, tensors
+
+
+def redrafter_adding_up() -> Files:
+    """Return a head without recurrent matrices, whose head is narrower than two states."""
+    config, _ = redrafter_apple()
+    size = 24
+    wide = {
+        "input_proj.weight": _randn(size, 2 * HIDDEN) / 4,
+        "input_proj.bias": _randn(size) / 4,
+        "lm_head.0.linear.weight": _randn(size, size) / 4,
+        "lm_head.0.linear.bias": _randn(size) / 4,
+        "lm_head.1.weight": _randn(VOCAB, size) / 4,
+    }
+    return config | {"exit_dim": size, "rnn": False}, wide
+
+
 # The dialects in which tests write a head of each kind.
 DIALECTS: dict[str, dict[str, Callable[[], Files]]] = {
     "eagle3": {
@@ -404,4 +443,5 @@ DIALECTS: dict[str, dict[str, Callable[[], Files]]] = {
     },
     "mtp": {"mimo": mtp_mimo},
     "medusa": {"official": medusa_official, "vllm": medusa_vllm},
+    "redrafter": {"apple": redrafter_apple},
 }

@@ -1,6 +1,7 @@
 """Our forwards give the scores of independent code, which `golden/make.py` recorded."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from outrider.heads.kinds.dynamic_tree import WIDTH
 from outrider.heads.loading import load
-from outrider.heads.model import HeadModel, HeadProposal, TargetWeights
+from outrider.heads.model import Extension, HeadModel, HeadProposal, TargetWeights
 from outrider.heads.reading import read, with_reading
 from tests.heads.head_files import Target
 from tests.heads.head_scores import scores_of
@@ -42,6 +44,8 @@ class Golden:
         self.features = tensors["features"]
         self.scores = tensors["scores"]
         self.confidences = tensors.get("confidences")
+        self.beams = tensors.get("beams")
+        self.beam_scores = tensors.get("beam_scores")
         self.lengths = tensors["lengths"].tolist()
         nothing = torch.zeros(VOCAB, HIDDEN)
         self.weights = TargetWeights(
@@ -75,10 +79,42 @@ def test_scores_are_those_of_independent_code(name: str, tmp_path: Path) -> None
         torch.testing.assert_close(proposal.confidences, golden.confidences, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["redrafter", "redrafter-sum"])
+def test_a_tree_holds_the_beam_of_apples_search(name: str, tmp_path: Path) -> None:
+    """The tree follows the chain's guess, and then as many paths as the beam has."""
+    golden = Golden(name, tmp_path)
+    assert golden.beams is not None
+    assert golden.beam_scores is not None
+    number, width, steps = golden.beams.shape
+    assert width == WIDTH - 1
+    model = golden.model()
+    sequences = [model.open(golden.tokens[:n]) for n in golden.lengths]
+    model.extend([Extension(s, [], golden.features[: len(s.tokens) - 1], 0) for s in sequences])
+    found = model.propose(sequences, steps, WIDTH)
+    for i in range(number):
+        shares = shares_of_paths(found, i)
+        for beam, score in zip(golden.beams[i], golden.beam_scores[i], strict=True):
+            assert math.log(shares[tuple(beam.tolist())]) == pytest.approx(float(score), abs=1e-4)
+
+
+def shares_of_paths(found: HeadProposal, i: int) -> dict[tuple[int, ...], float]:
+    """Return the product of the shares along each path of sequence i's tree."""
+    chain, product, ahead = found.tokens[i].tolist(), 1.0, [1.0]
+    paths: dict[tuple[int, ...], float] = {}
+    for at, (best, shares) in enumerate(zip(found.best[i], found.shares[i], strict=True)):
+        for token, share in zip(best.tolist(), shares.tolist(), strict=True):
+            paths[*chain[:at], token] = product * share
+        product *= float(shares[0])
+        ahead.append(product)
+    for branch in found.deeper[i]:
+        paths[*chain[: branch.at], *branch.run] = ahead[branch.at] * math.prod(branch.shares)
+    return paths
+
+
 def test_every_kind_has_a_recorded_case() -> None:
     kinds = set()
     for name in CASES:
         with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
             config = json.loads(file.metadata()["config"])
         kinds.add(config.get("speculators_model_type") or name.partition("-")[0])
-    assert kinds == {"eagle3", "peagle", "dflash", "dspark", "mtp", "eagle", "medusa"}
+    assert kinds == {"eagle3", "peagle", "dflash", "dspark", "mtp", "eagle", "medusa", "redrafter"}

@@ -187,7 +187,7 @@ async def test_a_cached_prefix_needs_no_features_again(site: Site) -> None:
     alone = await proposed(site.session)
     site.session.apply(StepBatch(closed=[Closed(1)]))
     # The target's prefix cache had a part of the prompt. For that part no features come.
-    known = 0 if site.head.spec.kind == "medusa" else 8
+    known = 8 if site.head.spec.decoder else 0
     site.session.apply(opening(2, text[:13]))
     news = site.features(2, text, known, 13)
     site.session.apply(StepBatch(features=[news], verdicts=[verdict(2, 14, text[13:])]))
@@ -361,7 +361,7 @@ class Rising:
 
 
 @pytest.mark.parametrize("distribution", [DraftDistribution.ONE_HOT, DraftDistribution.COUPLED])
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "redrafter", "dflash"])
 async def test_all_guesses_obey_the_requests_grammar(
     kind: str, distribution: DraftDistribution, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ from outrider.heads.model import (
 )
 from outrider.heads.reading import read
 from outrider.heads.spec import Head
-from tests.heads.head_files import DIALECTS, TARGET, VOCAB, Files, write
+from tests.heads.head_files import DIALECTS, TARGET, VOCAB, Files, redrafter_adding_up, write
 
 COUNT, WIDTH, PAGE = 4, 3, 4
 
@@ -48,8 +48,9 @@ FILES: dict[str, Callable[[], Files]] = {
     **{kind: next(iter(dialects.values())) for kind, dialects in DIALECTS.items()},
     "eagle3, a window": sliding,
     "dflash, a window": windowed,
+    "redrafter, adding up": redrafter_adding_up,
 }
-WITH_PAGES = [kind for kind in FILES if kind != "medusa"]
+WITH_PAGES = [kind for kind in FILES if not kind.startswith(("medusa", "redrafter"))]
 
 
 class Rig:
@@ -271,7 +272,7 @@ def test_a_drafter_chooses_among_all_target_ids(rig: Rig) -> None:
         torch.testing.assert_close(second.confidences[0, 0], plain.shares[0, 0, 1])
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "eagle3, a window"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "eagle3, a window", "redrafter"])
 def test_a_guess_beside_the_chain_has_the_share_that_it_has_as_a_chain(
     kind: str, tmp_path: Path
 ) -> None:
@@ -298,7 +299,7 @@ def test_a_guess_beside_the_chain_has_the_share_that_it_has_as_a_chain(
             torch.testing.assert_close(alone, torch.tensor(branch.shares), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "medusa", "redrafter"])
 def test_bfloat16_gives_nearly_the_same_shares(kind: str, tmp_path: Path) -> None:
     rig = Rig(kind, tmp_path)
     text = rig.text(20)

@@ -579,6 +579,26 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
         lambda c, t: t.update({"999999999999.0.linear.bias": torch.ones(16)}),
         r"nothing in it reads the weights 999999999999\.0\.linear\.bias",
     ),
+    "a ReDrafter of another width": (
+        head_files.redrafter_apple,
+        lambda c, t: c.update(hidden_size=32),
+        "hidden_size is 32, but the target's is 16",
+    ),
+    "a ReDrafter of another vocabulary": (
+        head_files.redrafter_apple,
+        lambda c, t: c.update(vocab_size=44),
+        "vocab_size is 44, but the target has 40 tokens; name the target that the head was made",
+    ),
+    "a ReDrafter that says nothing of its recurrent weights": (
+        head_files.redrafter_apple,
+        lambda c, t: c.pop("rnn"),
+        r"nothing in it reads the weights rnn_u\.bias, rnn_u\.weight, rnn_w\.weight",
+    ),
+    "a ReDrafter with another number of blocks": (
+        head_files.redrafter_apple,
+        lambda c, t: c.update(num_draft_layers=2),
+        r"the weights lm_head\.1\.linear\.weight are missing",
+    ),
     "a mask beyond the vocabulary": (
         head_files.dflash_zlab,
         lambda c, t: c["dflash_config"].update(mask_token_id=10**6),

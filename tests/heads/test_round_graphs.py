@@ -169,6 +169,7 @@ COPIES_AND_WAITS = {
     "dflash": ((2, 1), (2, 1)),
     "dspark": ((3, 1), (3, 1)),
     "medusa": ((0, 1), (0, 1)),
+    "redrafter": ((1, 1), (7, 5)),
 }
 """Copies and waits of a round of four guesses without graphs: for chains, and for trees.
 

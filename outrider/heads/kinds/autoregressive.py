@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
 
 import torch
 
-from outrider.heads.kinds.dynamic_tree import WIDTH, Tree
+from outrider.heads.kinds.dynamic_tree import WIDTH, Node, Tree, grow
 from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
 from outrider.heads.modules import Turns
 from outrider.heads.round_graphs import RoundGraphs
@@ -23,7 +21,6 @@ from outrider.heads.spec import Decoder, Head, HeadSpec
 from outrider.lm.attention import LayerCache
 from outrider.lm.layout import SequenceSlice
 from outrider.protocol.token_tree import MAX_TREE_TOKENS
-from outrider.sampling.tensors import fetch, on
 
 
 class AutoregressiveModel(HeadModel):
@@ -101,34 +98,16 @@ class AutoregressiveModel(HeadModel):
 
     def _grow(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """Guess trees, level by level."""
-        trees = [Tree(sequence) for sequence in sequences]
-        states = torch.stack([tree.states[0] for tree in trees])
-        best, shares = pick.ranked([(i, []) for i in range(len(trees))], self.state_scores(states))
-        pick.take(best, shares)
-        for tree, *ranked in zip(trees, *_lists(best, shares), strict=True):
-            tree.add(0, *ranked)
-        for _ in range(count - 1):
-            new = [tree.follow() for tree in trees]
+        trees = [Tree(s, s.state) for s in sequences if s.state is not None]
+
+        def run(new: Sequence[Sequence[Node]], before: torch.Tensor) -> torch.Tensor:
             rows = self.rows(
                 [tree.slice(len(nodes)) for tree, nodes in zip(trees, new, strict=True)]
             )
-            for tree, nodes in zip(trees, new, strict=True):
-                before = torch.stack([tree.states[node.parent] for node in nodes])
-                tree.features.append(self.recycle(before))
+            added = torch.split(self.recycle(before), [len(nodes) for nodes in new])
+            for tree, features in zip(trees, added, strict=True):
+                tree.features.append(features)
             features = torch.cat([part for tree in trees for part in tree.features])
-            states = self.run(rows.layout.token_ids, features, rows)[rows.layout.logits_indices]
-            places = [(i, node.path) for i, nodes in enumerate(new) for node in nodes]
-            best, shares = pick.ranked(places, self.state_scores(states))
-            firsts = [0, *accumulate(len(nodes) for nodes in new[:-1])]
-            firsts_B = on(best.device, firsts)
-            pick.take(best.index_select(0, firsts_B), shares.index_select(0, firsts_B))
-            lists = zip(places, states, *_lists(best, shares), strict=True)
-            for (i, _), state, tokens, values in lists:
-                trees[i].states.append(state)
-                trees[i].add(len(trees[i].states) - 1, tokens, values)
-        return pick.proposal([tree.branches for tree in trees])
+            return self.run(rows.layout.token_ids, features, rows)[rows.layout.logits_indices]
 
-
-def _lists(best: torch.Tensor, shares: torch.Tensor) -> list[Any]:
-    """Return both tensors as lists, after one wait for the device."""
-    return [array.tolist() for array in fetch([best, shares])]
+        return grow(trees, count, pick, self.state_scores, run)

@@ -1,21 +1,22 @@
 """Dynamic draft trees, which grow by level, as in EAGLE-2 (arXiv 2406.16858).
 
 A forward follows the main guess of a level and the likeliest others: those with the greatest
-product of shares along their path. The forward's rows are the whole tree so far, because a row of a
-tree sees only the text and rows of its own forward.
+product of shares along their path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import nlargest
+from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from outrider.heads.model import Branch, HeadSequence
+from outrider.heads.model import Branch, HeadProposal, HeadSequence, Picker
 from outrider.lm.layout import SequenceSlice
+from outrider.sampling.tensors import fetch, on
 
 WIDTH = 4
 """The number of a level's guesses that are followed.
@@ -38,12 +39,11 @@ class Node(NamedTuple):
 
 
 class Tree:
-    """The tree of one sequence while it grows."""
+    """The tree of one sequence while it grows from the text's state."""
 
-    def __init__(self, sequence: HeadSequence) -> None:
-        assert sequence.state is not None
+    def __init__(self, sequence: HeadSequence, state: torch.Tensor) -> None:
         self.rows: list[Node] = []
-        self.states = [sequence.state]
+        self.states = [state]
         """The text's state, then a state for each row."""
         self.features: list[torch.Tensor] = []
         self._sequence = sequence
@@ -72,8 +72,53 @@ class Tree:
         return new
 
     def slice(self, new: int) -> SequenceSlice:
-        """Return all rows; the forward reads out the last `new` rows."""
+        """Return all rows; the forward reads out the last `new` rows.
+
+        A row of a tree sees only the text and rows of its own forward.
+        """
         kv = self._sequence.kv
         tokens = [node.path[-1] for node in self.rows]
         parents = [node.parent for node in self.rows]
         return SequenceSlice(tokens, kv.num_computed_tokens, kv.pages, new, parents)
+
+
+def grow(
+    trees: Sequence[Tree],
+    count: int,
+    pick: Picker,
+    scores: Callable[[torch.Tensor], torch.Tensor],
+    run: Callable[[Sequence[Sequence[Node]], torch.Tensor], torch.Tensor],
+) -> HeadProposal:
+    """Guess trees of `count` levels, level by level.
+
+    `scores` maps states [R, ·] to scores [R, draft vocabulary]. `run` gets each tree's new rows and
+    the states [R, ·] before these rows, and returns the rows' own states [R, ·].
+    """
+    states = torch.stack([tree.states[0] for tree in trees])
+    best, shares = pick.ranked([(i, []) for i in range(len(trees))], scores(states))
+    pick.take(best, shares)
+    for tree, *ranked in zip(trees, *_lists(best, shares), strict=True):
+        tree.add(0, *ranked)
+    for _ in range(count - 1):
+        new = [tree.follow() for tree in trees]
+        before = [
+            tree.states[node.parent]
+            for tree, nodes in zip(trees, new, strict=True)
+            for node in nodes
+        ]
+        states = run(new, torch.stack(before))
+        places = [(i, node.path) for i, nodes in enumerate(new) for node in nodes]
+        best, shares = pick.ranked(places, scores(states))
+        firsts = [0, *accumulate(len(nodes) for nodes in new[:-1])]
+        firsts_B = on(best.device, firsts)
+        pick.take(best.index_select(0, firsts_B), shares.index_select(0, firsts_B))
+        lists = zip(places, states, *_lists(best, shares), strict=True)
+        for (i, _), state, tokens, values in lists:
+            trees[i].states.append(state)
+            trees[i].add(len(trees[i].states) - 1, tokens, values)
+    return pick.proposal([tree.branches for tree in trees])
+
+
+def _lists(best: torch.Tensor, shares: torch.Tensor) -> list[Any]:
+    """Return both tensors as lists, after one wait for the device."""
+    return [array.tolist() for array in fetch([best, shares])]

@@ -1,9 +1,10 @@
 """Records scores of independent code for small random heads, one file for each case.
 
-Run this script once, with the packages speculators, specforge, eagle-llm and medusa-llm on
-PYTHONPATH; the tests need none of these packages. Each file has the head as that code saves it, a
-text, the text's features, and `lengths`. For each length n the file has the scores of a few guesses
-after the text's first n tokens. The text's next tokens are fed as guesses.
+Run this script once, with the packages speculators, specforge, eagle-llm, medusa-llm and
+recurrent_drafting (of Apple's ml-recurrent-drafter) on PYTHONPATH; the tests need none of these
+packages. Each file has the head as that code saves it, a text, the text's features, and `lengths`.
+For each length n the file has the scores of a few guesses after the text's first n tokens. The
+text's next tokens are fed as guesses.
 """
 
 from __future__ import annotations
@@ -401,6 +402,47 @@ def medusa(seed: int) -> None:
     record("medusa", settings, heads.state_dict(), **values)
 
 
+def redrafter(name: str, seed: int, **sizes: Any) -> None:
+    """Record ReDrafter with Apple's beam search; the text goes on with the likeliest guesses.
+
+    The file also has the beams of a search of width 3, and the log probability of each beam. The
+    seed is one with which each beam holds the chain, as our tree does.
+    """
+    from recurrent_drafting.configuration_drafter import DrafterConfig
+    from recurrent_drafting.modeling_drafter import BeamShape, Drafter
+
+    torch.manual_seed(seed)
+    config = DrafterConfig(vocab_size=VOCAB, hidden_size=HIDDEN, **sizes)
+    model = Drafter(config)
+    randomise(model)
+    embeddings = torch.nn.Embedding(VOCAB, HIDDEN)
+    tokens, features, steps = text(), noise(LENGTH, HIDDEN), 4
+    logits: list[torch.Tensor] = []
+    scores, beams, beam_scores = [], [], []
+    for n in LENGTHS:
+        case = features[n - 2][None], tokens[n - 1 : n], embeddings
+        with torch.no_grad():
+            hook = model.lm_head.register_forward_hook(lambda m, i, out: logits.append(out[0, 0]))
+            chain, _ = model.beam_search_candidates(*case, BeamShape(1, steps + 1))
+            hook.remove()
+            found, shares = model.beam_search_candidates(*case, BeamShape(3, steps + 1))
+        if not (found[0] == chain[0]).all(-1).any():
+            raise ValueError(f"{seed} is no such seed")
+        tokens[n : n + steps] = chain[0, 0, 1:]
+        scores.append(torch.stack(logits[-steps:]))
+        beams.append(found[0, :, 1:])
+        beam_scores.append(shares[0].gather(-1, found[0, :, 1:, None]).sum((-2, -1)))
+    values = {
+        "tokens": tokens,
+        "features": features,
+        "scores": torch.stack(scores),
+        "beams": torch.stack(beams),
+        "beam_scores": torch.stack(beam_scores),
+        "embeddings": embeddings.weight.detach(),
+    }
+    record(name, json.loads(config.to_json_string()), model.state_dict(), **values)
+
+
 def main() -> None:
     cases: dict[str, Any] = {
         "eagle3": lambda: eagle3("eagle3", "llama", 1, 1, norm_before_residual=True),
@@ -469,6 +511,12 @@ def main() -> None:
         "mtp": lambda: mtp(10),
         "eagle": lambda: eagle(11),
         "medusa": lambda: medusa(12),
+        "redrafter": lambda: redrafter(
+            "redrafter", 21, exit_dim=2 * HIDDEN, num_draft_layers=1, rnn=True
+        ),
+        "redrafter-sum": lambda: redrafter(
+            "redrafter-sum", 19, exit_dim=24, num_draft_layers=2, rnn=False
+        ),
     }
     for name in sys.argv[1:] or cases:
         cases[name]()
