@@ -9,10 +9,12 @@ import signal
 from functools import partial
 
 from drafter_svc.config import DrafterSettings
+from drafter_svc.families.base import Loaded
 from drafter_svc.families.registry import find_family
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.observer import CountingObserver
 from drafter_svc.placement import PlacementPlan, choose_address
+from drafter_svc.served_weights import ServedWeights
 from outrider.drafter.grpc_transport import Dialled
 from outrider.drafter.serve import DraftStreams
 from outrider.drafter.strategy import Strategy
@@ -22,6 +24,7 @@ from outrider.process.network.addresses import Addresses
 from outrider.process.observability import telemetry
 from outrider.process.observability.metrics_export import pushing_metrics, serve_metrics
 from outrider.process.observability.process_metrics import add_process_metrics
+from outrider.process.tasks import until_first_end
 from outrider.protocol.draft_messages import Hello
 from outrider.protocol.model_info import ModelInfo
 
@@ -69,25 +72,42 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Drafte
         await server.start(settings.listen, tls=settings.tls)
         add_process_metrics(metrics.registry, lambda: server.is_serving, {"tls": settings.tls})
         serve_metrics(metrics.registry, settings, settings.tls)
-        streams = await _streams(settings, place, server, metrics)
+        weights = ServedWeights(partial(_load, settings, place, metrics))
+        loop = asyncio.get_running_loop()
+        if find_family(settings.family).has_weights:
+            loop.add_signal_handler(signal.SIGHUP, weights.ask)
+        await weights.load()
+        streams = _streams(settings, place, server, metrics, weights)
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, streams.stop)
+            loop.add_signal_handler(number, streams.stop)
         # Objects made by loading live as long as the process. Freeze them: a garbage collection
         # that visited them again would delay a draft.
         gc.collect()
         gc.freeze()
         with pushing_metrics(metrics.registry, SERVICE_NAME, metrics.drafter_id):
-            await streams.run()
+            await until_first_end(streams.run(), weights.follow(streams.rejoin))
     finally:
         await server.stop(0.2)
         telemetry.shutdown()
 
 
-async def _streams(
-    settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: DrafterMetrics
+async def _load(
+    settings: DrafterSettings, place: PlacementPlan, metrics: DrafterMetrics, page_count: int | None
+) -> Loaded:
+    """Load the family, with this number of pages in its KV cache unless it is None."""
+    if page_count is not None:
+        settings = settings.model_copy(update={"page_count": page_count})
+    return await find_family(settings.family).load(settings, place, metrics)
+
+
+def _streams(
+    settings: DrafterSettings,
+    place: PlacementPlan,
+    server: rpc.Server,
+    metrics: DrafterMetrics,
+    weights: ServedWeights,
 ) -> DraftStreams:
-    """Load the family and make one stream to each verifier. The streams set the server's health."""
-    loaded = await find_family(settings.family).load(settings, place, metrics)
+    """Make one stream to each verifier. The streams set the server's health."""
     name = metrics.drafter_id
 
     def hello(family: Strategy, info: ModelInfo) -> Hello:
@@ -96,11 +116,13 @@ async def _streams(
             family=family.name,
             # A family that works only on ids suits any tokenizer, so it states the verifier's
             # tokenizer.
-            tokenizer_fingerprint=loaded.tokenizer_fingerprint or info.tokenizer_fingerprint,
+            tokenizer_fingerprint=weights.loaded.tokenizer_fingerprint
+            or info.tokenizer_fingerprint,
             max_draft_tokens=family.max_draft_tokens,
             distributions=family.distributions,
             feature_request=family.feature_request,
             requires_grammar=family.requires_grammar,
+            weights_version=family.weights_version,
             placement=place.describe(family.device, family.gpu_uuid),
         )
 
@@ -110,7 +132,7 @@ async def _streams(
     def stream(verifier: str) -> DraftStream:
         observer = _StreamObserver(server, metrics, registered)
         address = partial(choose_address, verifier, sockets.get(verifier))
-        return DraftStream(Dialled(address, settings.tls), loaded.make, hello, observer)
+        return DraftStream(Dialled(address, settings.tls), weights.make, hello, observer)
 
     addresses = Addresses(settings.verifier, lambda _: metrics.unresolved.inc())
     return DraftStreams(addresses, stream)

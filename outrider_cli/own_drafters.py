@@ -128,6 +128,7 @@ async def _load(
             _PLACE.describe(strategy.device, strategy.gpu_uuid),
             feature_request=strategy.feature_request,
             requires_grammar=strategy.requires_grammar,
+            weights_version=strategy.weights_version,
         )
 
     async def draft(verifier: OwnVerifier) -> None:

@@ -20,6 +20,9 @@ _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 _MODEL = ["model_name"]
 _LABELS = [*_MODEL, "drafter", "family", "placement"]
 _SHAPE = [*_MODEL, "shape"]
+_WEIGHTS = [*_MODEL, "drafter", "weights_version"]
+# Each drafter's last versions that have counts: the present version, and the version before it.
+_VERSIONS = 2
 _PHASES = ["wait", "pack", "forward", "accept", "commit", "send"]
 _POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
 
@@ -139,6 +142,20 @@ class _ShapeMetrics:
         )
 
 
+class _WeightsMetrics:
+    """The metrics of drafts by the version of the drafter's weights."""
+
+    def __init__(self, registry: _Registry) -> None:
+        self.draft_tokens = registry.counter(
+            "spec_decode_num_draft_tokens_by_weights", "Draft tokens verified.", _WEIGHTS
+        )
+        self.accepted_tokens = registry.counter(
+            "spec_decode_num_accepted_tokens_by_weights", "Draft tokens accepted.", _WEIGHTS
+        )
+        # Keyed by the id of the drafter; the newest version comes last.
+        self.versions: dict[str, list[str]] = {}
+
+
 class VerifierMetrics:
     """The metrics of one verifier, in their own registry.
 
@@ -151,6 +168,7 @@ class VerifierMetrics:
         self._model_name = model_name
         self._of_drafts = _DraftMetrics(self._registry)
         self._of_shapes = _ShapeMetrics(self._registry)
+        self._of_weights = _WeightsMetrics(self._registry)
         self._paused_steps = self._registry.counter(
             "paused_steps",
             "Steps of a sequence that could have verified a draft and had none, by reason.",
@@ -268,9 +286,26 @@ class VerifierMetrics:
                 histogram.observe(seconds)
         self._answers.clear()
 
+    def joined(self, drafter: Drafter) -> None:
+        """Record a drafter's weights; only the last versions of a drafter keep their counts."""
+        # The drafter may have been lost while its acceptance was low.
+        self.acceptance_fell(drafter, drafter.acceptance_watch.fell)
+        if not (version := drafter.hello.weights_version):
+            return
+        versions = self._of_weights.versions.setdefault(drafter.id, [])
+        if version in versions:
+            versions.remove(version)
+        versions.append(version)
+        if len(versions) > _VERSIONS:
+            self.flush()
+            labels = {"drafter": drafter.id, "weights_version": versions.pop(0)}
+            self._of_weights.draft_tokens.remove_by_labels(labels)
+            self._of_weights.accepted_tokens.remove_by_labels(labels)
+
     def forget(self, drafter_id: str) -> None:
         """Drop the metrics of a drafter that will not come back."""
         self.flush()
+        self._of_weights.versions.pop(drafter_id, None)
         for metric in self._registry.by_drafter:
             metric.remove_by_labels({"drafter": drafter_id})
 
@@ -284,12 +319,21 @@ class VerifierMetrics:
             self._add_branch("main", count * accepted)
             labels = self._labels(drafter)
             self._add(self._of_drafts.drafts, labels, count)
-            self._add(self._of_drafts.draft_tokens, labels, count * drafted)
-            self._add(self._of_drafts.accepted_tokens, labels, count * accepted)
+            self._add_tokens(drafter, count * drafted, count * accepted)
             for position in range(min(accepted, MAX_DRAFT_TOKENS)):
                 self._add(self._of_drafts.accepted_per_pos, (*labels, _POSITIONS[position]), count)
         self._walks.clear()
         self._verified.clear()
+
+    def _add_tokens(self, drafter: Drafter, drafted: int, accepted: int) -> None:
+        """Add verified tokens of a drafter; `accepted` of the `drafted` tokens were accepted."""
+        labels = self._labels(drafter)
+        self._add(self._of_drafts.draft_tokens, labels, drafted)
+        self._add(self._of_drafts.accepted_tokens, labels, accepted)
+        if version := drafter.hello.weights_version:
+            versioned = (self._model_name, drafter.id, version)
+            self._add(self._of_weights.draft_tokens, versioned, drafted)
+            self._add(self._of_weights.accepted_tokens, versioned, accepted)
 
     def _add_shape(self, shape: str, count: int, drafted: int, emitted: int) -> None:
         """Add `count` drafts of a shape.
@@ -349,8 +393,7 @@ class VerifierMetrics:
         labels = self._labels(drafter)
         if leads:
             self._add(self._of_drafts.drafts, labels)
-        self._add(self._of_drafts.draft_tokens, labels, drafted)
-        self._add(self._of_drafts.accepted_tokens, labels, len(places))
+        self._add_tokens(drafter, drafted, len(places))
         for place in places:
             self._add(self._of_drafts.accepted_per_pos, (*labels, _POSITIONS[place]))
 

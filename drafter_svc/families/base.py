@@ -23,22 +23,27 @@ class Loaded:
 
     The event loop calls `make` for each new connection, with the model that the verifier serves.
     `tokenizer_fingerprint` is the fingerprint of the family's tokenizer; empty if the family works
-    only on ids.
+    only on ids. `page_count` is the number of pages of the family's KV cache, if the machine's free
+    memory decides it; the next load then takes the same number.
     """
 
     make: Callable[[ModelInfo], Family]
     tokenizer_fingerprint: str = ""
+    page_count: int | None = None
 
 
 class Family(Strategy):
     """A strategy with settings, which `outrider drafter --family` runs.
 
-    The process calls `load` once. Each connection to a verifier has a separate instance. The
-    connection's session calls the instance's methods on the event loop, one at a time. While
-    `propose` of one connection awaits, `propose` of another connection may run.
+    The process calls `load` once, and with `has_weights` after each SIGHUP too. Each connection to
+    a verifier has a separate instance. The connection's session calls the instance's methods on the
+    event loop, one at a time. While `propose` of one connection awaits, `propose` of another
+    connection may run.
     """
 
     settings: ClassVar[type[FamilySettings]] = FamilySettings
+    has_weights: ClassVar[bool] = False
+    """True if SIGHUP makes the process call `load` again while the earlier weights draft."""
 
     @classmethod
     async def load(cls, settings: Any, place: PlacementPlan, metrics: DrafterMetrics) -> Loaded:

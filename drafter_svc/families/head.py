@@ -11,11 +11,13 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from drafter_svc.branching import Branch, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.settings import INT8, HeadSettings
+from drafter_svc.families.weights_version import load_versioned
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
@@ -41,6 +43,7 @@ class HeadFamily(Family):
 
     name = "head"
     settings = HeadSettings
+    has_weights = True
     distributions = frozenset([DraftDistribution.ONE_HOT, DraftDistribution.COUPLED])
 
     def __init__(self, worker: HeadWorker, vocab_size: int) -> None:
@@ -67,27 +70,31 @@ class HeadFamily(Family):
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="head")
         device = "cpu" if place.kind != "local" else settings.device
-        worker = await asyncio.get_running_loop().run_in_executor(
+        load = partial(
+            HeadWorker.load,
             thread,
-            lambda: HeadWorker.load(
-                thread,
-                head=settings.head,
-                target=settings.target,
-                layers=tuple(settings.head_states),
-                dtype=settings.dtype,
-                int8=INT8[settings.weights],
-                device=device,
-                page_count=settings.page_count,
-                threads=place.threads,
-                reading=settings.head_reading,
-                trust_remote_code=settings.trust_remote_code,
-            ),
+            head=settings.head,
+            target=settings.target,
+            layers=tuple(settings.head_states),
+            dtype=settings.dtype,
+            int8=INT8[settings.weights],
+            device=device,
+            page_count=settings.page_count,
+            threads=place.threads,
+            reading=settings.head_reading,
+            trust_remote_code=settings.trust_remote_code,
         )
+        worker, version = await asyncio.get_running_loop().run_in_executor(
+            thread, load_versioned, "head", settings.head, load
+        )
+        spoken = await asyncio.to_thread(lambda: fingerprint(load_tokenizer(settings.target)))
 
         def make(info: ModelInfo) -> HeadFamily:
-            return cls(worker, info.vocab_size)
+            family = cls(worker, info.vocab_size)
+            family.weights_version = version
+            return family
 
-        return Loaded(make, fingerprint(load_tokenizer(settings.target)))
+        return Loaded(make, spoken)
 
     def welcomed(self, welcome: Welcome) -> None:
         """Refuse a verifier that sends no features, or features of another width."""

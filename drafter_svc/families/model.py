@@ -12,12 +12,14 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from drafter_svc.branching import Branch, fan_out, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.families.settings import INT8, ModelSettings
+from drafter_svc.families.weights_version import load_versioned
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
@@ -51,6 +53,7 @@ class ModelFamily(Family):
 
     name = "model"
     settings = ModelSettings
+    has_weights = True
     distributions = frozenset(DraftDistribution)
 
     def __init__(
@@ -79,36 +82,19 @@ class ModelFamily(Family):
     ) -> Loaded:
         """Load the model on a new thread, which runs all its forwards later."""
         need_models()
-        from drafter_svc.families.draft_model import DraftModel
-        from drafter_svc.families.vocabulary import load_vocabulary
-        from outrider.grammar.compiler import GrammarCompiler
-
         # Load the model on the thread that will compute. OpenMP keeps a team of workers for each
         # thread that ever computed, and two teams on the same cores slow a small model down.
         thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
-        runner = await asyncio.get_running_loop().run_in_executor(
-            thread, _load_runner, settings, place
-        )
-        ids = settings.model, runner.vocab_size, runner.eos_token_ids
-        spoken = fingerprint(load_tokenizer(settings.target or settings.model))
-        vocabulary = None
-        if spoken != fingerprint(load_tokenizer(settings.model)):
-            vocabulary = load_vocabulary(*ids, settings.target)
-            ids = settings.target, vocabulary.vocab_size, vocabulary.end_ids
-        # The verifier has checked the grammars.
-        grammars = GrammarCompiler(*ids, trusted=True)
-        model = DraftModel(
-            runner,
-            thread,
-            max_batch_tokens=_MAX_BATCH_TOKENS,
-            grammars=grammars,
-            vocabulary=vocabulary,
+        model, spoken, version = await asyncio.get_running_loop().run_in_executor(
+            thread, _load_model, settings, place, thread
         )
 
         def make(info: ModelInfo) -> ModelFamily:
-            return cls(model, info.vocab_size)
+            family = cls(model, info.vocab_size)
+            family.weights_version = version
+            return family
 
-        return Loaded(make, spoken)
+        return Loaded(make, spoken, model.runner.page_count)
 
     def opened(self, sequence: DraftSequence) -> None:
         """Create a sequence's KV cache, and share the pages of a known prefix.
@@ -292,6 +278,33 @@ class ModelFamily(Family):
                 if share > 0.0
             ]
             offer_likeliest(sequence, leaves)
+
+
+def _load_model(
+    settings: ModelSettings, place: PlacementPlan, thread: ThreadPoolExecutor
+) -> tuple[DraftModel, str, str]:
+    """Return the model, its tokenizer's fingerprint and its version. `thread` calls this."""
+    from drafter_svc.families.draft_model import DraftModel
+    from drafter_svc.families.vocabulary import load_vocabulary
+    from outrider.grammar.compiler import GrammarCompiler
+
+    load = partial(_load_runner, settings, place)
+    runner, version = load_versioned("model", settings.model, load)
+    ids = settings.model, runner.vocab_size, runner.eos_token_ids
+    spoken = fingerprint(load_tokenizer(settings.target or settings.model))
+    vocabulary = None
+    if spoken != fingerprint(load_tokenizer(settings.model)):
+        vocabulary = load_vocabulary(*ids, settings.target)
+        ids = settings.target, vocabulary.vocab_size, vocabulary.end_ids
+    model = DraftModel(
+        runner,
+        thread,
+        max_batch_tokens=_MAX_BATCH_TOKENS,
+        # The verifier has checked the grammars.
+        grammars=GrammarCompiler(*ids, trusted=True),
+        vocabulary=vocabulary,
+    )
+    return model, spoken, version
 
 
 def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:

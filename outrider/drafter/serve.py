@@ -76,6 +76,7 @@ async def _serve(
             distributions=strategy.distributions,
             feature_request=strategy.feature_request,
             requires_grammar=strategy.requires_grammar,
+            weights_version=strategy.weights_version,
             placement=Placement(
                 "local",
                 platform.node(),
@@ -140,6 +141,10 @@ class DraftStreams:
             await asyncio.gather(*tasks, return_exceptions=True)
         if not self._is_stopping:
             self._raise_refusals()
+
+    async def rejoin(self) -> None:
+        """Replace each connection by a new one; return when the former connections are closed."""
+        await asyncio.gather(*[stream.rejoin() for stream, _ in self._streams.values()])
 
     async def _take(self, addresses: Sequence[str]) -> None:
         """Start a stream to each new address, and stop dialling an address that is gone.

@@ -26,6 +26,8 @@ class Strategy(ABC):
     """Longest chain of guesses that the strategy ever offers for a step; at most 64."""
     device = "cpu"
     gpu_uuid = ""
+    weights_version = ""
+    """The version of the weights for the verifier's metrics; empty without weights."""
     feature_request: FeatureRequest | None = None
     """The target's hidden states that the strategy reads; None if it reads no states."""
     requires_grammar = False

@@ -54,7 +54,10 @@ class Observer:
 
 
 class DraftStream:
-    """Serves one verifier and reconnects when it restarts; `stop` ends it."""
+    """Serves one verifier and reconnects when it restarts; `stop` ends it.
+
+    `rejoin` replaces the connection by a new one, with a new strategy.
+    """
 
     def __init__(
         self,
@@ -74,6 +77,10 @@ class DraftStream:
         self._observer = observer
         self._clock = clock
         self._stopping = asyncio.Event()
+        # This event asks the present connection to end, and the other says that there is none.
+        self._leaving = asyncio.Event()
+        self._left = asyncio.Event()
+        self._left.set()
         self._backoff_s = _BACKOFF_S[0]
         self._fatal: tuple[type[Exception], ...] = ()
         self.is_registered = False
@@ -82,12 +89,20 @@ class DraftStream:
     def stop(self) -> None:
         """Say goodbye and end `run`."""
         self._stopping.set()
+        self._leaving.set()
+
+    async def rejoin(self) -> None:
+        """Say goodbye, and connect again at once; return when the former connection is closed."""
+        self._leaving.set()
+        await self._left.wait()
 
     async def run(self) -> None:
         """Serve until `stop`; raise OutriderError when the verifier refuses it for good."""
         while not self._stopping.is_set():
             try:
                 await self._connect()
+                if self._leaving.is_set():
+                    continue
                 error = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier ended the stream")
             except StreamEnded as end:
                 error = end.error
@@ -116,6 +131,14 @@ class DraftStream:
             return
 
     async def _connect(self) -> None:
+        self._leaving.clear()
+        self._left.clear()
+        try:
+            await self._join()
+        finally:
+            self._left.set()
+
+    async def _join(self) -> None:
         info = await self._unless_stopped(self._verifier.model())
         if info is None:
             return
@@ -124,7 +147,7 @@ class DraftStream:
             self._fatal = strategy.fatal
             try:
                 connection = _Connection(
-                    transport, strategy, self._stopping, self._observer, self._clock
+                    transport, strategy, self._leaving, self._observer, self._clock
                 )
                 welcome = await self._unless_stopped(
                     connection.introduce(self._hello(strategy, info))
@@ -151,9 +174,9 @@ class DraftStream:
                 self._backoff_s = _BACKOFF_S[0]
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-        """Return the result of `work`; None when `stop` came first."""
+        """Return the result of `work`; None when `stop` or `rejoin` came first."""
         task = asyncio.create_task(work)
-        stopped = asyncio.create_task(self._stopping.wait())
+        stopped = asyncio.create_task(self._leaving.wait())
         try:
             await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None
@@ -179,7 +202,7 @@ class _Connection:
         self,
         transport: Transport,
         strategy: Strategy,
-        stopping: asyncio.Event,
+        leaving: asyncio.Event,
         observer: Observer,
         clock: Clock,
     ) -> None:
@@ -187,7 +210,7 @@ class _Connection:
         self._family_name = strategy.name
         self._session = DraftSession(strategy, clock)
         self._clock = clock
-        self._stopping = stopping
+        self._leaving = leaving
         self._observer = observer
         self._inbox = StepQueue(_MAX_UNREAD_STEPS)
         self._wake = asyncio.Event()
@@ -199,25 +222,25 @@ class _Connection:
         return welcome
 
     async def serve(self) -> None:
-        """Receive and draft until the verifier ends the stream or `stopping` is set.
+        """Receive and draft until the verifier ends the stream or `leaving` is set.
 
-        If `stopping` is set, say goodbye and wait up to 1 s for the end of the stream.
+        If `leaving` is set, say goodbye and wait up to 1 s for the end of the stream.
         """
         receiving = asyncio.create_task(self._receive())
         drafting = asyncio.create_task(self._draft())
-        stopped = asyncio.create_task(self._stopping.wait())
+        left = asyncio.create_task(self._leaving.wait())
         try:
-            await asyncio.wait([receiving, drafting, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if self._stopping.is_set():
+            await asyncio.wait([receiving, drafting, left], return_when=asyncio.FIRST_COMPLETED)
+            if self._leaving.is_set():
                 self._wake.set()
                 # A verifier that no longer reads must not keep the process alive.
                 await asyncio.wait([receiving, drafting], timeout=_GOODBYE_S)
             else:
                 _raise_first(receiving, drafting)
         finally:
-            for task in (receiving, drafting, stopped):
+            for task in (receiving, drafting, left):
                 task.cancel()
-            await asyncio.gather(receiving, drafting, stopped, return_exceptions=True)
+            await asyncio.gather(receiving, drafting, left, return_exceptions=True)
 
     async def _receive(self) -> None:
         while (step := await self._transport.read()) is not None:
@@ -226,7 +249,7 @@ class _Connection:
 
     async def _draft(self) -> None:
         session = self._session
-        while not self._stopping.is_set():
+        while not self._leaving.is_set():
             self._wake.clear()
             while not self._inbox.empty():
                 if step := self._inbox.get_nowait():

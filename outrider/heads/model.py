@@ -186,7 +186,9 @@ class HeadModel(torch.nn.Module):
         self.embeddings = _shared(own[0], target.embeddings).to(device, dtype)
         matrix = _shared(own[1], target.lm_head).to(device, dtype)
         types = {name: torch.float32 if name.endswith(self.exact) else dtype for name in tensors}
-        fill(self, {name: tensor.to(device, types[name]) for name, tensor in tensors.items()})
+        # Without a copy, a tensor of this type is a view of its file, which may be overwritten.
+        copies = {name: each.to(device, types[name], copy=True) for name, each in tensors.items()}
+        fill(self, copies)
         self.lm_head = linear_of(matrix)
         if device.type == "cpu":
             if int8 and self.projection is not None:

@@ -49,7 +49,8 @@ def _files(model: str) -> list[Path]:
         return [single]
     index = model_file(model, _INDEX)
     if index is None:
-        return []
+        # A head's files may have any names.
+        return sorted(Path(model).glob("*.safetensors"))
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     found = [model_file(model, name) for name in names]
     return [path for path in found if path is not None]

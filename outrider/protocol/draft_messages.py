@@ -77,6 +77,8 @@ class Hello:
     """The features that the drafter can use; None if it uses no features."""
     requires_grammar: bool = False
     """True if the drafter drafts only for sequences with a grammar."""
+    weights_version: str = ""
+    """The version of the drafter's weights, for metrics; empty if it has no weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/drafts.proto\x12\x0boutrider.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18outrider/v1/common.proto\"\xb9\x01\n\x0e\x46\x65\x61tureRequest\x12\x12\n\naux_layers\x18\x01 \x03(\x05\x12\x13\n\x0b\x66inal_state\x18\x02 \x01(\x08\x12(\n\x05\x64type\x18\x03 \x01(\x0e\x32\x19.outrider.v1.FeatureDtype\x12$\n\x17last_prompt_token_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nprojection\x18\x05 \x01(\tB\x1a\n\x18_last_prompt_token_count\"\xfd\x02\n\x05Hello\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\x05\x12\x35\n\rdistributions\x18\x05 \x03(\x0e\x32\x1e.outrider.v1.DraftDistribution\x12)\n\tplacement\x18\x06 \x01(\x0b\x32\x16.outrider.v1.Placement\x12-\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0e\x32\x17.outrider.v1.Capability\x12\x1f\n\x12max_sequence_count\x18\x08 \x01(\x05H\x00\x88\x01\x01\x12\x34\n\x0f\x66\x65\x61ture_request\x18\t \x01(\x0b\x32\x1b.outrider.v1.FeatureRequest\x12\x18\n\x10requires_grammar\x18\n \x01(\x08\x42\x15\n\x13_max_sequence_count\"\xa8\x01\n\x07Welcome\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\x05\x12-\n\x0c\x63\x61pabilities\x18\x04 \x03(\x0e\x32\x17.outrider.v1.Capability\x12\x15\n\rfeature_width\x18\x05 \x01(\x05\x12\x19\n\x11projects_features\x18\x06 \x01(\x08\",\n\x06Window\x12\x13\n\x0btoken_count\x18\x01 \x01(\x05\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\x05\"\xeb\x02\n\x06Opened\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\x05\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x34\n\x0c\x64istribution\x18\x05 \x01(\x0e\x32\x1e.outrider.v1.DraftDistribution\x12\x14\n\x0c\x64raft_tokens\x18\x06 \x01(\x05\x12#\n\x06window\x18\x07 \x01(\x0b\x32\x13.outrider.v1.Window\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12%\n\x07grammar\x18\t \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\x1c\n\x14prediction_token_ids\x18\n \x03(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x13\n\x0btree_tokens\x18\x0c \x01(\x05\">\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"\xd8\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\r\x12\x36\n\rdistributions\x18\x05 \x03(\x0b\x32\x1f.outrider.v1.SparseDistribution\x12\x13\n\x0b\x63onfidences\x18\x06 \x03(\x02\x12\x31\n\x0e\x64raft_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\x04Skip\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\x05\"\xd1\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\x05\x12\x15\n\rnew_token_ids\x18\x03 \x03(\r\x12\x1b\n\x13matched_token_count\x18\x04 \x01(\x05\x12\x14\n\x0c\x64raft_tokens\x18\x05 \x01(\x05\x12#\n\x06window\x18\x06 \x01(\x0b\x32\x13.outrider.v1.Window\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x13\n\x0btree_tokens\x18\x08 \x01(\x05\"E\n\x08\x46\x65\x61tures\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x05\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\"G\n\x06\x43losed\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.outrider.v1.CloseReason\"X\n\nDraftBatch\x12(\n\tproposals\x18\x01 \x03(\x0b\x32\x15.outrider.v1.Proposal\x12 \n\x05skips\x18\x02 \x03(\x0b\x32\x11.outrider.v1.Skip\"\xa6\x01\n\tStepBatch\x12#\n\x06opened\x18\x01 \x03(\x0b\x32\x13.outrider.v1.Opened\x12\'\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32\x15.outrider.v1.Features\x12&\n\x08verdicts\x18\x03 \x03(\x0b\x32\x14.outrider.v1.Verdict\x12#\n\x06\x63losed\x18\x04 \x03(\x0b\x32\x13.outrider.v1.Closed\"M\n\x08\x44raining\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x31\n\x0egrace_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration*\x96\x01\n\x11\x44raftDistribution\x12\"\n\x1e\x44RAFT_DISTRIBUTION_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x44RAFT_DISTRIBUTION_ONE_HOT\x10\x01\x12\x1d\n\x19\x44RAFT_DISTRIBUTION_SPARSE\x10\x02\x12\x1e\n\x1a\x44RAFT_DISTRIBUTION_COUPLED\x10\x03*A\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41PABILITY_FEATURES\x10\x01*\x7f\n\x0c\x46\x65\x61tureDtype\x12\x1d\n\x19\x46\x45\x41TURE_DTYPE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x46\x45\x41TURE_DTYPE_BFLOAT16\x10\x01\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT16\x10\x02\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT32\x10\x03*C\n\x0b\x43loseReason\x12\x1c\n\x18\x43LOSE_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43LOSE_REASON_ENDED\x10\x01\x42l\n\x0f\x64\x65v.outrider.v1P\x01Z&outrider.dev/go/outrider/v1;outriderv1\xa2\x02\x03ODR\xaa\x02\x0bOutrider.V1\xca\x02\x0bOutrider\\V1\xea\x02\x0cOutrider::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/drafts.proto\x12\x0boutrider.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18outrider/v1/common.proto\"\xb9\x01\n\x0e\x46\x65\x61tureRequest\x12\x12\n\naux_layers\x18\x01 \x03(\x05\x12\x13\n\x0b\x66inal_state\x18\x02 \x01(\x08\x12(\n\x05\x64type\x18\x03 \x01(\x0e\x32\x19.outrider.v1.FeatureDtype\x12$\n\x17last_prompt_token_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nprojection\x18\x05 \x01(\tB\x1a\n\x18_last_prompt_token_count\"\x96\x03\n\x05Hello\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\x05\x12\x35\n\rdistributions\x18\x05 \x03(\x0e\x32\x1e.outrider.v1.DraftDistribution\x12)\n\tplacement\x18\x06 \x01(\x0b\x32\x16.outrider.v1.Placement\x12-\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0e\x32\x17.outrider.v1.Capability\x12\x1f\n\x12max_sequence_count\x18\x08 \x01(\x05H\x00\x88\x01\x01\x12\x34\n\x0f\x66\x65\x61ture_request\x18\t \x01(\x0b\x32\x1b.outrider.v1.FeatureRequest\x12\x18\n\x10requires_grammar\x18\n \x01(\x08\x12\x17\n\x0fweights_version\x18\x0b \x01(\tB\x15\n\x13_max_sequence_count\"\xa8\x01\n\x07Welcome\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\x05\x12-\n\x0c\x63\x61pabilities\x18\x04 \x03(\x0e\x32\x17.outrider.v1.Capability\x12\x15\n\rfeature_width\x18\x05 \x01(\x05\x12\x19\n\x11projects_features\x18\x06 \x01(\x08\",\n\x06Window\x12\x13\n\x0btoken_count\x18\x01 \x01(\x05\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\x05\"\xeb\x02\n\x06Opened\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\x05\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x34\n\x0c\x64istribution\x18\x05 \x01(\x0e\x32\x1e.outrider.v1.DraftDistribution\x12\x14\n\x0c\x64raft_tokens\x18\x06 \x01(\x05\x12#\n\x06window\x18\x07 \x01(\x0b\x32\x13.outrider.v1.Window\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12%\n\x07grammar\x18\t \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\x1c\n\x14prediction_token_ids\x18\n \x03(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x13\n\x0btree_tokens\x18\x0c \x01(\x05\">\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"\xd8\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\r\x12\x36\n\rdistributions\x18\x05 \x03(\x0b\x32\x1f.outrider.v1.SparseDistribution\x12\x13\n\x0b\x63onfidences\x18\x06 \x03(\x02\x12\x31\n\x0e\x64raft_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\x04Skip\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\x05\"\xd1\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\x05\x12\x15\n\rnew_token_ids\x18\x03 \x03(\r\x12\x1b\n\x13matched_token_count\x18\x04 \x01(\x05\x12\x14\n\x0c\x64raft_tokens\x18\x05 \x01(\x05\x12#\n\x06window\x18\x06 \x01(\x0b\x32\x13.outrider.v1.Window\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x13\n\x0btree_tokens\x18\x08 \x01(\x05\"E\n\x08\x46\x65\x61tures\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x05\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\"G\n\x06\x43losed\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.outrider.v1.CloseReason\"X\n\nDraftBatch\x12(\n\tproposals\x18\x01 \x03(\x0b\x32\x15.outrider.v1.Proposal\x12 \n\x05skips\x18\x02 \x03(\x0b\x32\x11.outrider.v1.Skip\"\xa6\x01\n\tStepBatch\x12#\n\x06opened\x18\x01 \x03(\x0b\x32\x13.outrider.v1.Opened\x12\'\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32\x15.outrider.v1.Features\x12&\n\x08verdicts\x18\x03 \x03(\x0b\x32\x14.outrider.v1.Verdict\x12#\n\x06\x63losed\x18\x04 \x03(\x0b\x32\x13.outrider.v1.Closed\"M\n\x08\x44raining\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x31\n\x0egrace_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration*\x96\x01\n\x11\x44raftDistribution\x12\"\n\x1e\x44RAFT_DISTRIBUTION_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x44RAFT_DISTRIBUTION_ONE_HOT\x10\x01\x12\x1d\n\x19\x44RAFT_DISTRIBUTION_SPARSE\x10\x02\x12\x1e\n\x1a\x44RAFT_DISTRIBUTION_COUPLED\x10\x03*A\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41PABILITY_FEATURES\x10\x01*\x7f\n\x0c\x46\x65\x61tureDtype\x12\x1d\n\x19\x46\x45\x41TURE_DTYPE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x46\x45\x41TURE_DTYPE_BFLOAT16\x10\x01\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT16\x10\x02\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT32\x10\x03*C\n\x0b\x43loseReason\x12\x1c\n\x18\x43LOSE_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43LOSE_REASON_ENDED\x10\x01\x42l\n\x0f\x64\x65v.outrider.v1P\x01Z&outrider.dev/go/outrider/v1;outriderv1\xa2\x02\x03ODR\xaa\x02\x0bOutrider.V1\xca\x02\x0bOutrider\\V1\xea\x02\x0cOutrider::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,40 +34,40 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.drafts_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.outrider.v1P\001Z&outrider.dev/go/outrider/v1;outriderv1\242\002\003ODR\252\002\013Outrider.V1\312\002\013Outrider\\V1\352\002\014Outrider::V1'
-  _globals['_DRAFTDISTRIBUTION']._serialized_start=2282
-  _globals['_DRAFTDISTRIBUTION']._serialized_end=2432
-  _globals['_CAPABILITY']._serialized_start=2434
-  _globals['_CAPABILITY']._serialized_end=2499
-  _globals['_FEATUREDTYPE']._serialized_start=2501
-  _globals['_FEATUREDTYPE']._serialized_end=2628
-  _globals['_CLOSEREASON']._serialized_start=2630
-  _globals['_CLOSEREASON']._serialized_end=2697
+  _globals['_DRAFTDISTRIBUTION']._serialized_start=2307
+  _globals['_DRAFTDISTRIBUTION']._serialized_end=2457
+  _globals['_CAPABILITY']._serialized_start=2459
+  _globals['_CAPABILITY']._serialized_end=2524
+  _globals['_FEATUREDTYPE']._serialized_start=2526
+  _globals['_FEATUREDTYPE']._serialized_end=2653
+  _globals['_CLOSEREASON']._serialized_start=2655
+  _globals['_CLOSEREASON']._serialized_end=2722
   _globals['_FEATUREREQUEST']._serialized_start=100
   _globals['_FEATUREREQUEST']._serialized_end=285
   _globals['_HELLO']._serialized_start=288
-  _globals['_HELLO']._serialized_end=669
-  _globals['_WELCOME']._serialized_start=672
-  _globals['_WELCOME']._serialized_end=840
-  _globals['_WINDOW']._serialized_start=842
-  _globals['_WINDOW']._serialized_end=886
-  _globals['_OPENED']._serialized_start=889
-  _globals['_OPENED']._serialized_end=1252
-  _globals['_SPARSEDISTRIBUTION']._serialized_start=1254
-  _globals['_SPARSEDISTRIBUTION']._serialized_end=1316
-  _globals['_PROPOSAL']._serialized_start=1319
-  _globals['_PROPOSAL']._serialized_end=1535
-  _globals['_SKIP']._serialized_start=1537
-  _globals['_SKIP']._serialized_end=1585
-  _globals['_VERDICT']._serialized_start=1588
-  _globals['_VERDICT']._serialized_end=1797
-  _globals['_FEATURES']._serialized_start=1799
-  _globals['_FEATURES']._serialized_end=1868
-  _globals['_CLOSED']._serialized_start=1870
-  _globals['_CLOSED']._serialized_end=1941
-  _globals['_DRAFTBATCH']._serialized_start=1943
-  _globals['_DRAFTBATCH']._serialized_end=2031
-  _globals['_STEPBATCH']._serialized_start=2034
-  _globals['_STEPBATCH']._serialized_end=2200
-  _globals['_DRAINING']._serialized_start=2202
-  _globals['_DRAINING']._serialized_end=2279
+  _globals['_HELLO']._serialized_end=694
+  _globals['_WELCOME']._serialized_start=697
+  _globals['_WELCOME']._serialized_end=865
+  _globals['_WINDOW']._serialized_start=867
+  _globals['_WINDOW']._serialized_end=911
+  _globals['_OPENED']._serialized_start=914
+  _globals['_OPENED']._serialized_end=1277
+  _globals['_SPARSEDISTRIBUTION']._serialized_start=1279
+  _globals['_SPARSEDISTRIBUTION']._serialized_end=1341
+  _globals['_PROPOSAL']._serialized_start=1344
+  _globals['_PROPOSAL']._serialized_end=1560
+  _globals['_SKIP']._serialized_start=1562
+  _globals['_SKIP']._serialized_end=1610
+  _globals['_VERDICT']._serialized_start=1613
+  _globals['_VERDICT']._serialized_end=1822
+  _globals['_FEATURES']._serialized_start=1824
+  _globals['_FEATURES']._serialized_end=1893
+  _globals['_CLOSED']._serialized_start=1895
+  _globals['_CLOSED']._serialized_end=1966
+  _globals['_DRAFTBATCH']._serialized_start=1968
+  _globals['_DRAFTBATCH']._serialized_end=2056
+  _globals['_STEPBATCH']._serialized_start=2059
+  _globals['_STEPBATCH']._serialized_end=2225
+  _globals['_DRAINING']._serialized_start=2227
+  _globals['_DRAINING']._serialized_end=2304
 # @@protoc_insertion_point(module_scope)

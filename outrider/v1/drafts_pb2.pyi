@@ -211,6 +211,7 @@ class Hello(_message.Message):
     MAX_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     FEATURE_REQUEST_FIELD_NUMBER: _builtins.int
     REQUIRES_GRAMMAR_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """Unique among connected drafters; 1 to 128 printable characters. With mutual TLS it is the
     common name of the drafter's certificate, or begins with that name and a slash.
@@ -230,6 +231,11 @@ class Hello(_message.Message):
     requires_grammar: _builtins.bool
     """Whether it drafts only for sequences with a grammar. The verifier opens no other sequences to
     it. A verifier that does not know this field opens other sequences too; answer them with Skips.
+    """
+    weights_version: _builtins.str
+    """The version of the weights with which it drafts, for metrics; at most 128 printable characters,
+    empty if it has no weights. A drafter whose weights are replaced ends its stream, and begins a
+    new stream with the new version.
     """
     @_builtins.property
     def distributions(self) -> _containers.RepeatedScalarFieldContainer[Global___DraftDistribution.ValueType]:
@@ -260,10 +266,11 @@ class Hello(_message.Message):
         max_sequence_count: _builtins.int | None = ...,
         feature_request: Global___FeatureRequest | None = ...,
         requires_grammar: _builtins.bool = ...,
+        weights_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_sequence_count", b"_max_sequence_count", "feature_request", b"feature_request", "max_sequence_count", b"max_sequence_count", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sequence_count", b"_max_sequence_count", "capabilities", b"capabilities", "distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "feature_request", b"feature_request", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "requires_grammar", b"requires_grammar", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sequence_count", b"_max_sequence_count", "capabilities", b"capabilities", "distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "feature_request", b"feature_request", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "requires_grammar", b"requires_grammar", "tokenizer_fingerprint", b"tokenizer_fingerprint", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_sequence_count: _TypeAlias = _typing.Literal["max_sequence_count"]  # noqa: Y015
     _WhichOneofArgType__max_sequence_count: _TypeAlias = _typing.Literal["_max_sequence_count", b"_max_sequence_count"]  # noqa: Y015

@@ -28,6 +28,7 @@ _REMOVED = {
         "placement",
         "max_sequence_count",
         "requires_grammar",
+        "weights_version",
     },
     "Welcome": {"capabilities", "feature_width"},
     "StepBatch": {"features"},

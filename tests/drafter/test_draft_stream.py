@@ -214,3 +214,38 @@ def test_a_batch_is_divided_into_messages_that_the_verifier_accepts() -> None:
     assert [each for part in parts for each in part.proposals] == proposals
     assert [each for part in parts for each in part.skips] == skips
     assert len(parts) < 2 * sum(sizes) / MAX_BATCH_TOKENS
+
+
+async def test_it_rejoins_at_once_with_a_new_strategy_after_a_goodbye(
+    verifier: ScriptedVerifier,
+) -> None:
+    drafter = Drafter(verifier.port)
+    async with running(drafter):
+        stream = await verifier.accepted()
+        stream.send(StepBatch(opened=[opened(tokens=(10, 11))]))
+        await stream.receive()
+        began = asyncio.get_running_loop().time()
+        rejoining = asyncio.create_task(drafter.stream.rejoin())
+        while isinstance(said := await stream.receive(), DraftBatch):
+            pass
+        assert said == "the drafter is stopping"
+        assert await stream.receive() is None
+        await asyncio.wait_for(rejoining, 30)
+        assert drafter.families[0].is_closed
+        stream = await verifier.accepted()
+        stream.send(StepBatch(opened=[opened(tokens=(20, 21))]))
+        assert await stream.receive() == DraftBatch([Proposal(1, 2, [22, 23])])
+        assert len(drafter.families) == 2
+        # A stream that was lost would first wait for longer.
+        assert asyncio.get_running_loop().time() - began < 30
+
+
+async def test_rejoining_a_stream_that_waits_for_its_verifier_returns_at_once(
+    verifier: ScriptedVerifier,
+) -> None:
+    await verifier.stop()
+    drafter = Drafter(verifier.port)
+    async with running(drafter):
+        await asyncio.wait_for(drafter.stream.rejoin(), 30)
+        await verifier.start()
+        await verifier.accepted()

@@ -164,6 +164,7 @@ READERS: dict[str, Callable[[Any], object]] = {
     "Placement.numa_node": lambda node: placement_from_proto(common_pb2.Placement(numa_node=node)),
     "Hello.drafter_id": lambda n: hello(drafter_id="d" * n),
     "Hello.family": lambda n: hello(family="f" * n),
+    "Hello.weights_version": lambda n: hello(weights_version="v" * n),
     "Hello.max_draft_tokens": named(hello, "max_draft_tokens"),
     "FeatureRequest.aux_layers": lambda n: features(aux_layers=range(n), final_state=True),
     "FeatureRequest.projection": lambda n: features(final_state=True, projection="p" * n),

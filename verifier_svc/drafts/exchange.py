@@ -99,6 +99,7 @@ class DraftExchange:
         self.features.grant(drafter)
         drafter.on_target_device = self._target_device.is_shared(hello.placement)
         self.roster.join(drafter)
+        self._metrics.joined(drafter)
         self.features.watch(self.roster.connected.values())
         for sequence in self._sequences.values():
             if sequence.admitted and sequence.unread_at is None:
@@ -312,10 +313,11 @@ class DraftExchange:
         self._metrics.acceptance_fell(drafter, watch.fell)
         log.log(
             logging.WARNING if watch.fell else logging.INFO,
-            "drafter %s: %.0f %% of its last tokens were accepted, after %.0f %% in its first hour",
+            "drafter %s: %.0f %% of its last tokens were accepted, after %.0f %% %s",
             drafter.id,
             100 * watch.rate,
             100 * (watch.first_rate or 0.0),
+            watch.basis,
         )
 
     def _ask(

@@ -76,7 +76,9 @@ class Roster:
             raise OutriderError(Reason.OVERLOADED, message, retry_after_s=_FULL_S)
         self._take_turn(drafter)
         self.connected[drafter.id] = drafter
-        self._gone.pop(drafter.id, None)
+        _, earlier = self._gone.pop(drafter.id, (0.0, None))
+        if earlier is not None:
+            drafter.succeed(earlier)
 
     def leave(self, drafter: Drafter) -> None:
         """Remove a drafter whose stream has ended; no effect if it is not connected."""

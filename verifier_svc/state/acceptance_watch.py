@@ -1,4 +1,4 @@
-"""Notices that a drafter's guesses have become clearly worse than in its first hour."""
+"""Notices that a drafter's guesses are clearly worse than in its first hour or before a swap."""
 
 from __future__ import annotations
 
@@ -18,18 +18,35 @@ _ALIKE = 4
 class AcceptanceWatch:
     """Compares the acceptance of each block of verified tokens with the first hour's.
 
+    If the drafter's weights were replaced, the earlier weights take the place of the first hour.
+
     A change of the traffic changes acceptance too, so a fall is a reason to look and nothing more.
     """
 
     def __init__(self) -> None:
         self.first_rate: float | None = None
-        """Share of accepted tokens in the first hour; None until it is over."""
+        """Share of accepted tokens in the first hour, or of the earlier weights.
+
+        None until the first hour is over.
+        """
+        self.basis = "in its first hour"
+        """What `first_rate` is the share of, for the log."""
         self.rate = 0.0
         """Share of accepted tokens in the last block."""
         self.fell = False
         self._began_at: float | None = None
         self._verified = 0
         self._accepted = 0
+
+    def continue_from(self, earlier: AcceptanceWatch, verified: int, accepted: int) -> None:
+        """Compare with earlier weights, of whose `verified` tokens `accepted` were accepted.
+
+        If the earlier weights verified too few tokens, compare with what they were compared with.
+        """
+        if verified >= _BLOCK_TOKENS:
+            self.first_rate, self.basis = accepted / verified, "with its earlier weights"
+        else:
+            self.first_rate, self.basis = earlier.first_rate, earlier.basis
 
     def look(self, verified: int, accepted: int, now: float) -> bool:
         """Take the drafter's counts so far, at `now` (seconds); return whether `fell` changed."""

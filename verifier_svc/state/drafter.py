@@ -175,6 +175,14 @@ class Drafter:
         rates = [by_run[0].by_position[0] for by_run in self.rates.values()]
         return self.answer_rate * max(rates, default=0.0)
 
+    def succeed(self, earlier: Drafter) -> None:
+        """Compare acceptance with an earlier stream of this drafter, if its weights were others."""
+        before = earlier.hello.weights_version
+        if before and before != self.hello.weights_version:
+            self.acceptance_watch.continue_from(
+                earlier.acceptance_watch, earlier.verified_count, earlier.accepted_count
+            )
+
     def tell(self, now: float, step_s: float) -> None:
         """Count a step of `step_s` seconds, which sent the drafter a message at `now` (seconds)."""
         self.told_steps += not self.proven

@@ -135,7 +135,9 @@ class CpuDecoder:
         Return float32 logits [R, V] for the layout's `logits_indices`, and the hidden states
         [states, T, H] of all its tokens; `outrider.lm.hidden_states` explains `states`.
         """
-        logits = torch.empty(layout.logits_indices.numel(), self._vocab_size)
+        # A model that another thread loads changes the default dtype meanwhile.
+        shape_RV = layout.logits_indices.numel(), self._vocab_size
+        logits = torch.empty(shape_RV, dtype=torch.float32)
         step = self._step(layout, logits)
         shape = (len(states), layout.token_ids.numel(), self._decoder.hidden)
         kept = torch.empty(shape, dtype=self._dtype)
@@ -155,7 +157,8 @@ class CpuDecoder:
         the last forward, [1, B, V].
         """
         slice_count = layout.token_ids.numel()
-        logits = torch.empty(count if keep_logits else 1, slice_count, self._vocab_size)
+        shape_KBV = count if keep_logits else 1, slice_count, self._vocab_size
+        logits = torch.empty(shape_KBV, dtype=torch.float32)
         tokens = torch.empty(count, slice_count, dtype=torch.int64)
         step = self._step(layout, logits)
         step.logits_stride = logits.stride(0) if keep_logits else 0

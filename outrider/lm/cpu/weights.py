@@ -150,7 +150,7 @@ class TiledLinear(torch.nn.Module):
 
 def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight [out, in] as bytes, of which 128 stands for zero, and the scales [out]."""
-    scales = torch.empty(len(weight))
+    scales = torch.empty(len(weight), dtype=torch.float32)
     found = torch.empty(weight.shape, dtype=torch.uint8)
     for rows in _blocks(len(weight)):
         some = weight[rows].float()

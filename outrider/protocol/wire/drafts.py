@@ -53,6 +53,7 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
     limit = proto.max_sequence_count if proto.HasField("max_sequence_count") else None
     if limit is not None and limit < 1:
         raise invalid("hello.max_sequence_count", f"must be at least 1, not {limit}")
+    check_name("hello.weights_version", proto.weights_version, empty=True)
     offered: set[int] = set(proto.distributions)
     distributions = [kind for kind in m.DraftDistribution if kind in offered]
     return d.Hello(
@@ -65,6 +66,7 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
         max_sequence_count=limit,
         feature_request=feature_request_from_proto(proto),
         requires_grammar=proto.requires_grammar,
+        weights_version=proto.weights_version,
     )
 
 
@@ -106,6 +108,7 @@ def hello_to_proto(hello: d.Hello) -> drafts_pb2.Hello:
         placement=placement_to_proto(hello.placement),
         max_sequence_count=hello.max_sequence_count,
         requires_grammar=hello.requires_grammar,
+        weights_version=hello.weights_version,
     )
     request = hello.feature_request
     if request is not None:
