@@ -318,6 +318,24 @@ def test_further_texts_decide_where_one_is_further_off(
     assert tried == [*range(texts)]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "first", "later"),
+    [(torch.float32, (0.0024, 0.0), (0.0, 0.0)), (torch.bfloat16, (0.129, 0.072), (0.075, 0.072))],
+    ids=["float32", "bfloat16"],
+)
+def test_an_error_that_is_not_chance_is_not_averaged_away(
+    dtype: torch.dtype,
+    first: tuple[float, float],
+    later: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def errors(*arguments: Any) -> tuple[float, float]:
+        return later if arguments[-1] else first
+
+    monkeypatch.setattr(forward_check, "rounding_errors", errors)
+    assert cpu_runner(SUPPORTED["llama"], dtype).decoder is None
+
+
 @pytest.mark.parametrize("config", SUPPORTED.values(), ids=SUPPORTED.keys())
 def test_widened_logits_are_those_of_the_same_weights_in_float32(config: PreTrainedConfig) -> None:
     model = build(config).to(torch.bfloat16)
