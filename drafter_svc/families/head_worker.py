@@ -246,7 +246,12 @@ class HeadWorker:
         dtype = FeatureDtype[str(model.dtype).removeprefix("torch.").upper()]
         spec = model.spec
         return FeatureRequest(
-            spec.aux_layers, spec.final_state, dtype, projection=model.projection_name
+            spec.aux_layers,
+            spec.final_state,
+            dtype,
+            # A head without a cache drafts from the last feature alone.
+            last_prompt_token_count=1 if spec.decoder is None else None,
+            projection=model.projection_name,
         )
 
     def width(self, *, projected: bool) -> int:

@@ -14,6 +14,7 @@ from outrider.heads.kinds.dynamic_tree import WIDTH
 from outrider.heads.loading import load
 from outrider.heads.model import Extension, HeadModel, HeadProposal, TargetWeights
 from outrider.heads.reading import read, with_reading
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from tests.heads.head_files import Target
 from tests.heads.head_scores import scores_of
 
@@ -95,6 +96,16 @@ def test_a_tree_holds_the_beam_of_apples_search(name: str, tmp_path: Path) -> No
         shares = shares_of_paths(found, i)
         for beam, score in zip(golden.beams[i], golden.beam_scores[i], strict=True):
             assert math.log(shares[tuple(beam.tolist())]) == pytest.approx(float(score), abs=1e-4)
+
+
+def test_a_draft_with_too_many_levels_for_a_tree_is_a_chain(tmp_path: Path) -> None:
+    golden = Golden("redrafter", tmp_path)
+    model = golden.model()
+    sequences = [model.open(golden.tokens[: golden.lengths[0]])]
+    model.extend([Extension(s, [], golden.features[: len(s.tokens) - 1], 0) for s in sequences])
+    levels = MAX_TREE_TOKENS // WIDTH + 1
+    assert any(model.propose(sequences, levels, WIDTH).deeper or [])
+    assert not any(model.propose(sequences, levels + 1, WIDTH).deeper or [])
 
 
 def shares_of_paths(found: HeadProposal, i: int) -> dict[tuple[int, ...], float]:

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.heads.kinds.dynamic_tree import WIDTH, Node, Tree, grow
+from outrider.heads.kinds.dynamic_tree import Node, Tree, grow, tree_rows
 from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
 from outrider.heads.modules import Turns
 from outrider.heads.round_graphs import RoundGraphs
 from outrider.heads.spec import Decoder, Head, HeadSpec
 from outrider.lm.attention import LayerCache
 from outrider.lm.layout import SequenceSlice
-from outrider.protocol.token_tree import MAX_TREE_TOKENS
 
 
 class AutoregressiveModel(HeadModel):
@@ -73,8 +72,7 @@ class AutoregressiveModel(HeadModel):
 
     def tree_rows(self, count: int) -> int:
         """Like HeadModel.tree_rows."""
-        rows = WIDTH * (count - 1)
-        return rows if rows <= MAX_TREE_TOKENS else 0
+        return tree_rows(count)
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """Like HeadModel.guess."""

@@ -16,6 +16,7 @@ import torch
 
 from outrider.heads.model import Branch, HeadProposal, HeadSequence, Picker
 from outrider.lm.layout import SequenceSlice
+from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.tensors import fetch, on
 
 WIDTH = 4
@@ -23,6 +24,12 @@ WIDTH = 4
 
 With 8, tokens per forward rise by at most 2 %.
 """
+
+
+def tree_rows(count: int) -> int:
+    """Count the rows that a tree of `count` levels reads; 0 for more levels than trees may have."""
+    rows = WIDTH * (count - 1)
+    return rows if rows <= MAX_TREE_TOKENS else 0
 
 
 class Node(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Identity, Linear, Module, ModuleList
 from torch.nn.functional import silu
 
-from outrider.heads.kinds.dynamic_tree import Node, Tree, grow
+from outrider.heads.kinds.dynamic_tree import Node, Tree, grow, tree_rows
 from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
 from outrider.heads.spec import Head
 from outrider.lm.layout import SequenceSlice
@@ -53,7 +53,7 @@ class ReDrafter(HeadModel):
         before = torch.cat((contexts, torch.zeros_like(contexts)), dim=-1)
         tokens = on(contexts.device, [s.tokens[-1] for s in sequences])
         states = self._read(tokens, before)
-        if pick.width > 1:
+        if pick.width > 1 and tree_rows(count):
             return self._grow(sequences, states, count, pick)
         for step in range(count):
             tokens = pick(self._state_scores(states))
