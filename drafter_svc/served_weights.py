@@ -57,12 +57,21 @@ class ServedWeights:
 
     async def _replace(self, rejoin: Callable[[], Awaitable[None]]) -> None:
         """Load and swap; if the files cannot be used, log why and change nothing."""
-        present = self.make(_NO_VERIFIER).weights_version
+        present = "the earlier weights"
         try:
+            family = self.make(_NO_VERIFIER)
+            present = family.weights_version
+            if family.device != "cpu":
+                raise invalid("device", f"is {family.device}; on a GPU start a new process")
             new = await self._load(self.loaded.page_count)
             _check_same_kind(self.loaded, new)
-        # The files may hold anything, so loading may fail in any way.
-        except Exception as error:  # noqa: BLE001
+        except asyncio.CancelledError:
+            raise
+        # The files may hold anything, so loading may fail in any way. A panic in a tokenizer's
+        # Rust code is no Exception.
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             kind = "" if isinstance(error, OutriderError) else f"{type(error).__name__}: "
             why = kind + " ".join(str(error).split())
             log.error("the new weights were not loaded, and %s draft on: %s", present, why)

@@ -183,10 +183,12 @@ class HeadModel(torch.nn.Module):
             for name, tensor in head.tensors.items()
         }
         own = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
-        self.embeddings = _shared(own[0], target.embeddings).to(device, dtype)
-        matrix = _shared(own[1], target.lm_head).to(device, dtype)
-        types = {name: torch.float32 if name.endswith(self.exact) else dtype for name in tensors}
         # Without a copy, a tensor of this type is a view of its file, which may be overwritten.
+        embeddings = _shared(own[0], target.embeddings)
+        self.embeddings = embeddings.to(device, dtype, copy=embeddings is own[0])
+        matrix = _shared(own[1], target.lm_head)
+        matrix = matrix.to(device, dtype, copy=matrix is own[1])
+        types = {name: torch.float32 if name.endswith(self.exact) else dtype for name in tensors}
         copies = {name: each.to(device, types[name], copy=True) for name, each in tensors.items()}
         fill(self, copies)
         self.lm_head = linear_of(matrix)

@@ -43,19 +43,27 @@ def version(name: str, states: FeatureRequest | None = None, spoken: str = "word
     return Loaded(make, spoken, page_count=7)
 
 
+class Panic(BaseException):
+    """Like the panics of tokenizers' Rust code."""
+
+
 class Files:
     """What is loaded next: versions, or the exceptions of loads that fail."""
 
-    def __init__(self, *results: Loaded | Exception) -> None:
+    def __init__(self, *results: Loaded | BaseException) -> None:
         self.results = [*results]
         self.page_counts: list[int | None] = []
         self.rejoined: list[str] = []
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+        self.may_end.set()
         self.weights = ServedWeights(self.load)
 
     async def load(self, page_count: int | None) -> Loaded:
         self.page_counts.append(page_count)
         result = self.results.pop(0)
-        if isinstance(result, Exception):
+        self.begun.set()
+        await self.may_end.wait()
+        if isinstance(result, BaseException):
             raise result
         return result
 
@@ -99,12 +107,13 @@ async def test_new_weights_serve_after_connections_were_replaced() -> None:
     [
         (ValueError("a header\nof two lines"), "ValueError: a header of two lines"),
         (MemoryError(), "MemoryError: "),
+        (Panic("a string"), "Panic: a string"),
         (version("two", spoken="other words"), "tokenizer is not the tokenizer of the earlier"),
         (version("two", STATES), "head reads other hidden states of the target"),
     ],
 )
 async def test_weights_that_cannot_serve_change_nothing(
-    found: Loaded | Exception, why: str, caplog: pytest.LogCaptureFixture
+    found: Loaded | BaseException, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = Files(version("one"), found, version("three"))
     async with following(files.weights, files.rejoin):
@@ -128,13 +137,28 @@ async def test_a_head_with_another_projection_of_the_same_states_may_serve() -> 
 
 
 async def test_requests_that_come_while_weights_are_loaded_count_as_one() -> None:
-    files = Files(version("one"), version("two"), version("three"))
+    files = Files(version("one"), version("two"), version("three"), version("four"))
     async with following(files.weights, files.rejoin):
+        files.begun.clear()
+        files.may_end.clear()
+        files.weights.ask()
+        await files.begun.wait()
         for _ in range(5):
             files.weights.ask()
-        await until(lambda: files.rejoined)
+        files.may_end.set()
+        await until(lambda: len(files.rejoined) == 2)
         await asyncio.sleep(0.05)
-        assert files.rejoined == ["two"]
+        assert files.rejoined == ["two", "three"]
+
+
+async def test_a_drafter_on_a_gpu_keeps_its_weights(caplog: pytest.LogCaptureFixture) -> None:
+    on_gpu = version("one").make(READY)
+    on_gpu.device, on_gpu.weights_version = "cuda:0", "one"
+    files = Files(Loaded(lambda info: on_gpu, "words"), version("two"))
+    async with following(files.weights, files.rejoin):
+        files.weights.ask()
+        await until(lambda: "on a GPU start a new process" in caplog.text)
+        assert (files.serving, files.rejoined) == ("one", [])
 
 
 async def test_the_earlier_weights_leave_memory_and_equal_files_have_an_equal_version() -> None:

@@ -64,6 +64,22 @@ def test_a_fault_in_processing_a_message_costs_its_sender_alone(
     assert other.error is None
 
 
+def test_a_request_may_name_a_drafter_that_is_away_for_new_weights() -> None:
+    engine, _ = make_engine()
+    drafter = ScriptedDrafter(engine, "d1", "model").handle
+    drafter.draining = True
+    engine.drafting.leave(drafter)
+    for options in (
+        SpeculationOptions(drafter_id="d1"),
+        SpeculationOptions(drafter_family="model"),
+    ):
+        client = Client()
+        engine.submit(replace(request([1, 2], 2), speculation=options), client)
+        while engine.sequences:
+            engine.step()
+        assert len(client.tokens) == 2
+
+
 @pytest.mark.parametrize("name", ["drafter_id", "drafter_family"])
 def test_a_refusal_names_no_drafter_but_the_one_that_was_asked_for(name: str) -> None:
     """Any tenant may see a refusal, and drafters' names may tell about other tenants."""

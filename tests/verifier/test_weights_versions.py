@@ -90,7 +90,11 @@ def test_weights_that_drafted_little_are_not_compared_with() -> None:
     assert watch.look(3_000, 900, 0.0)
 
 
-def test_the_same_weights_on_a_new_stream_begin_with_a_first_hour() -> None:
+def test_the_same_weights_on_a_new_stream_are_compared_as_before() -> None:
+    """A lost connection must neither end an alarm nor make bad weights the measure."""
     engine, _ = make_engine()
-    engine.drafting.leave(drafted(engine, "same", 10_000, 6_000).handle)
-    assert drafted(engine, "same").handle.acceptance_watch.first_rate is None
+    first = drafted(engine, "same", 10_000, 6_000).handle
+    first.acceptance_watch.first_rate, first.acceptance_watch.fell = 0.9, True
+    engine.drafting.leave(first)
+    again = drafted(engine, "same").handle.acceptance_watch
+    assert (again.first_rate, again.fell) == (0.9, True)

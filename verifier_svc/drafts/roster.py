@@ -15,6 +15,8 @@ from verifier_svc.state.drafter import Drafter
 _FAULTS_TO_QUARANTINE = 3
 _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
+# A drafter that said goodbye may come back at once, with new weights.
+_REJOIN_S = 10.0
 # A drafter that was refused for lack of room should try again after this time.
 _FULL_S = 5.0
 # The roster remembers faults for this many names.
@@ -173,10 +175,13 @@ class Roster:
     def check_known(self, options: SpeculationOptions) -> None:
         """Raises OutriderError(DRAFTER_NOT_FOUND) if no drafter has the named id or family.
 
-        Drafters that were lost a short while ago count as well. Options that name no drafter and no
-        family are accepted. The error does not name other drafters, because any tenant may see it.
+        Drafters that were lost or said goodbye a short while ago count as well. Options that name
+        no drafter and no family are accepted. The error does not name other drafters, because any
+        tenant may see it.
         """
-        known = [*self.connected.values(), *self._missed()]
+        since = self._clock() - _REJOIN_S
+        rejoining = [drafter for left_at, drafter in self._gone.values() if left_at > since]
+        known = [*self.connected.values(), *self._missed(), *rejoining]
         field = "speculation.drafter_id"
         if options.drafter_id and options.drafter_id not in [each.id for each in known]:
             message = f"no drafter with the id {options.drafter_id} is connected (yet)"

@@ -38,6 +38,12 @@ class AcceptanceWatch:
         self._verified = 0
         self._accepted = 0
 
+    def resume(self, earlier: AcceptanceWatch) -> None:
+        """Go on for the same weights on a new stream, whose counts begin at 0."""
+        self.first_rate, self.basis = earlier.first_rate, earlier.basis
+        self.rate, self.fell = earlier.rate, earlier.fell
+        self._began_at = earlier._began_at
+
     def continue_from(self, earlier: AcceptanceWatch, verified: int, accepted: int) -> None:
         """Compare with earlier weights, of whose `verified` tokens `accepted` were accepted.
 

@@ -176,9 +176,11 @@ class Drafter:
         return self.answer_rate * max(rates, default=0.0)
 
     def succeed(self, earlier: Drafter) -> None:
-        """Compare acceptance with an earlier stream of this drafter, if its weights were others."""
+        """Compare acceptance with an earlier stream of this drafter, if it named its weights."""
         before = earlier.hello.weights_version
-        if before and before != self.hello.weights_version:
+        if before and before == self.hello.weights_version:
+            self.acceptance_watch.resume(earlier.acceptance_watch)
+        elif before:
             self.acceptance_watch.continue_from(
                 earlier.acceptance_watch, earlier.verified_count, earlier.accepted_count
             )
