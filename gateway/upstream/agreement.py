@@ -44,13 +44,16 @@ class Agreement:
         is_old = time.monotonic() - self._refused_at > _ASK_AGAIN_S
         if self._holds or (self._refusal is not None and not is_old):
             return self._refusal
+        # A stream that is lost during the call forgets this again.
+        self._holds = True
         try:
             self.version = await _agreed(stub)
         except OutriderError as refusal:
+            self._holds = False
             if refusal.reason is Reason.NOT_READY:
                 self._refusal, self._refused_at = refusal, time.monotonic()
             return refusal
-        self._holds, self._refusal = True, None
+        self._refusal = None
         return None
 
 
@@ -60,7 +63,8 @@ async def _agreed(stub: TokenStreamServiceAsyncStub) -> int:
         oldest_version=SPOKEN.oldest, newest_version=SPOKEN.newest
     )
     try:
-        chosen = (await stub.AgreeVersion(own, timeout=_TIMEOUT_S)).version
+        answer = rpc_errors.readable(await stub.AgreeVersion(own, timeout=_TIMEOUT_S))
+        chosen = answer.version
     except grpc.aio.AioRpcError as failure:
         if failure.code() is not grpc.StatusCode.UNIMPLEMENTED:
             raise rpc_errors.error_of(failure) from None
