@@ -195,6 +195,8 @@ class KitsVerifier(ScriptedVerifier):
             self._complain("hello", f"drafter_id must have {lengths}")
         if not 1 <= hello.max_draft_tokens <= MAX_DRAFT_TOKENS:
             self._complain("hello", f"max_draft_tokens is {hello.max_draft_tokens}")
+        if hello.HasField("max_sequence_count") and hello.max_sequence_count < 1:
+            self._complain("hello", f"max_sequence_count is {hello.max_sequence_count}")
         try:
             wire_drafts.feature_request_from_proto(hello)
         except OutriderError as error:

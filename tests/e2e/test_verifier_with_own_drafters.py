@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +10,7 @@ import httpx
 import pytest
 
 from outrider.process.network.ports import free_port
-from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.protocol.messages import SamplingParams, SpeculationOptions
 from tests.losslessness.settings import SETTINGS as ALL_SETTINGS
 from tests.stack import ROOT, Client, Stack, prompts, running
 
@@ -51,14 +50,13 @@ async def test_texts_equal_plain_ones(stack: Stack, setting: str) -> None:
     """The slow suite has every setting of the losslessness suite, each greedy and with a seed."""
     sampling = SETTINGS[setting]
 
-    async def texts(client: Client, how: SpeculationOptions) -> list[list[int]]:
-        asked = [TokenRequest(each, 32, sampling, speculation=how) for each in PROMPTS]
-        return await asyncio.gather(*map(client.tokens, asked))
-
     async with Client(stack.address) as client:
-        plain = await texts(client, PLAIN)
+        plain = await client.answers(PROMPTS, sampling, PLAIN)
         for name, options in OPTIONS.items():
-            assert await texts(client, options) == plain, name
+            drafted = await client.answers(PROMPTS, sampling, options)
+            assert drafted.texts == plain.texts, name
+            if setting == "seeded" and options.always_draft:
+                assert drafted.accepted_token_count > 0, name
 
 
 @pytest.mark.parametrize("family", ["head", "model"])
