@@ -346,7 +346,7 @@ cluster() {
   local node=redis://redis-cluster
   export OUTRIDER_REDIS=$node-1:6379,$node-2:6379,$node-3:6379 OUTRIDER_REDIS_CLUSTER=true
   up
-  docker wait "$(of_service redis-cluster-join)"
+  timeout 180 docker wait "$(of_service redis-cluster-join)"
   wait_healthy 10
   pool_fills redis-cluster-1
 }

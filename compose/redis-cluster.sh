@@ -27,11 +27,15 @@ join() {
   if redis-cli -h redis-cluster-1 cluster info | grep -q '^cluster_slots_assigned:16384'; then
     for address in $addresses; do redis-cli -h redis-cluster-1 cluster meet "$address" 6379; done
   else
+    # It waits for ever if a slow machine loses the handshake of two servers.
     # shellcheck disable=SC2046,SC2086  # each address is a word of its own
-    redis-cli --cluster create --cluster-yes \
-      $(for address in $addresses; do echo "$address:6379"; done)
+    timeout 30 redis-cli --cluster create --cluster-yes \
+      $(for address in $addresses; do echo "$address:6379"; done) || true
   fi
-  until state; do sleep 1; done
+  until state; do
+    for address in $addresses; do redis-cli -h redis-cluster-1 cluster meet "$address" 6379; done
+    sleep 2
+  done
 }
 
 "$1"

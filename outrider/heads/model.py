@@ -184,10 +184,10 @@ class HeadModel(torch.nn.Module):
         }
         own = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
         # Without a copy, a tensor of this type is a view of its file, which may be overwritten.
-        embeddings = _shared(own[0], target.embeddings)
-        self.embeddings = embeddings.to(device, dtype, copy=embeddings is own[0])
-        matrix = _shared(own[1], target.lm_head)
-        matrix = matrix.to(device, dtype, copy=matrix is own[1])
+        theirs = target.embeddings, target.lm_head
+        embeddings, matrix = map(_shared, own, theirs)
+        self.embeddings = embeddings.to(device, dtype, copy=embeddings is not theirs[0])
+        matrix = matrix.to(device, dtype, copy=matrix is not theirs[1])
         types = {name: torch.float32 if name.endswith(self.exact) else dtype for name in tensors}
         copies = {name: each.to(device, types[name], copy=True) for name, each in tensors.items()}
         fill(self, copies)

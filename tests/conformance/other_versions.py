@@ -46,8 +46,16 @@ def _make_older(file: FileDescriptorProto) -> None:
     for message in file.message_type:
         removed = _REMOVED.get(message.name, ())
         kept = [field for field in message.field if field.name not in removed]
+        # An optional field is the only one of its oneof, and no oneof may be empty.
+        indices = {field.oneof_index for field in kept if field.HasField("oneof_index")}
+        oneofs = [message.oneof_decl[i] for i in sorted(indices)]
+        for field in kept:
+            if field.HasField("oneof_index"):
+                field.oneof_index = sorted(indices).index(field.oneof_index)
         del message.field[:]
         message.field.extend(kept)
+        del message.oneof_decl[:]
+        message.oneof_decl.extend(oneofs)
 
 
 def _make_newer(file: FileDescriptorProto) -> None:
