@@ -65,13 +65,11 @@ class ServedWeights:
                 raise invalid("device", f"is {family.device}; on a GPU start a new process")
             new = await self._load(self.loaded.page_count)
             _check_same_kind(self.loaded, new)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         # The files may hold anything, so loading may fail in any way. A panic in a tokenizer's
         # Rust code is no Exception.
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
+        except BaseException as error:  # noqa: BLE001
             kind = "" if isinstance(error, OutriderError) else f"{type(error).__name__}: "
             why = kind + " ".join(str(error).split())
             log.error("the new weights were not loaded, and %s draft on: %s", present, why)

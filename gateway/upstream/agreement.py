@@ -28,12 +28,14 @@ class Agreement:
         self.version = 0
         """The version that was agreed last; 0 before the first agreement."""
         self._holds = False
+        self._forgotten = 0  # how often `forget` was called
         self._refusal: OutriderError | None = None
         self._refused_at = 0.0
 
     def forget(self) -> None:
         """Ask the verifier anew at the next `make`: it may have been started anew."""
         self._holds = False
+        self._forgotten += 1
         self._refusal = None
 
     async def make(self, stub: TokenStreamServiceAsyncStub) -> OutriderError | None:
@@ -44,16 +46,16 @@ class Agreement:
         is_old = time.monotonic() - self._refused_at > _ASK_AGAIN_S
         if self._holds or (self._refusal is not None and not is_old):
             return self._refusal
-        # A stream that is lost during the call forgets this again.
-        self._holds = True
+        forgotten = self._forgotten
         try:
             self.version = await _agreed(stub)
         except OutriderError as refusal:
-            self._holds = False
             if refusal.reason is Reason.NOT_READY:
                 self._refusal, self._refused_at = refusal, time.monotonic()
             return refusal
         self._refusal = None
+        # If the verifier was lost during the call, the next poll asks it again.
+        self._holds = self._forgotten == forgotten
         return None
 
 

@@ -50,7 +50,7 @@ class VerifierStream:
         stub: TokenStreamServiceAsyncStub,
         on_lost: _OnLost,
         on_draining: Callable[[], None],
-        version: Callable[[], int] = lambda: 0,
+        version: Callable[[], int],
     ) -> None:
         """If the verifier is lost, `on_lost` gets the error and returns the error for callers.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -26,7 +27,7 @@ from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.fused_linear import SIBLINGS, linear_of
 from outrider.lm.layout import SequenceSlice
 from outrider.lm.pages import KVSequence, PagePool
-from outrider.sampling.tensors import fetch
+from outrider.sampling.tensors import fetch, on
 
 Place = tuple[int, Sequence[int]]
 """Where a token is guessed: after these guesses of the sequence with this number in the batch."""
@@ -284,13 +285,14 @@ class HeadModel(torch.nn.Module):
         Raises torch.AcceleratorError if the device failed.
         """
 
-    @abstractmethod
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
         """Read rows [T, projected_width] of the slices; return each slice's last state [S, ·].
 
         The slices have the tokens after the features, or with `pairs` False the features' own
-        tokens.
+        tokens. A kind without keys and values keeps each slice's last feature as its state.
         """
+        ends = accumulate(len(part.token_ids) for part in slices)
+        return features.index_select(0, on(features.device, [end - 1 for end in ends]))
 
     @abstractmethod
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:

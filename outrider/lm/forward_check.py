@@ -34,7 +34,8 @@ _TOKENS = 96
 # 0.045 with the 30 of SmolLM2-135M.
 _EXACT_TOLERANCE = 0.001
 _ROUNDED_FACTOR = 1.2
-# A larger error of one text is not chance. In float32 the own error is 0, so no error is.
+# One text's error is no chance if it is more than this times the own forward's error. In float32
+# the own error is 0, so each error above the tolerance is a fault.
 _MOST_BY_CHANCE = 1.5
 
 

@@ -20,7 +20,7 @@ class Versions(NamedTuple):
 
 
 SPOKEN = Versions(1, 1)
-"""What this side speaks. It keeps the previous version while a rolling update may need it."""
+"""The versions that this release speaks: the newest, and during rolling updates the one before."""
 
 
 def agree(gateway: Versions, verifier: Versions) -> int:

@@ -644,9 +644,9 @@ Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 class Features(_message.Message):
     """The features of consecutive tokens of a sequence. Each feature is sent once: while the target
     reads a prompt, or with a verdict. The target has not read the last committed token yet, so that
-    token has no feature. A verifier leaves features out if the target took the tokens from its prefix
-    cache, if the tokens were committed before this drafter joined, or if the drafter reads too
-    slowly. Then first_position shows the gap. A gap costs only guesses.
+    token has no feature. A verifier leaves features out if the target took the tokens from its
+    prefix cache, if the tokens were committed before this drafter joined, or if the drafter reads
+    too slowly. Then first_position shows the gap. A gap costs only guesses.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -118,7 +118,7 @@ async def read(call: Any) -> None:
 async def gateway() -> OutriderError:
     """Send a gateway's requests on one stream; all fail, and their reason is returned."""
     async with refusing(Refusing()) as stub:
-        stream = VerifierStream(stub, lambda error: error, lambda: None)
+        stream = VerifierStream(stub, lambda error: error, lambda: None, lambda: 1)
 
         async def ask() -> None:
             async for _ in stream.generate(TokenRequest([1], 8, SamplingParams())):

@@ -48,7 +48,7 @@ class Panic(BaseException):
 
 
 class Files:
-    """What is loaded next: versions, or the exceptions of loads that fail."""
+    """Weights files. The next load returns the next result, or raises it if it is an exception."""
 
     def __init__(self, *results: Loaded | BaseException) -> None:
         self.results = [*results]

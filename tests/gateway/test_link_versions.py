@@ -1,4 +1,4 @@
-"""Gateway and verifier of different versions use one that both speak, or say that none is common.
+"""A gateway and a verifier use the newest version that both speak, or say that they share none.
 
 During a rolling update either side may be the newer side.
 """

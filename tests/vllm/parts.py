@@ -142,8 +142,8 @@ PARTS: dict[str, dict[str, str]] = {
     },
     "v1/worker/gpu/states.py": {"RequestState": "draft_tokens req_id_to_index all_token_ids"},
 }
-# What the second runner may ask of its drafter. Our drafter has all but what only drafters with a
-# model, with watermarks or with confidences are asked.
+# The attributes of a drafter that the second runner reads. Our drafter lacks those that the runner
+# reads only of drafters with a model, with watermarks or with confidences.
 RUNNER = "v1/worker/gpu/model_runner.py"
 ASKED = {
     *("capture", "draft_logits", "init_cudagraph_manager", "num_extra_query_per_req"),

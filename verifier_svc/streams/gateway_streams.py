@@ -47,9 +47,9 @@ class GatewayStream:
         generate: Generate,
         requests: Requests,
         context: Context,
-        versions: Versions = link_versions.SPOKEN,
+        versions: Versions,
     ) -> None:
-        """`versions` are those of outrider.internal.v1 that the stream may have."""
+        """`versions` are the versions of outrider.internal.v1 that this verifier speaks."""
         self._generate = generate
         self._versions = versions
         self._requests = requests

@@ -7,7 +7,6 @@ predicts the token after the last committed token, without having seen that toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch.nn import Linear, ModuleList
@@ -15,8 +14,6 @@ from torch.nn.functional import silu
 
 from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
 from outrider.heads.spec import Head
-from outrider.lm.layout import SequenceSlice
-from outrider.sampling.tensors import on
 
 
 class Medusa(HeadModel):
@@ -33,11 +30,6 @@ class Medusa(HeadModel):
         size = head.spec.draft_vocab_size
         matrices = (Linear(hidden, size, bias=False) for _ in counts if own)
         self.outputs = ModuleList(matrices)
-
-    def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
-        """Read rows as HeadModel.read_rows does; a slice's state is its last feature."""
-        ends = accumulate(len(part.token_ids) for part in slices)
-        return features.index_select(0, on(features.device, [end - 1 for end in ends]))
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """Guess as HeadModel.guess does, at most one token for each head."""

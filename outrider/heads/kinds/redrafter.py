@@ -9,7 +9,6 @@ for is a tree: each level follows the chain's guess and the likeliest others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch.nn import Identity, Linear, Module, ModuleList
@@ -18,7 +17,6 @@ from torch.nn.functional import silu
 from outrider.heads.kinds.dynamic_tree import Node, Tree, grow, tree_rows
 from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
 from outrider.heads.spec import Head
-from outrider.lm.layout import SequenceSlice
 from outrider.sampling.tensors import on
 
 
@@ -41,11 +39,6 @@ class ReDrafter(HeadModel):
         if not self.adds_up:
             self.rnn_w = Linear(hidden, hidden, bias=False)
             self.rnn_u = Linear(hidden, hidden)
-
-    def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
-        """Read rows as HeadModel.read_rows does; a slice's state is its last feature."""
-        ends = accumulate(len(part.token_ids) for part in slices)
-        return features.index_select(0, on(features.device, [end - 1 for end in ends]))
 
     def guess(self, sequences: Sequence[HeadSequence], count: int, pick: Picker) -> HeadProposal:
         """Guess as HeadModel.guess does."""

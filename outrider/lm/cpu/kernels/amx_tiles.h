@@ -48,8 +48,8 @@ INLINE void restore_state(const saved_state *saved) {
 }
 
 // Configures the tiles for up to 32 rows of A, of `row_bytes` bytes each. Tiles 0 to 3 are
-// accumulators: 0 and 1 for the first 16 rows, 2 and 3 for the others. Tile 4 has the first
-// 16 rows of A, and tile 5 has the other rows of A. Tiles 6 and 7 have B.
+// accumulators: 0 and 1 for the rows 0 to 15 of A, 2 and 3 for the rows 16 to 31. Tile 4 has the
+// rows 0 to 15 of A, and tile 5 has the rows 16 to 31. Tiles 6 and 7 have B.
 INLINE void configure_tiles(int rows, int row_bytes) {
   struct tile_config config = {.palette = 1};
   uint8_t first = (uint8_t)(rows < 16 ? rows : 16), second = (uint8_t)(rows > 16 ? rows - 16 : 1);
