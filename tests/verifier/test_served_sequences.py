@@ -86,13 +86,17 @@ async def test_a_sequence_is_found_by_its_id(
     assert attributes.get("error.type") == (None if max_tokens else outcome)
 
 
-async def test_a_cancelled_sequence_has_a_line(
-    stub: verifier_pb2_grpc.VerifierServiceAsyncStub, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_cancelled_sequence_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "verifier.access")
-    call = stub.GenerateTokens(request(max_tokens=1000))
-    await anext(aiter(call))
-    call.cancel()
-    await until(lambda: caplog.records)
-    [record] = caplog.records
+    # The fake model must not generate all tokens before the cancellation arrives.
+    async with (
+        verifier(page_count=512, context_length=2000) as served,
+        rpc.dial(served.address) as channel,
+    ):
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        call = stub.GenerateTokens(request(max_tokens=1500))
+        await anext(aiter(call))
+        call.cancel()
+        await until(lambda: caplog.records)
+    [record] = [each for each in caplog.records if each.name == "verifier.access"]
     assert vars(record)["fields"]["status"] == "cancelled"
