@@ -178,6 +178,8 @@ class VerifierMetrics:
         self._generated_count = 0
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, LookupResult], tuple[int, int]] = {}
+        # Maps the id of a drafter that is remembered to its present labels.
+        self._joined: dict[str, tuple[str, ...]] = {}
         self._verified: dict[tuple[Drafter, int, int, int], int] = {}
         self._pauses: dict[PauseReason, int] = {}
         self._exported = Occupancy()
@@ -288,6 +290,11 @@ class VerifierMetrics:
 
     def joined(self, drafter: Drafter) -> None:
         """Record a drafter's weights; only the last versions of a drafter keep their counts."""
+        labels = self._labels(drafter)
+        if self._joined.setdefault(drafter.id, labels) != labels:
+            # A drafter that names another family on every stream must not add series each time.
+            self.forget(drafter.id)
+            self._joined[drafter.id] = labels
         # The drafter may have been lost while its acceptance was low.
         self.acceptance_fell(drafter, drafter.acceptance_watch.fell)
         if not (version := drafter.hello.weights_version):
@@ -305,6 +312,7 @@ class VerifierMetrics:
     def forget(self, drafter_id: str) -> None:
         """Drop the metrics of a drafter that will not come back."""
         self.flush()
+        self._joined.pop(drafter_id, None)
         self._of_weights.versions.pop(drafter_id, None)
         for metric in self._registry.by_drafter:
             metric.remove_by_labels({"drafter": drafter_id})

@@ -9,6 +9,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.grammar.kinds import FreeThought, Grammar, GrammarKind
 from outrider.protocol.draft_messages import DraftBatch, Proposal
 from outrider.protocol.messages import SpeculationOptions, TokenRequest
+from outrider.protocol.model_info import Placement
 from tests.verifier.fake_model import GREEDY, Client, ScriptedDrafter, exposition, make_engine
 from tests.virtual_time import VirtualClock
 from verifier_svc.drafts.roster import MOST_LOST
@@ -140,6 +141,19 @@ def test_the_metrics_of_lost_drafters_are_bounded() -> None:
         engine.drafting.leave(drafter.handle)
     names = set(re.findall(r'drafter="(d\d+)"', exposition(engine)))
     assert names == {f"d{i}" for i in range(MOST_LOST, 2 * MOST_LOST)}
+
+
+def test_a_drafter_has_the_metrics_of_one_family_and_place() -> None:
+    """A drafter that names another on every stream adds no series each time."""
+    engine, _ = make_engine(eos_bias=-99)
+    sequence = engine.submit(request([1, 2], 40), Client())
+    for i in range(5):
+        place = Placement(f"place{i % 2}")
+        drafter = ScriptedDrafter(engine, family=f"family{i // 2}", placement=place)
+        engine.drafting.on_drafts(drafter.handle, DraftBatch([Proposal(sequence.id, 2, [1])]))
+        series = re.findall(r"family=\"(\w+)\".*placement=\"(\w+)\"", exposition(engine))
+        assert set(series) == {(f"family{i // 2}", f"place{i % 2}")}
+        engine.drafting.leave(drafter.handle)
 
 
 def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
