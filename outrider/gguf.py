@@ -108,4 +108,6 @@ def _unpack(file: str, shards: list[Path], directory: Path) -> None:
             if not why:
                 why = f"{file}: the process that unpacks it ended with status {done.returncode}"
             raise OutriderError(Reason.INVALID_VALUE, why, "model")
+        if _digest(shards) != directory.name:
+            raise invalid("model", f"{file} changed while it was unpacked")
         made.rename(directory)

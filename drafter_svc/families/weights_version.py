@@ -34,6 +34,7 @@ def load_versioned(setting: str, model: str, load: Callable[[], _Model]) -> tupl
 
 def _stamps(model: str) -> list[tuple[str, int, int, int]]:
     """Return each file's name, inode, size and time of modification; nothing for a hub id."""
-    paths = sorted(Path(pretrained(model)).glob("*.safetensors"))
+    directory = Path(pretrained(model))
+    paths = sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")])
     stats = [(path.name, path.stat()) for path in paths]
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

@@ -185,13 +185,14 @@ async def test_the_earlier_weights_leave_memory_and_equal_files_have_an_equal_ve
     assert versions[0] == versions[1] != ""
 
 
-def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(MODEL, folder)
-    weights = folder / "model.safetensors"
+    changing = folder / name
 
     def overwritten() -> None:
-        weights.write_bytes(weights.read_bytes())
+        changing.write_bytes(changing.read_bytes())
 
     with pytest.raises(OutriderError, match=r"^model the files of .* changed while they were read"):
         load_versioned("model", str(folder), overwritten)

@@ -110,6 +110,29 @@ def test_a_file_is_unpacked_once_by_processes_that_start_together(
     assert len(started) == len(found) == 1
 
 
+def test_a_file_that_changes_while_it_is_unpacked_is_refused(
+    file: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the weights of the new file would stay under the hash of the old one."""
+    path = tmp_path / "changing.gguf"
+    content = file.read_bytes()
+    path.write_bytes(content + b"old")
+    unpack = subprocess.run
+
+    def change_and_unpack(command: list[str], **more: object) -> subprocess.CompletedProcess[bytes]:
+        path.write_bytes(content + b"new")
+        done: subprocess.CompletedProcess[bytes] = unpack(command, **more)  # type: ignore[call-overload]
+        return done
+
+    kept = {each for each in (cache / "outrider" / "gguf").iterdir() if each.is_dir()}
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", change_and_unpack)
+        with pytest.raises(OutriderError, match=r"changing\.gguf changed while it was unpacked"):
+            gguf.unpacked(str(path))
+    assert {each for each in (cache / "outrider" / "gguf").iterdir() if each.is_dir()} == kept
+    assert gguf.unpacked(str(path)).is_dir()
+
+
 def cut(size: float) -> Callable[[bytes], bytes]:
     return lambda content: content[: int(len(content) * size)]
 
