@@ -97,6 +97,7 @@ def test_a_steps_span_has_its_drafter_and_the_accepted_tokens(
         "outrider.committed_tokens": 3,
         "outrider.base_length": 4,
         "outrider.wait_seconds": 0.0,
+        "outrider.lookups": "scripted: late, 0 wasted",
     }
     assert expected.items() <= dict(step.attributes or {}).items()
 
