@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -187,6 +188,18 @@ def findings(document: Document) -> list[str]:
 def test_every_document_is_valid_and_has_no_unknown_field(documents: list[Document]) -> None:
     assert len(documents) > 15
     assert [found for document in documents for found in findings(document)] == []
+
+
+def test_an_unknown_field_of_a_pod_is_found_in_each_kind_of_document(
+    documents: list[Document],
+) -> None:
+    kinds = set()
+    for document in copy.deepcopy(documents):
+        for template in templates(document):
+            template["spec"]["containers"][0]["livenesProbe"] = {}
+            kinds.add(document["kind"])
+            assert any("livenesProbe" in found for found in findings(document)), document["kind"]
+    assert {"Deployment", "DisaggregatedSet"} & kinds
 
 
 def test_every_pod_is_unprivileged_read_only_and_limited(documents: list[Document]) -> None:
