@@ -16,9 +16,9 @@ from verifier_svc.config import VerifierSettings
 
 
 def check(settings: VerifierSettings) -> None:
-    """Raise OutriderError that names a setting with which the verifier could not start.
+    """Raise OutriderError if the verifier could not start; the error names the setting at fault.
 
-    Whether the weights are good and fit the device's memory shows only when the target is loaded.
+    Loading the target may still fail: only then do bad weights or too little memory show.
     """
     need_models()
     if settings.engine == "vllm":

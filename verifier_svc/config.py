@@ -31,11 +31,12 @@ class TargetSettings(BaseModel):
     with commas, to serve the model under several names; answers and metrics have the first."""
 
     engine: EngineName = "native"
-    """What computes the target: Outrider's own engine, or vllm, for models beyond one GPU and
-    architectures that the native engine lacks. docs/models.md compares them."""
+    """What computes the target: native, Outrider's own engine; or vllm, for models that need
+    several GPUs and for architectures that the native engine lacks. docs/models.md compares the
+    two engines."""
 
     tensor_parallel: int = Field(1, ge=1)
-    """With the engine vllm, over how many devices each layer is divided."""
+    """With the engine vllm, the number of devices over which each layer is divided."""
 
     engine_arg: list[str] = Field(default=[])
     """With the engine vllm, further arguments of `vllm.EngineArgs`, as in
@@ -45,17 +46,17 @@ class TargetSettings(BaseModel):
     """The target's device: auto (CUDA if there is any), cpu, cuda or cuda:N."""
 
     draft_tokens: DraftTokensSetting = "goodput"
-    """Draft tokens of a sequence that one step verifies, unless its request says otherwise:
+    """Draft tokens that one step verifies for a sequence, unless the request says otherwise:
     goodput (the fastest number by measured acceptance and costs, at most 8; goodput:MAX for another
     bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 
     sampled_drafts: bool = False
-    """Let trusted drafters sample for requests without a seed, and accept their drafts by the
-    distribution that they claim. A trusted drafter that claims a false distribution can bias the
-    output.
+    """Let trusted drafters sample for requests without a seed, and accept these drafts by the
+    distribution that the drafter claims. A trusted drafter that claims a false distribution can
+    bias the output.
     With TLS, drafters whose certificates have the role trusted-drafter are trusted; without TLS,
-    all that connect. Other drafters then propose their likeliest tokens for these requests. Where
-    this is off, drafters draw with the verifier's noise if they can."""
+    all that connect. Other drafters then propose their likeliest tokens for these requests. Without
+    this setting, drafters draw with the verifier's noise if they can."""
 
     @field_validator("model_name")
     @classmethod
@@ -110,20 +111,21 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     """Type of the weights and of the computation; auto takes the checkpoint's."""
 
     feature_states: list[int] = Field(default=[])
-    """Hidden states that drafters with a head may read on a GPU, because CUDA graphs keep only
-    states that are named before their capture, and likewise with vLLM on any device: k for the
-    input of layer k, from 0 on (with vLLM from 1 on), the number of layers for the last layer's
-    output, -1 for the state after the final norm, which vLLM always keeps. Otherwise a drafter may
-    read any."""
+    """Hidden states that drafters with a head may read. k is the input of layer k, from 0 on (with
+    vLLM from 1 on); the number of layers is the last layer's output; -1 is the state after the
+    final norm, which vLLM always keeps. Name the states if the target runs on a GPU, where CUDA
+    graphs keep only states named before their capture, or with vLLM on any device. Elsewhere
+    drafters may read every state."""
 
     feature_projection: list[str] = Field(default=[])
     """Directories of heads whose first matrix this verifier applies to the hidden states before it
     sends them. The product takes a third to a fifth of the bytes of the states. The target's device
-    computes it for each token. `feature_states` need not name the states of these heads."""
+    computes the product for each token. `feature_states` need not name the states of these
+    heads."""
 
     threads: int | None = Field(None, ge=1)
-    """Torch's threads on a CPU, to leave cores to drafters on the same host; by default torch
-    chooses."""
+    """Number of Torch's threads on a CPU; by default Torch chooses. A lower number leaves cores to
+    drafters on the same host."""
 
     trust_remote_code: bool = False
     """Run the checkpoint's own code, for architectures that transformers lacks. That code may do
@@ -151,8 +153,9 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     each sequence down."""
 
     max_drafters: int = Field(64, ge=1)
-    """The most connected drafters; the verifier refuses further drafters. At most a quarter of them
-    may have certificates of the same name, or without TLS connect from the same address."""
+    """Largest number of connected drafters; the verifier refuses further drafters. At most a
+    quarter of this number may have certificates of the same name, or without TLS connect from the
+    same address."""
 
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; by default as many as the free memory allows. Set it where other
@@ -163,10 +166,10 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     the largest step. Drafters on the same GPU need the rest. Unused with `page_count`."""
 
     synthetic_acceptance_rates: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[])
-    """For benchmarks only: ignore the target. Rate i is the probability that the first i tokens of
-    a draft are accepted; rates may not rise. After the last rate, each further token multiplies it
-    by the ratio of the last two rates, so a single rate holds for each token. Every response is
-    marked."""
+    """For benchmarks only: accept drafts by chance, whatever the target says. Rate i is the
+    probability that the first i tokens of a draft are accepted; rates may not rise. Each token
+    beyond the last rate multiplies the probability by the ratio of the last two rates, so a single
+    rate is the acceptance of every token. Every response is marked."""
 
     drain_seconds: float = Field(10.0, ge=0)
     """Longest time for running requests to finish after SIGTERM."""
@@ -176,7 +179,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     def _fall(cls, rates: list[float]) -> list[float]:
         if rates != sorted(rates, reverse=True):
             raise ValueError(
-                "the rates may not rise: a draft holds up to a position or ends before"
+                "the rates may not rise: a longer part of a draft is accepted less often"
             )
         return rates
 

@@ -21,7 +21,7 @@ _MODEL = ["model_name"]
 _LABELS = [*_MODEL, "drafter", "family", "placement"]
 _SHAPE = [*_MODEL, "shape"]
 _WEIGHTS = [*_MODEL, "drafter", "weights_version"]
-# Each drafter's last versions that have counts: the present version, and the version before it.
+# Only this many versions of a drafter's weights have counts: the present and the previous one.
 _VERSIONS = 2
 _PHASES = ["wait", "pack", "forward", "accept", "commit", "send"]
 _POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
@@ -65,7 +65,7 @@ class _DraftMetrics:
     def __init__(self, registry: _Registry) -> None:
         counter = registry.counter
         self.drafts = counter(
-            "spec_decode_num_drafts", "Steps of a sequence that verified a draft.", _LABELS
+            "spec_decode_num_drafts", "Drafts verified: one for each sequence and step.", _LABELS
         )
         self.draft_tokens = counter(
             "spec_decode_num_draft_tokens", "Draft tokens verified.", _LABELS
@@ -82,7 +82,7 @@ class _DraftMetrics:
         self.received = counter("draft_bytes", "Bytes of proposals and skips received.", _LABELS)
         self.stale_tokens = counter(
             "stale_tokens",
-            "Draft tokens that came after the commit contradicted them or their sequence ended.",
+            "Draft tokens that a commit had contradicted, or whose sequence had ended.",
             _LABELS,
         )
         self.cut_tokens = counter(
@@ -103,17 +103,17 @@ class _DraftMetrics:
         )
         self.acceptance_fell = registry.gauge(
             "acceptance_fell",
-            "Whether the drafter's acceptance has fallen clearly below its first hour's.",
+            "1 while the drafter's acceptance is clearly below its first hour's or old weights'.",
             _LABELS,
         )
         self.drafting_paused = registry.gauge(
             "drafting_paused",
-            "Whether the drafter has decoding sequences and is asked for none, since none pays.",
+            "1 while a drafter of decoding sequences is not asked, as its drafts would not pay.",
             _LABELS,
         )
         self.draft_seconds = registry.histogram(
             "draft_latency_seconds",
-            "From a verdict to the first draft that answers it.",
+            "Time from a verdict to the first draft that answers it.",
             _doubling(0.000125, 16),
             _LABELS,
         )
@@ -125,7 +125,9 @@ class _ShapeMetrics:
     def __init__(self, registry: _Registry) -> None:
         counter = registry.counter
         self.drafts = counter(
-            "spec_decode_num_drafts_by_shape", "Steps of a sequence that verified a draft.", _SHAPE
+            "spec_decode_num_drafts_by_shape",
+            "Drafts verified: one for each sequence and step.",
+            _SHAPE,
         )
         self.draft_tokens = counter(
             "spec_decode_num_draft_tokens_by_shape", "Draft tokens verified.", _SHAPE
@@ -137,7 +139,7 @@ class _ShapeMetrics:
         )
         self.accepted_tokens_by_branch = counter(
             "spec_decode_num_accepted_tokens_by_branch",
-            "Draft tokens accepted, on the main path or on a side of it.",
+            "Draft tokens accepted on the main path, or beside it.",
             [*_MODEL, "branch"],
         )
 
@@ -171,7 +173,7 @@ class VerifierMetrics:
         self._of_weights = _WeightsMetrics(self._registry)
         self._paused_steps = self._registry.counter(
             "paused_steps",
-            "Steps of a sequence that could have verified a draft and had none, by reason.",
+            "Steps that could have verified a sequence's draft but had none, by reason.",
             [*_MODEL, "reason"],
         )
         self._pending: dict[tuple[Counter, tuple[str, ...]], float] = {}
@@ -196,7 +198,7 @@ class VerifierMetrics:
         ).labels(model)
         self._isolated_seconds = counter(
             "decode_isolated_forward_seconds",
-            "Time of the same forwards before the first request.",
+            "Time that the forwards of these steps took in the trials before the first request.",
             _MODEL,
         ).labels(model)
         phase_seconds = counter(
@@ -226,13 +228,13 @@ class VerifierMetrics:
         histogram = self._registry.histogram
         self._generated = counter("generation_tokens", "Tokens committed.", _MODEL).labels(model)
         self._preemptions = counter(
-            "num_preemptions", "Sequences whose pages were taken and recomputed later.", _MODEL
+            "num_preemptions", "Sequences that lost their pages, to be recomputed later.", _MODEL
         ).labels(model)
         self._prefix_queries = counter(
             "prefix_cache_queries", "Tokens of admitted sequences.", _MODEL
         ).labels(model)
         self._prefix_hits = counter(
-            "prefix_cache_hits", "Tokens of admitted sequences in the prefix cache.", _MODEL
+            "prefix_cache_hits", "Tokens of admitted sequences that the cache held.", _MODEL
         ).labels(model)
         self._integrity_failures = counter(
             "integrity_failures",
@@ -249,12 +251,12 @@ class VerifierMetrics:
         )
         self._queue_seconds = histogram(
             "request_queue_time_seconds",
-            "From arrival to the first step.",
+            "Time from arrival to the first step.",
             _doubling(0.0005, 18),
         ).labels(model)
         self._prefill_seconds = histogram(
             "request_prefill_time_seconds",
-            "From the first step to the first token.",
+            "Time from the first step to the first token.",
             _doubling(0.001, 16),
         ).labels(model)
 
@@ -289,7 +291,7 @@ class VerifierMetrics:
         self._answers.clear()
 
     def joined(self, drafter: Drafter) -> None:
-        """Record a drafter's weights; only the last versions of a drafter keep their counts."""
+        """Record a drafter's weights; only its last `_VERSIONS` versions keep their counts."""
         labels = self._labels(drafter)
         if self._joined.setdefault(drafter.id, labels) != labels:
             # A drafter that names another family on every stream must not add series each time.
@@ -395,8 +397,8 @@ class VerifierMetrics:
     ) -> None:
         """Record a drafter's `drafted` tokens of a verified tree.
 
-        `places` are the places of its accepted tokens in the accepted path. The tree counts as a
-        draft of the drafter that `leads`, whose tokens begin its main path.
+        `places` has the index of each of its accepted tokens in the accepted path. The tree counts
+        as a draft only of the drafter that `leads`: the drafter of the main path's first token.
         """
         labels = self._labels(drafter)
         if leads:
@@ -460,7 +462,7 @@ class VerifierMetrics:
         self._graph_memory.set(memory_bytes)
 
     def paused(self, reason: PauseReason, count: int) -> None:
-        """Count sequences' steps without a draft."""
+        """Count `count` sequences that had no draft in a step, for this reason."""
         self._pauses[reason] = self._pauses.get(reason, 0) + count
 
     def occupancy(self, now: Occupancy) -> None:

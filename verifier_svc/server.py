@@ -47,11 +47,11 @@ from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.mask_lanes import Threads
 
-# Length of the sequences in trial forwards. Few sequences stay shorter for long, and the cost model
-# learns from the steps of longer sequences.
+# Number of tokens of the sequences in trial forwards. Few sequences stay shorter for long, and the
+# cost model learns what longer sequences cost from their steps.
 _TRIAL_CONTEXT = 256
-# Processor seconds that a request's masks may take beyond 20 ms each: a grammar that needs more is
-# an attack or a mistake.
+# Processor seconds that a request's masks may take in all, not counting the first 20 ms of each
+# mask. A grammar that needs more is an attack or a mistake.
 _MASK_S = 2.0
 # Reasoning models write a thought between these tokens. Relaxed acceptance applies only within a
 # thought.
@@ -151,7 +151,10 @@ def _loader(
 
 
 class EngineLoader(Protocol):
-    """Builds an engine on its thread. After the build, `info` and `grammars` are the model's."""
+    """Builds an engine on its thread.
+
+    After the build, `info` describes the loaded model, and `grammars` compiles for it.
+    """
 
     info: ModelInfo
     grammars: GrammarCompiler | None
@@ -260,7 +263,7 @@ class Loader:
         )
 
     def _watch(self, runner: ModelRunner) -> None:
-        """Make the graphs keep the states that the settings and this process's drafters name.
+        """Make forwards keep the hidden states that the settings and this process's drafters name.
 
         Raises OutriderError(INVALID_VALUE).
         """

@@ -29,12 +29,13 @@ from verifier_svc.streams.unread_steps import UnreadSteps
 _HELLO_S = 10.0
 # The largest message that opens several sequences: half of gRPC clients' default limit of 4 MiB.
 _MAX_MESSAGE_BYTES = 2 * 2**20
-# The maximum number of received bytes that the engine has not taken yet. As Python objects, the
-# messages need many times that memory, so the stream stops reading at this number, and further
-# messages wait at the drafter.
+# The maximum size of received messages that the engine has not taken yet. As Python objects, the
+# messages need many times their bytes on the wire. So the stream stops reading at this size, and
+# further messages wait at the drafter.
 _MAX_UNTAKEN_BYTES = 2**20
 _POLL_S = 0.005
-# The distributions of a larger message take longer to check than other streams may wait.
+# A thread checks larger messages: on the event loop, checking their distributions would hold up
+# the other streams for too long.
 _QUICK_BYTES = 8192
 _CHECKS = ThreadPoolExecutor(1, "draft checks")
 
@@ -104,12 +105,12 @@ class DrafterStream:
             await until_first_end(self._failure, self._read(joined[0]), self._write())
         finally:
             self._failure.cancel()
-            # `leave` runs after `join`, so it also works for a call that was cancelled between the
-            # two.
+            # The engine's thread runs `leave` after `join`, even if this call was cancelled while
+            # it waited for `join`.
             self._engine.post(leave)
 
     def say_draining(self, reason: str, grace_s: float) -> None:
-        """Tell the drafter that the verifier stops and open sequences may run for `grace_s`."""
+        """Tell the drafter that the verifier stops, and that sequences may run for `grace_s`."""
         draining = drafts_pb2.Draining(reason=reason)
         draining.grace_duration.FromNanoseconds(int(grace_s * 1e9))
         self._draining = draining
@@ -169,7 +170,7 @@ class DrafterStream:
                 raise _violation("Hello comes first and only once")
 
     async def _checked(self, proto: drafts_pb2.DraftBatch, size: int) -> DraftBatch:
-        """Return the drafts of a message of `size` bytes. One thread converts the large messages.
+        """Return the drafts of a message of `size` bytes; a thread converts a large message.
 
         Raises OutriderError(PROTOCOL_VIOLATION).
         """

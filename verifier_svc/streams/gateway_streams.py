@@ -26,8 +26,8 @@ from outrider.v1 import verifier_pb2
 
 log = logging.getLogger(__name__)
 
-# The number of bytes of the verifier's memory that a caller which does not read can fill. The parts
-# of one step are far smaller.
+# A caller that leaves more than this many bytes unread loses its stream, so that it cannot fill the
+# verifier's memory. The parts of one step are far smaller.
 MOST_UNSENT_BYTES = 64 * 2**20
 
 Requests = AsyncIterator[token_streams_pb2.StreamTokensRequest]
@@ -67,8 +67,9 @@ class GatewayStream:
     async def run(self) -> None:
         """Serve until the caller ends the stream or `end` is called.
 
-        Raises OutriderError: NOT_READY for a version that is not spoken here, PROTOCOL_VIOLATION
-        for a message without a meaning, SLOW_READER if the caller leaves MOST_UNSENT_BYTES unread.
+        Raises OutriderError: NOT_READY if the caller's version is not one of this verifier's,
+        PROTOCOL_VIOLATION for an invalid message, SLOW_READER if the caller leaves
+        MOST_UNSENT_BYTES unread.
         """
         # The metadata go out at once. If not, gRPC would send them with the first message or with a
         # status, and gRPC refuses a status while it writes a message with metadata.
@@ -145,7 +146,7 @@ class GatewayStream:
     async def _serve(
         self, number: int, request: verifier_pb2.GenerateTokensRequest, traceparent: str
     ) -> None:
-        """Serve one call, from its request to its last part; take no chunks while it is paused."""
+        """Serve one call, from its request to its last part; send nothing while it is paused."""
         try:
             async with aclosing(self._generate(request, traceparent)) as responses:
                 async for response in responses:
@@ -183,12 +184,12 @@ class GatewayStream:
 
     async def _write(self) -> None:
         while not self._over:
-            # All calls queue their parts of a step before this task has its turn.
+            # All calls queue their parts of a step before the event loop runs this task again.
             await self._has_unsent.wait()
             self._has_unsent.clear()
             while self._unsent or self._draining:
-                # The caller may cancel its calls when it reads this message, so it gets the parts
-                # too.
+                # A caller that reads `draining` may cancel its calls, so the same message also has
+                # the parts queued before.
                 draining = self._draining
                 self._draining = False
                 parts, byte_count = take_batch(self._unsent)
@@ -199,7 +200,7 @@ class GatewayStream:
 
 
 def agreed_version(gateway: Versions, own: Versions, context: Context) -> int:
-    """Return the newest version that both speak; else log that, and raise NOT_READY."""
+    """Return the newest version that both speak; if there is none, log that and raise NOT_READY."""
     try:
         return link_versions.agree(gateway, own)
     except OutriderError as refusal:

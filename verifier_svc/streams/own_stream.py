@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class OwnVerifier:
-    """The verifier in this process, see `outrider.drafter.transport`. Use it on its event loop."""
+    """The verifier in this process, as drafters reach it; see `outrider.drafter.transport`.
+
+    Use it only on the verifier's event loop.
+    """
 
     def __init__(self, engine: EngineThread[DraftingEngine], info: ModelInfo) -> None:
         """`engine` has started, and serves the model `info`."""
@@ -53,7 +56,7 @@ class OwnVerifier:
 
 @dataclass(frozen=True, slots=True)
 class OwnDrafter:
-    """A drafter that runs in this process, on the event loop and threads of its own.
+    """A drafter that runs in this process, on the verifier's event loop and threads of its own.
 
     `name` is its id. `run` drafts for this verifier until it is cancelled. If `run` ends earlier,
     the verifier continues without the drafter. `meet` is called on the engine's thread with the

@@ -1,4 +1,4 @@
-"""Writes the span and the access line of one requested sequence, even if it was refused."""
+"""Writes the span and the access-log line of one requested sequence, even if it was refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 128
 
 
 class ServedSequence:
-    """A context manager around the service of a request, in the request's own task."""
+    """Logs and traces the request that is served inside its `with` block, in the request's task."""
 
     def __init__(
         self, request: verifier_pb2.GenerateTokensRequest, traceparent: str, clock: Clock
@@ -79,7 +79,7 @@ class ServedSequence:
 
 
 def _outcome(error: BaseException | None) -> str:
-    """Return how a sequence without a last chunk ended: an error's reason, or cancellation."""
+    """Return how a sequence without a last chunk ended: an error's reason, or "cancelled"."""
     if isinstance(error, OutriderError):
         return error.reason.name.lower()
     if error is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):

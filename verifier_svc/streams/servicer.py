@@ -1,6 +1,6 @@
 """VerifierService: parses requests, submits them to the engine and streams its chunks.
 
-The service owns its stage (loading, ready, draining), not the model.
+The service keeps the verifier's stage (loading, ready, draining); it does not own the model.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Answer = tuple[tuple[DrafterInfo, ...], Load | None]
-# How long GetModel and a drain wait for a step to end. After that, GetModel answers with the last
-# known drafters.
+# Seconds for which GetModel and a drain wait for a step to end. After that, GetModel answers with
+# the drafters and the load of the last answer.
 _ANSWER_S = 0.25
 # A step that takes longer than this means that the engine hangs.
 _MAX_STEP_S = 60.0
@@ -52,8 +52,9 @@ _HEALTH_POLL_S = 5.0
 MOST_UNREAD_S = 60.0
 _NEVER_S = 1e9
 JOIN_S = 10.0
-"""How long after its start a verifier holds requests that name a drafter which has not joined.
-Drafters that start together with the verifier find it ready a moment later than clients do."""
+"""Seconds after becoming ready during which a verifier holds requests that name a drafter which has
+not joined. Drafters that start together with the verifier see later than clients that it is
+ready."""
 _JOIN_POLL_S = 0.1
 _Chunks = ReadAhead[TokenChunk | OutriderError]
 """The chunks of one sequence; an error ends them."""
@@ -62,7 +63,7 @@ _Chunks = ReadAhead[TokenChunk | OutriderError]
 class VerifierServicer(
     verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer
 ):
-    """Answers GetModel from the start, and the other calls after `serve` has been called."""
+    """Answers GetModel from the start, and every call once `serve` has been called."""
 
     def __init__(self, model_id: str, *aliases: str, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -111,8 +112,8 @@ class VerifierServicer(
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and let running requests end within `grace_s`.
 
-        Drafters are told, and gateways too: they move their sequences to another verifier if they
-        have one. First, clients get the tokens that `min_chunk_tokens` holds back.
+        First, clients get the tokens that `min_chunk_tokens` holds back. Then drafters and gateways
+        are told; a gateway that has another verifier moves its sequences there.
         """
         engine = self._taking_requests()
         # A drain does not wait for an engine that hangs.
@@ -194,7 +195,7 @@ class VerifierServicer(
         While the caller does not read, the sequence has no steps; after MOST_UNREAD_S it ends.
         """
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
-        # An id in the message comes before an id in the metadata.
+        # An id in the message takes precedence over an id in the metadata.
         own = {HEADER: request.request_id or metadata.get(HEADER, "")}
         found = request_id(own, "tokens")
         request.request_id = request.request_id or found
@@ -232,7 +233,7 @@ class VerifierServicer(
         traceparent: str,
         most_unread_s: float = _NEVER_S,
     ) -> AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]:
-        """Yield the tokens that each step commits for a sequence; closing this frees the sequence.
+        """Yield the tokens that each step commits; closing the generator frees the sequence.
 
         Raises OutriderError if the request is refused, its sequence fails, or nothing is read for
         `most_unread_s`.
@@ -244,7 +245,7 @@ class VerifierServicer(
                     if chunk.finish_reason is not None:
                         break
                     yield wire_requests.chunk_to_proto(chunk)
-        # Readers close the generator at the last chunk, so the span must have ended before.
+        # Readers close the generator at the last chunk, so this chunk is sent after the span ended.
         yield wire_requests.chunk_to_proto(chunk)
 
     async def _chunks(
@@ -253,14 +254,14 @@ class VerifierServicer(
         served: ServedSequence,
         most_unread_s: float,
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield one sequence's chunks; closing this frees the sequence. Raises as `_generate`."""
+        """Yield a sequence's chunks; closing the generator frees it. Raises as `_generate` does."""
         engine = self._taking_requests()
         parsed = wire_requests.request_from_proto(
             request, vocab_size=self.info.vocab_size, context_length=self.info.context_length
         )
         served.describe(parsed)
         if parsed.model_fingerprint not in ("", self.info.model_fingerprint):
-            message = "the verifier's weights, dtype, settings or version are not the answer's"
+            message = "weights, dtype, settings or version differ from those that began the answer"
             raise OutriderError(Reason.MODEL_CHANGED, message)
         submitted: list[Sequence] = []
 
@@ -289,7 +290,8 @@ class VerifierServicer(
                 yield await _next(chunks)
         finally:
             chunks.close()
-            # `cancel` runs after `submit`, so it also frees a sequence submitted later.
+            # The engine runs `cancel` after every `submit` posted before, so a sequence is freed
+            # even if its submission is still waiting.
             engine.post(cancel)
             self._leave()
 
@@ -298,7 +300,7 @@ class VerifierServicer(
     ) -> None:
         """Submit a request.
 
-        If the verifier has just started, wait for the drafter that the request names.
+        For JOIN_S after the verifier became ready, wait for the drafter that the request names.
         """
         while True:
             try:

@@ -13,15 +13,18 @@ MAX_UNREAD = 1024
 
 
 class UnreadSteps:
-    """A queue from the engine to one drafter. Its methods run on the event loop, and never wait."""
+    """A queue from the engine to one drafter. Call it on the event loop; only `get` waits."""
 
     def __init__(self) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the stream is to end; raises why. Steps that are unread then stay unread."""
+        """Done when the stream has to end; raises the error that ends it, if there is one.
+
+        Steps that are unread at that time are dropped.
+        """
         self._steps = StepQueue()
 
     def put(self, message: StepBatch | OutriderError) -> None:
-        """Queue the engine's message, after an engine step."""
+        """Queue a step's messages to the drafter, or the error that ends the stream."""
         if self.failure.done():
             return
         if isinstance(message, OutriderError):
