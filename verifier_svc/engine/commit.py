@@ -45,7 +45,7 @@ class Committer:
         spans: StepSpans,
         eos_token_ids: SequenceOf[int],
     ) -> None:
-        """`eos_token_ids` are the model's end tokens. No other tokens end the text of a grammar."""
+        """`eos_token_ids` are the model's end tokens. Only these can end the text of a grammar."""
         self._pool = context.scheduler.pool
         self._drafting = context.drafting
         self._outbox = context.outbox
@@ -97,7 +97,8 @@ class Committer:
     def _leave_out(self, scheduled: ScheduledSequence) -> None:
         """Undo a sequence's part of a step that has to be repeated.
 
-        A prompt's tokens stay in the cache except the last token, whose logits are needed again.
+        The part's committed tokens stay in the cache, except the last token, whose logits are
+        needed again. All are computed anew if the part scores a prompt or its draft spoilt logits.
         """
         kv = scheduled.sequence.kv
         if not scheduled.scored and not scheduled.is_spoilt:
@@ -149,7 +150,7 @@ class Committer:
             self._drafting.send_verdicts(sequence, new, verified_of, span)
 
     def _record(self) -> None:
-        """Count the drafts and make the chunks of the committed tokens."""
+        """Do the work kept since the last call: count drafts, and make chunks for clients."""
         unrecorded = self._unrecorded
         self._unrecorded = []
         for scheduled, verified, result, judged, new, finish_reason in unrecorded:
@@ -166,7 +167,7 @@ class Committer:
         new: list[int],
         finish_reason: FinishReason | None,
     ) -> bool:
-        """Give `new` to a sequence's grammar, and cut `new` where the grammar's text ends.
+        """Advance a sequence's grammar by `new`, and cut `new` where the grammar's text ends.
 
         Returns True if the text ends; then nothing may follow, even with ignore_eos. Raises
         OutriderError for a token that the grammar forbids.

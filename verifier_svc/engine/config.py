@@ -51,6 +51,6 @@ class EngineConfig:
 
     @property
     def largest_draft(self) -> int:
-        """The maximum number of a sequence's draft tokens in a step, if its request names none."""
+        """The maximum number of a sequence's draft tokens in a step, unless the request sets it."""
         most = self.draft_tokens_policy.max_draft_tokens
         return max(most, MAX_TREE_TOKENS) if self.draft_trees else most

@@ -17,7 +17,7 @@ from verifier_svc.state.sequence import Sequence
 class EngineContext:
     """The objects that several parts of one engine use.
 
-    Only the engine's thread uses these objects. `sequences` maps ids to queued and running
+    Only the engine's thread uses these objects. `sequences` maps ids to queued, running and unread
     sequences.
     """
 

@@ -136,14 +136,14 @@ class Intake:
             message = "relaxed is for the thinking phase, and the model has no tokens that mark one"
             raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
         if request.speculation.enabled and not request.committed:
-            # A continued request may name a drafter that only its lost verifier had, and then goes
-            # on without that drafter.
+            # A continued request may name a drafter that only its lost verifier had. The request
+            # then goes on without that drafter.
             self._drafting.roster.check_known(request.speculation)
 
     def _make_room(self, request: TokenRequest) -> None:
         """Raise OVERLOADED if the queue is full, unless another tenant has more than its share.
 
-        In that case the other tenant's youngest waiting sequence ends with OVERLOADED instead.
+        In that case the other tenant's youngest sequence that never ran ends with OVERLOADED.
         """
         waiting = self._scheduler.waiting
         try:
@@ -202,7 +202,7 @@ def new_sequence(
 
 
 def check_committed(sequence: Sequence) -> None:
-    """Raise OutriderError(INVALID_VALUE) if the tokens already committed hold an end token."""
+    """Raise OutriderError(INVALID_VALUE) if the request's committed tokens hold an end token."""
     committed = sequence.request.committed
     if sequence.end_ids.isdisjoint(committed):
         return

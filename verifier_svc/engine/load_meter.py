@@ -14,15 +14,15 @@ from verifier_svc.state.sequence import Sequence
 # length of the queue.
 _SEQUENCES = 64
 _BATCHES = 4
-# Until a sequence has ended, each sequence counts with this many forwards, as for a short answer. A
-# burst on a verifier that has timed nothing yet must not wait for minutes.
+# Until a sequence has ended, each sequence is expected to take this many forwards, as for a short
+# answer. A verifier that has timed nothing yet must not announce waits of minutes to a burst.
 _FIRST_FORWARDS = 128.0
 
 
 class LoadMeter:
-    """Measures the load of one engine, on its thread.
+    """Measures the load of one engine, on the engine's thread.
 
-    `running` and `waiting` hold its sequences.
+    `running` and `waiting` hold the engine's sequences.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LoadMeter:
         self._admitted_count = len(self._running)
 
     def ended(self, sequence: Sequence, now: float) -> None:
-        """Count the time that a sequence was in the batch, until its client stopped reading."""
+        """Count how long a sequence was in the batch, at most until its client stopped reading."""
         if sequence.scheduled_at is None:
             return
         if sequence.unread_at is not None:
@@ -80,8 +80,8 @@ class LoadMeter:
         """Return how long a sequence stays in a batch of `places` sequences.
 
         Return None if nothing was timed. Recent sequences may have run alone, far faster than in a
-        full batch. The result is therefore at least the time that as many forwards take with a full
-        batch, plus the time of one prompt for each place.
+        full batch. The result is therefore at least the time of a recent sequence's mean number of
+        forwards in a full batch, plus the time of one prompt for each place.
         """
         if not self._cost.known:
             return self._sequence_s

@@ -58,18 +58,18 @@ log = logging.getLogger(__name__)
 
 _CONFIG = EngineConfig()
 _INLINE = Inline()
-# The interval at which the engine looks at masks that take long, while no sequence has a step
-# (seconds).
+# While every running sequence waits for slow masks, the engine looks for ready masks at this
+# interval (seconds).
 _MASK_POLL_S = 0.05
 
 
 class Engine:
     """Owns every sequence. Other threads may call only `post` and `stop`.
 
-    With `launches`, the model's `forward` returns before the device has computed. For
+    `launches` means that the model's `forward` returns before the device has computed. For
     `target_device`, `sampled_drafts` and `features` see `DraftExchange`. Masks are computed on
-    `mask_lanes`, with the budget `mask_seconds`, see `MaskBudget`. `draft_policy` says when the
-    planner drafts. The engine and its parts read time only from `clock`.
+    `mask_lanes`, within the budget `mask_seconds` (see `MaskBudget`). `draft_policy` says when the
+    planner asks for drafts. The engine and its parts read time only from `clock`.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Engine:
     # --- requests ---
 
     def warm_up(self, context: int = 0) -> None:
-        """Measure trial forwards after `context` tokens, so that the first step knows its cost.
+        """Time trial forwards at a length of `context` tokens, so that costs are known at once.
 
         Call it only before the first request, because it overwrites pages.
         """
@@ -240,8 +240,8 @@ class Engine:
     def advance(self) -> float | None:
         """Run posted work, then at most one step; return how long the caller may sleep afterwards.
 
-        0.0 means not at all. A positive number is a limit in seconds, while the engine waits for
-        drafts. None means without limit. Posted work ends the sleep.
+        0.0 means not at all. While the engine waits for drafts or masks, a positive number limits
+        the sleep (seconds). None means that there is no limit. Posted work ends the sleep.
         """
         self.drain_inbox()
         if not self.scheduler.has_work:
@@ -273,7 +273,7 @@ class Engine:
                     self._endings.fail(sequence, error)
 
     def drain_inbox(self) -> None:
-        """Run all work that was posted."""
+        """Run all posted work, and send drafters the messages that result."""
         self._inbox.run_all()
         if not (self._launches and self.scheduler.has_work):
             self._metrics.flush()
@@ -361,7 +361,7 @@ class Engine:
         return [None if scheduled.is_late else each for scheduled, each in pairs]
 
     def _repeat_without_draft(self, scheduled: ScheduledSequence) -> None:
-        """Repeat a step without its draft, and draft no more for its sequence.
+        """Have a sequence's part of the step repeated without its draft, and stop drafting for it.
 
         Perhaps only a draft token makes the model overflow. The attention mask does not protect the
         tokens before the draft token, because 0 * NaN is NaN. But a guess must not end a sequence.
@@ -432,12 +432,12 @@ class Engine:
         is_typical: bool,
         baseline: bool,
     ) -> None:
-        """Export a step of this plan, and update the cost model with its duration.
+        """Export a step that followed `plan`, and update the cost model with its duration.
 
-        `since_last_s` is the time since the end of the previous step. The metrics get the seconds
-        of the same forward on an idle machine; 0 if the step held prompts, or if no trial forward
-        has run. Steps that are not typical update no cost, and neither do steps that score a
-        prompt, because ordinary steps do not pay that cost.
+        `since_last_s` is the time from the end of the previous step to the end of this step. The
+        metrics get the seconds of the same forward on an idle machine; 0 if the step held prompts,
+        or if no trial forward has run. Steps that are not typical update no cost, and neither do
+        steps that score a prompt, because ordinary steps do not pay that cost.
         """
         isolated_forward_s = 0.0
         scored = [scheduled for scheduled in batch if scheduled.scored]
@@ -463,7 +463,8 @@ class Engine:
 def _may_succeed_without_draft(error: OutriderError, draft: DraftTree) -> bool:
     """Return whether a failed step may be repeated without its draft, and may then succeed.
 
-    Dropping a sampled token because of its value would bias the token that is drawn instead.
+    A sampled draft must stay: dropping a sampled token because of its value would bias the token
+    that is drawn instead.
     """
     if error.reason is not Reason.LOGITS_NOT_FINITE:
         return False

@@ -37,10 +37,11 @@ _NO_TREES: Mapping[int, ChosenDraft] = {}
 
 
 class Scheduler:
-    """Serves tenants in turn, a tenant's sequences in order of arrival, and decodes before prefill.
+    """Serves tenants in turn, and each tenant's sequences in order of arrival.
 
-    Places in the batch, pages and the time of a step are shared between tenants (max-min). When
-    places or pages run out, the tenant with the most places or pages loses its youngest sequence.
+    Decoding comes before prompts. Places in the batch, pages and the time of a step are shared
+    between tenants (max-min). When places or pages run out, the tenant with the most places or
+    pages loses its youngest sequence.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class Scheduler:
         The draft has at most `room` tokens. Returns None if the sequence was preempted instead.
         """
         if sequence.id not in self.running:
-            return None  # this step preempted it for an older sequence
+            return None  # this step preempted it for another sequence
         assignment, draft = chosen
         start = sequence.kv.num_computed_tokens
         end = start + count
@@ -358,8 +359,7 @@ class Scheduler:
     def _lacks_pages(self, sequence: Sequence) -> bool:
         """Return whether a sequence lacks pages, even if it shares all cached pages of its text.
 
-        The method runs at every step for a sequence that waits for pages, so it hashes nothing
-        again.
+        The method runs at every step for a sequence that waits for pages, so it keeps the hashes.
         """
         tenant = sequence.request.tenant
         if len(self.tenants) > 1 or tenant not in self.tenants:
@@ -417,7 +417,7 @@ class Scheduler:
 def _chosen(
     sequence: Sequence, planned: int, room: int, trees: Mapping[int, ChosenDraft]
 ) -> ChosenDraft:
-    """Return the draft that the step verifies for a sequence for which a token is drawn."""
+    """Return the draft to verify in a step that draws a token for the sequence."""
     if sequence.mask_work is not None:
         return chosen_before(sequence, sequence.mask_work)
     if trees and (tree := trees.get(sequence.id)) is not None:
@@ -438,7 +438,7 @@ def _scorable(sequence: Sequence, pending: int, rows: int) -> int:
 
 
 def _scored(sequence: Sequence, start: int, count: int) -> range:
-    """Return the prompt positions to score after each of the `count` tokens from `start` on."""
+    """Return the prompt positions that the logits of `count` tokens from `start` on can score."""
     unscored = sequence.unscored
     if not unscored:
         return unscored

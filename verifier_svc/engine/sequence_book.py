@@ -17,7 +17,7 @@ from verifier_svc.state.sequence import Sequence
 
 
 class SequenceBook:
-    """Keeps an engine's sequences.
+    """Gives out sequence ids, bounds the queue and unread answers, and holds chunks.
 
     Only the engine's thread uses it. `max_waiting` bounds the queue and, separately, the number
     of unread answers. `unread` maps ids to sequences whose callers do not read, the longest unread
@@ -44,8 +44,8 @@ class SequenceBook:
     def check_room(self, waiting: int, request: TokenRequest, load: Callable[[], Load]) -> None:
         """Raise OutriderError(OVERLOADED) if the queue of `waiting` sequences has no room.
 
-        A continued request may exceed the bound for new requests, because another verifier has
-        accepted it before.
+        For a continued request the bound is twice as high, because another verifier has accepted
+        the request before.
         """
         most = self._max_waiting * (2 if request.committed else 1)
         if waiting >= most:
@@ -56,7 +56,7 @@ class SequenceBook:
     # --- answers that nobody reads ---
 
     def pause(self, sequence: Sequence) -> Sequence | None:
-        """Note that a sequence waits until its caller reads; the engine no longer runs it.
+        """Note that a sequence waits until its caller reads; the engine has stopped running it.
 
         If too many sequences are unread, returns the sequence that has to end with `slow_reader`:
         the longest unread sequence of the tenant with the most unread sequences.

@@ -1,4 +1,4 @@
-"""The engine's ports to the verifier's server: a port for drafts, and a port for requests."""
+"""What the verifier's server needs of an engine: an interface for drafts, and one for requests."""
 
 from __future__ import annotations
 

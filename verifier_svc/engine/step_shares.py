@@ -1,7 +1,7 @@
-"""Divides a step between tenants: whose sequences to decode, and how much of whose prompts.
+"""Divides a step between tenants: the sequences to decode, and the prompt tokens to read.
 
-A tenant that has used little goes first. Each of this tenant's tokens takes a step, so the time
-that other tenants add to such a step is bounded. With one tenant, a step takes all it can.
+A tenant that has used little goes first. This tenant's next token comes only when the step ends, so
+the time that other tenants add to the step is bounded. With one tenant, a step takes all it can.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.sequence import Sequence
 
-# A step takes at most `_LONGEST` times as long as the smallest step while it serves a tenant that
-# has used little, or while another tenant may come back at any moment and would wait for the step's
-# end. On a GPU the bound mostly cuts nothing, because there a forward with more rows takes little
-# longer. In a step that reaches the bound, the fixed cost of a forward is at most 1/4 of the time.
+# The bound of a step's time, in multiples of the smallest step. It holds while the step serves a
+# tenant that has used little, or while another tenant may come back at any moment and would wait
+# for the step's end. On a GPU the bound mostly cuts nothing, because there a forward with more rows
+# takes little longer. In a step that reaches the bound, the fixed cost of a forward is at most 1/4
+# of the time.
 _LONGEST = 4.0
 # Work of other tenants lengthens the step of a light tenant by at most this share.
 _ADDED = 0.25
-# A step that would otherwise do nothing takes this many tokens of prompts.
+# A step that would otherwise do nothing reads at least this many tokens of prompts.
 _LEAST_PROMPT_TOKENS = 16
 
 Drafted = Callable[[Sequence], int]
-"""Gives the draft tokens of a sequence in the next step."""
+"""Returns the number of draft tokens of a sequence in the next step."""
 
 
 class PromptPart(NamedTuple):
-    """A sequence whose prompt the step reads: its uncomputed tokens, and how many to read."""
+    """A sequence whose prompt the step reads: at most `most` of its `pending` uncomputed tokens."""
 
     sequence: Sequence
     pending: int
@@ -80,7 +81,8 @@ class StepShares:
     def _bounded(self, parts: StepParts, light: frozenset[str], drafted: Drafted) -> StepParts:
         """Return a step of bounded time.
 
-        The step has all work of light tenants, and then work that lengthens it little.
+        If there are light tenants, their work fills the step up to `_LONGEST`; the work of other
+        tenants then lengthens it by at most `_ADDED`. Without them, others fill it to `_LONGEST`.
         """
         fill = _Fill(self._cost, self._max_batch_tokens, drafted)
         room_s = _LONGEST * self._cost.estimate(1, 1)
@@ -93,7 +95,7 @@ class StepShares:
 
 
 class _Fill:
-    """A step that is filled up to a time limit. Even beyond the limit, the step takes some work."""
+    """A step that is filled up to a time limit. An empty step takes some work even beyond it."""
 
     def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
         self.decoding: list[Sequence] = []
@@ -115,8 +117,9 @@ class _Fill:
     def add(self, parts: StepParts, room_s: float, last_id: int) -> int:
         """Add work that lengthens the step by at most `room_s`.
 
-        If there are prompts, they get half of this time. Decoding begins after the sequence
-        `last_id`. Returns the id of the last sequence that had room, or `last_id` if all had room.
+        If there are prompts, decoding gets at most half of this time, and prompts get the rest.
+        Decoding begins after the sequence `last_id`. Returns the id of the last sequence that had
+        room, or `last_id` if all had room.
         """
         before_s = self.seconds
         decoding_s = room_s / 2 if parts.prefill else room_s

@@ -1,8 +1,7 @@
-"""Measures how much of the steps each tenant has used recently; tenants with little use go first.
+"""Measures how much step time each tenant has used recently; tenants with little use go first.
 
-The measure is the time of steps, as in a fair-share scheduler: it counts prompts, decoding and
-drafts alike. The measure decays, so that use of long ago is forgotten and no tenant can save up
-time.
+As in a fair-share scheduler, prompts, decoding and drafts count alike. The measure decays, so that
+use of long ago is forgotten and no tenant can save up time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ _MEMORY_S = 2.0
 # A tenant is light if it has used less than this part of an equal share. Tenants with about the
 # same use share steps, which compute more tokens a second than separate steps.
 _LIGHT = 0.5
-# Stored values grow with time instead of being decayed one by one, up to this power of e.
+# Instead of decaying all stored values at each step, new values are scaled up with time, by at most
+# this power of e.
 _LARGEST = 50.0
 
 

@@ -9,7 +9,8 @@ from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.engine.config import EngineConfig, LanguageModel
 from verifier_svc.policy.forward_cost import ForwardCost
 
-# No trial begins after this time. With a large model, some larger batches are then not tried.
+# No trial begins later than this (seconds after the first). With a large model, some of the larger
+# batches are then not tried.
 _WARM_UP_S = 5.0
 # In the trial forwards with trees, each sequence has one of these numbers of rows. Other trial
 # forwards have chains.
@@ -19,7 +20,7 @@ _TRIAL_PROMPT = 256
 
 
 class WarmUp:
-    """Times forwards of many batch sizes after `context` tokens, as far as the pages allow.
+    """Times forwards of many batch sizes at a length of `context` tokens, if the pages suffice.
 
     Use it only before the first request, because it writes to pages that it has not reserved.
     """
@@ -88,8 +89,9 @@ class WarmUp:
     ) -> float:
         """Return the seconds of one forward of `batch` sequences: the faster of two runs.
 
-        Each sequence has `count` new tokens after `context` zeros, and `logit_count` logits rows.
-        If `branched`, all new tokens but the first are children of the first.
+        A sequence has `context` tokens: fewer if the pages do not suffice, more if `count` is
+        larger. Its last `count` tokens are new, and it gets `logit_count` logits rows. If
+        `branched`, all new tokens but the first are children of the first.
         """
         parents = [0] * (count - 1) if branched else []
         size = self._pool.page_size
