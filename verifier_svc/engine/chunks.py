@@ -1,4 +1,4 @@
-"""Finds where a sequence ends, and builds the chunks that clients get for a step."""
+"""Finds where a sequence ends and builds the chunk of a step, from tokens and requests alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Decides how much longer a step waits for its pending drafts; the engine's caller sleeps.
 
-`verifier_svc/policy/waits.py` decides the longest wait, which the plan has as `wait_s`. `poll` ends
-the wait earlier, once no missing draft would improve the step. A drafter whose draft does not come
-in time gets a longer measured latency.
+`verifier_svc/policy/waits.py` decides the longest wait, which the plan holds as `wait_s`. `poll`
+ends the wait earlier, once no missing draft would improve the step. A drafter whose draft does not
+come in time gets a longer measured latency.
 """
 
 from __future__ import annotations

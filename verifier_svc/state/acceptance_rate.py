@@ -12,21 +12,23 @@ from outrider.protocol.limits import MAX_DRAFT_TOKENS
 _DECAY = 0.9
 _PRIOR_WEIGHT = 4.0
 _SAMPLES = 7
-# Siblings from these depths and ranks on share a measurement.
+# Siblings have measurements for this many depths and ranks; deeper and later siblings share the
+# last one.
 _DEPTHS = 4
 _RANKS = 8
-# The prior of claims weighs as much as this many guesses that were expected to be right. The sums
-# of claims decay by `_CLAIM_DECAY`.
+# The prior, that claims are right, weighs as much as this many claimed right guesses. The sums of
+# claims and of right guesses decay by `_CLAIM_DECAY`.
 _CLAIM_WEIGHT = 1.0
 _CLAIM_DECAY = 0.995
-# Prior share of wrong main guesses that have a right sibling, and its weight in main guesses.
+# Prior share of wrong main guesses that have a right sibling, and the prior's weight in wrong main
+# guesses.
 _FIRST_SHARE = 0.4
 _SHARE_WEIGHT = 4.0
 _SHARE_DECAY = 0.99
 
 
 class _FixedRate:
-    """A prior that never changes. Such a prior has only a rate for the first position."""
+    """A prior that never changes, and has only a rate for the first position."""
 
     __slots__ = ("by_position", "version")
 
@@ -56,7 +58,10 @@ class AcceptanceRate:
     def __init__(
         self, prior: AcceptanceRate | float, count: int = MAX_DRAFT_TOKENS, *, decay: float = _DECAY
     ) -> None:
-        """Keep `count` positions. The prior weighs 4 drafts, observations at most 1 / (1 - decay).
+        """Keep rates of `count` positions.
+
+        The prior weighs as much as 4 drafts, and all observations together at most as much as
+        1 / (1 - decay) drafts.
 
         If the prior is an AcceptanceRate, each position uses the same position of the prior, even
         after the prior has changed. If the prior is a number, or lacks the position, a position
@@ -161,8 +166,8 @@ class SiblingRates:
 
     A claim is an estimate, made before the commit, of the probability that a guess is right if its
     parent is right. The claim is the drafter's confidence, or a prior. A factor corrects claims:
-    the number of right guesses divided by the number that was claimed. In both numbers older
-    guesses count less. The factor begins at 1.
+    the number of right guesses divided by the sum of the claims. In both, older guesses count less.
+    The factor begins at 1.
     """
 
     __slots__ = ("_claimed", "_rescued", "_right", "_wrong", "rescued_share")
@@ -191,7 +196,7 @@ class SiblingRates:
         return min(claim * factor, 1.0)
 
     def added_tokens(self, prob_wrong: float) -> float:
-        """Return the mean number of tokens that a tree adds to its main path.
+        """Return the mean number of accepted tokens that a tree adds to its main path.
 
         The main path is wrong with the probability `prob_wrong`. Only the first token beside it
         counts. Later tokens would add more, but each has its cost too.

@@ -1,4 +1,4 @@
-"""Notices that a drafter's guesses are clearly worse than in its first hour or before a swap."""
+"""Notices that a drafter guesses clearly worse than in its first hour, or than its old weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import math
 _BLOCK_TOKENS = 2000
 _FIRST_S = 3600.0
 # A rate has fallen if it is lower than the first hour's rate by this share of that rate, and by
-# this many standard deviations of a block. The tokens of one draft are alike, so a block counts as
-# a quarter of its tokens.
+# this many standard deviations of a block. The outcomes of one draft's tokens are correlated, so a
+# block counts as a quarter of its tokens.
 _LEAST_FALL = 0.2
 _DEVIATIONS = 4.0
 _ALIKE = 4
 
 
 class AcceptanceWatch:
-    """Compares the acceptance of each block of verified tokens with the first hour's.
+    """Compares the acceptance of each block of verified tokens with the first hour's acceptance.
 
-    If the drafter's weights were replaced, the earlier weights take the place of the first hour.
+    If the drafter's weights were replaced, it compares with the earlier weights instead.
 
     A change of the traffic changes acceptance too, so a fall is a reason to look and nothing more.
     """
@@ -30,7 +30,7 @@ class AcceptanceWatch:
         None until the first hour is over.
         """
         self.basis = "in its first hour"
-        """What `first_rate` is the share of, for the log."""
+        """Where `first_rate` was measured, in words for the log."""
         self.rate = 0.0
         """Share of accepted tokens in the last block."""
         self.fell = False
@@ -72,6 +72,7 @@ class AcceptanceWatch:
         first = self.first_rate
         deviation = math.sqrt(first * (1.0 - first) * _ALIKE / count)
         margin = max(_LEAST_FALL * first, _DEVIATIONS * deviation)
-        # A rate that is halfway back has recovered, so that a rate near the margin changes nothing.
+        # A fallen rate must come back by half the margin, so that a rate near the margin does not
+        # switch `fell` on and off.
         self.fell = self.rate < first - (margin / 2 if before else margin)
         return self.fell is not before

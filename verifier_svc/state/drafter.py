@@ -18,19 +18,21 @@ _TEST_GUESSES = 8
 # first number is for a drafter that never answered, the second for a drafter that answers.
 _SILENT_STEPS = 8
 _ANSWERING_STEPS = 32
-# A drafter that answered before is silent only after this many of its latencies as well, and after
-# at least `_SILENT_S` seconds: a busy machine may keep a process from running for that long.
+# A drafter that has answered before counts as silent only after all of these times: `_SILENT_STEPS`
+# steps, `_SILENT_LATENCIES` of its latencies, and `_SILENT_S` seconds, because a busy machine may
+# keep a process from running for that long.
 _SILENT_LATENCIES = 8
 _SILENT_S = 0.1
 # A wrong guess counts as this many further steps.
 _WRONG_STEPS = 4
-# A drafter's own rates remember a hundred drafts. With ten, the prior alone would give a drafter
-# that is always wrong a rate of 0.23 on each new sequence.
+# Decay of the rates over all of a drafter's sequences: they remember a hundred drafts. If they
+# remembered ten, the prior alone would give a drafter that is always wrong a rate of 0.23 on each
+# new sequence.
 LONG_MEMORY = 0.99
 # Weight of the newest answer in a drafter's `answer_rate`.
 _RECENT_ANSWER = 0.05
-# A quick drafter makes a guess in at most this share of a plain step. Wherever it computes, it may
-# slow down the target in that time.
+# A drafter is quick if it drafts a token in at most this share of a plain step's time. The share is
+# small because the drafter may slow down the target meanwhile, wherever it computes.
 _QUICK_SHARE = 0.05
 # A message takes `_MESSAGE_BYTES` of memory besides its size on the wire, `_TOKEN_BYTES` for each
 # token, and `_ENTRY_BYTES` for each proposal and skip. A message of 4096 skips fills its stream's
@@ -39,15 +41,16 @@ _MESSAGE_BYTES = 1024
 _TOKEN_BYTES = 16
 _ENTRY_BYTES = 256
 MOST_ANSWERS = 2**16
-"""Each message to a drafter allows it some proposals and skips. Allowances that it does not use add
-up to at most this number of each. A drafter that answers each message stays below the number, even
-if it reads a thousand steps of 64 sequences at once."""
+"""Each message to a drafter allows it some proposals and skips. Unused allowances add up, but to no
+more than this number of proposals and of skips. A drafter that answers each message stays below the
+number, even if it reads a thousand steps of 64 sequences at once."""
 
 
 def held_bytes(byte_count: int, batch: DraftBatch | None = None) -> int:
-    """Return about how much memory the engine needs for a message of `byte_count` on the wire.
+    """Return roughly how much memory the engine needs for a message of `byte_count` on the wire.
 
-    The engine's time for a batch grows with its tokens and entries, so this bounds that time too.
+    The engine's time for a batch grows with the batch's tokens and entries too, so a bound on this
+    memory bounds the time as well.
     """
     held = byte_count + _MESSAGE_BYTES
     if batch is None:
@@ -126,9 +129,9 @@ class Drafter:
     silent: bool = False
     """True if the drafter has stopped answering."""
     paused: bool | None = None
-    """True if the last step asked the drafter for no draft; None before its first step."""
+    """True if its drafts did not pay in the last plan that considered the drafter; None before."""
     turn: int = 0
-    """The number of the verifier's assignments when the drafter last got a sequence."""
+    """A number that grows from turn to turn, set when the drafter joins or gets a sequence."""
     answer_rate: float = 1.0
     """Share of the drafter's answers that held a draft: a running mean over all its sequences."""
     verified_count: int = 0
@@ -157,7 +160,7 @@ class Drafter:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if the drafter fell silent, or failed its trial: it was late or wrong, or skipped.
+        """True if the drafter fell silent, or failed its trial by late or wrong drafts or skips.
 
         A doubtful drafter is only probed, on one sequence at a time.
         """
@@ -170,13 +173,13 @@ class Drafter:
     def merit(self) -> float:
         """The probability that asking the drafter yields a right first token, to compare drafters.
 
-        Quick drafters are right more often within a run, which does not count here.
+        Only drafts outside a run count, although quick drafters are right more often within a run.
         """
         rates = [by_run[0].by_position[0] for by_run in self.rates.values()]
         return self.answer_rate * max(rates, default=0.0)
 
     def succeed(self, earlier: Drafter) -> None:
-        """Compare acceptance with an earlier stream of this drafter, if it named its weights."""
+        """Compare acceptance with an earlier stream of this drafter that named its weights."""
         before = earlier.hello.weights_version
         if before and before == self.hello.weights_version:
             self.acceptance_watch.resume(earlier.acceptance_watch)
@@ -210,7 +213,7 @@ class Drafter:
         self.proposals_left = min(self.proposals_left + window_tokens, MOST_ANSWERS)
 
     def count_entries(self, batch: DraftBatch) -> None:
-        """Count the entries of a message: many entries cost the engine time and change little.
+        """Count a message's entries against what is allowed, since entries cost the engine time.
 
         Raises OutriderError(PROTOCOL_VIOLATION) for more entries than the messages to the drafter
         allow.
@@ -259,7 +262,7 @@ class Drafter:
     def is_quick(self, decode_step_s: float) -> bool:
         """True if a draft takes little time beside a plain step of `decode_step_s` seconds.
 
-        A drafter within the verifier's process is not quick, since it uses the target's device.
+        A drafter in the verifier's process is never quick, since it uses the target's device.
         """
         guess_s = self.token_time.value
         return not self.is_local and guess_s <= _QUICK_SHARE * decode_step_s

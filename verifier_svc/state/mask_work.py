@@ -1,4 +1,4 @@
-"""The masks of one sequence's next step, computed on a thread of their own."""
+"""The masks of one sequence's next step, which another thread may compute."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Compute = Callable[[], npt.NDArray[np.int32]]
 
 
 class MaskWork:
-    """Masks for each row of a draft. The engine's thread makes it; one other thread runs it.
+    """The work of computing masks for each row of a draft.
 
-    Meanwhile nobody else uses the sequence's matcher.
+    The engine's thread makes the object, and one thread calls `run`. Until the work is done,
+    nothing else uses the sequence's matcher.
     """
 
     def __init__(self, compute: Compute, draft: DraftTree, drafter_id: str) -> None:

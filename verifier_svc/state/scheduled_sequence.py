@@ -26,7 +26,7 @@ class ScheduledSequence:
     assignment: Assignment | None
     """The assignment that the draft's main path comes from."""
     samples: bool
-    """True if a token is drawn. False for a prompt's chunk that is not its last."""
+    """True if a token is drawn. False for each chunk of a prompt except the last chunk."""
     planned_draft_tokens: int = 0
     """The maximum number of draft tokens that the plan allows."""
     scored: range = _NOTHING
@@ -35,14 +35,11 @@ class ScheduledSequence:
     Their logits rows come before the rows to draw from.
     """
     mask: npt.NDArray[np.int32] | None = None
-    """Tokens that the grammar allows, as in `outrider.sampling.logits.Context`."""
+    """Tokens that the grammar allows, as in `outrider.sampling.context.Context`."""
     is_late: bool = False
     """True if the sequence's masks were not there in time, so that its step must be repeated."""
     is_spoilt: bool = False
-    """True if the sequence's draft made logits not finite.
-
-    Its step must be repeated, prompt tokens too.
-    """
+    """True if the draft made logits not finite; then prompt tokens must be computed anew too."""
 
     @property
     def logit_count(self) -> int:

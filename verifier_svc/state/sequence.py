@@ -30,12 +30,13 @@ _LEAST_CHANCE = 0.1
 _SILENT_LATENCIES = 8.0
 # Weight of the newest answer in `answer_rate`.
 _RECENT = 0.2
-# Steps between two probes: after a probe whose guesses were right, at the beginning, and at most.
+# Steps between two probes: `FIRST_BACKOFF` at the beginning, `_EAGER_BACKOFF` after a probe whose
+# guesses were right, and `_LONGEST_BACKOFF` at most.
 _EAGER_BACKOFF = 2
 FIRST_BACKOFF = 8
 _LONGEST_BACKOFF = 256
 # There are three classes of drafts, each with its own rate: drafts after a run of 0, of 1 to 3, and
-# of at least 4 tokens.
+# of at least 4 right guesses.
 _RUNS = (1, 4)
 RUN_CLASSES = len(_RUNS) + 1
 
@@ -94,7 +95,7 @@ class Assignment:
     answer_rate: float = 1.0
     """Share of the drafter's answers that held a draft, as a running mean.
 
-    Skips are not worth a wait. An answer that is long overdue counts as a skip.
+    The other answers are skips, which are not worth a wait. A long overdue answer counts as a skip.
     """
     feature_position: int = 0
     """The drafter gets no further features of tokens before this position."""
@@ -158,7 +159,7 @@ class Assignment:
         return self.rate.prob_all_accepted(count)
 
     def promise(self, draft_tokens: int) -> tuple[float, float]:
-        """Return how many tokens, and right tokens, to expect if `draft_tokens` are asked for.
+        """Return the mean numbers of tokens and of right tokens if `draft_tokens` are asked for.
 
         A drafter that sends few tokens is credited with few, even if they are nearly always right.
         """
@@ -221,19 +222,16 @@ class Assignment:
             self.backoff = _EAGER_BACKOFF
 
     def expect_answer(self, committed_length: int) -> None:
-        """Start timing the drafter's answer to the message just written.
-
-        The message had this committed length.
-        """
+        """Start timing the drafter's answer to the message just written for this length."""
         self.asked_at[committed_length] = self.told_at
         while len(self.asked_at) > _LENGTHS_TIMED:
             del self.asked_at[next(iter(self.asked_at))]
 
     def on_answer(self, at: float, base_length: int, *, drafted: bool) -> float | None:
-        """Take a message about a committed length that arrived `at` (seconds).
+        """Note a message that arrived `at` (seconds) and answers the length `base_length`.
 
         The message is a proposal if `drafted`, else a skip. Returns the seconds since the drafter
-        was asked, or None unless this is its first answer to that length.
+        was asked; None if that was not timed, or if this is not its first answer to that length.
         """
         self.answered_length = max(self.answered_length, base_length)
         asked_at = self.asked_at.pop(base_length, None)
@@ -263,8 +261,8 @@ class Assignment:
     def chance(self) -> float:
         """The probability that asking yields a draft, to compare drafters.
 
-        The probability is never near 0, because a drafter whose texts are hard for a while costs
-        little and should still be asked.
+        The probability is never near 0: a drafter whose texts are hard to guess for a while should
+        still be asked, because asking costs little.
         """
         return max(self.answer_rate, _LEAST_CHANCE)
 
@@ -305,7 +303,7 @@ class Sequence:
     assignments: dict[str, Assignment] = field(default_factory=dict)
     """The assignments, keyed by drafter id."""
     past_drafters: set[str] = field(default_factory=set)
-    """Ids of drafters that lost the sequence to other drafters. None of them gets it again."""
+    """Ids of drafters that lost the sequence to other drafters. They do not get it again."""
     cached_token_count: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     """Block hashes of the sequence's full pages, computed only while it waits for pages."""
@@ -313,14 +311,14 @@ class Sequence:
     matcher: Matcher | None = None
     """The state of the request's grammar after the output without its last `grammar_lag` tokens."""
     grammar_lag: int = 0
-    """The number of last committed tokens that the next mask's work gives to the grammar."""
+    """The number of last committed tokens by which the next mask's work advances the grammar."""
     mask_width: int = 0
     mask_work: MaskWork | None = None
-    """The masks of the sequence's next step, after they were asked for; the step waits for them."""
+    """The masks of the sequence's next step, which waits for them; None if none were requested."""
     mask_row_s: float = 0.0
     """Processor time of the sequence's last masks (seconds a row)."""
     mask_excess_s: float = 0.0
-    """Processor time of all the sequence's masks beyond what is free (seconds)."""
+    """Processor time of all the sequence's masks beyond each mask's free time (seconds)."""
     unscored: range = range(0)
     """Positions of prompt tokens whose log probabilities are wanted and not yet sent."""
     admitted: bool = False
@@ -334,9 +332,9 @@ class Sequence:
     submitted_at: float = 0.0
     """The time at which the request came (monotonic seconds)."""
     scheduled_at: float | None = None
-    """The time of the sequence's first batch (monotonic seconds). Time unread moves it forward."""
+    """The time of the sequence's first batch (monotonic seconds), plus the time it was unread."""
     unread_at: float | None = None
-    """The time since which the caller does not read (monotonic seconds); None if it reads."""
+    """The time at which the caller stopped reading (monotonic seconds); None while it reads."""
 
     @property
     def has_begun(self) -> bool:

@@ -27,8 +27,8 @@ class StepTimes:
 class StepClock:
     """Times the phases of all steps of an engine, in seconds.
 
-    A clock that was set back makes a phase take no time, since neither a counter nor the cost model
-    may see a negative time.
+    If the clock was set back during a phase, the phase counts as 0 s, since neither a counter nor
+    the cost model may see a negative time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -77,9 +77,9 @@ class StepClock:
         return has_worked
 
     def undisturbed_since(self, busy_until: float) -> bool:
-        """True if the drafters, busy until `busy_until`, were done when the last step began."""
+        """True if drafters that were busy until `busy_until` were done before the previous step."""
         return busy_until <= self._ended[0]
 
     def times(self) -> StepTimes:
-        """Return the times of the step. The times change if a further phase of the step ends."""
+        """Return the times of the step; they change if a further phase of the step ends."""
         return StepTimes(self.wait_s, self.phases_s)

@@ -1,4 +1,4 @@
-"""Tells where the target computes, and which drafters share that device with it."""
+"""Says where the target computes, and whether a drafter shares that device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The verifier's copy of one drafter's guesses for one sequence.
 
-The trie's root is the last committed token. A trie has tokens and committed lengths, and nothing of
+The trie's root is the last committed token. A trie knows tokens and committed lengths, but no
 models, streams or drafters. The contract is in protos/outrider/v1/drafts.proto. `DraftTree` is the
 part of a trie that one forward verifies.
 """
@@ -34,7 +34,7 @@ class DraftTree:
     drafter_ids: list[str] = field(default_factory=list)
     """Each token's drafter; empty if the main path's drafter guessed them all."""
     main_length: int | None = None
-    """Length of a main path that a grammar cut; None if it consists of the first children."""
+    """Length of the main path if a grammar cut the tree; if None, first children make the path."""
 
     def first(self, count: int) -> DraftTree:
         """Return a tree of the first `count` tokens."""
@@ -80,18 +80,18 @@ class CommitWalk:
 
 @dataclass(slots=True)
 class AddResult:
-    """The numbers of a proposal's tokens that were added, merged, dropped and so on."""
+    """What became of a proposal's tokens; each field is a number of tokens."""
 
     fresh: int = 0
-    """New in the trie."""
+    """Tokens that are new in the trie."""
     merged: int = 0
-    """In the trie before."""
+    """Tokens that were in the trie before."""
     passed: int = 0
-    """Committed already, as guessed."""
+    """Tokens that are committed already, as guessed."""
     stale: int = 0
-    """The number of guesses that the commit contradicted, or that follow such a guess."""
+    """Tokens that the commit contradicted, or that follow such a token."""
     cut: int = 0
-    """Beyond the window."""
+    """Tokens for which the window had no room."""
 
 
 @dataclass(eq=False, slots=True)
@@ -125,7 +125,7 @@ class Node:
         return found
 
 
-# A dropped token gets one of these parents: no token is added below them.
+# A dropped token gets one of these nodes; no token is added below them.
 _STALE = Node(-1)
 _CUT = Node(-1)
 
