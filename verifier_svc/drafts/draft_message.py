@@ -32,7 +32,7 @@ class DraftMessage:
     skip_latencies_s: list[float] = field(default_factory=list)
     """For each skip that answers a verdict, the seconds since the drafter was asked."""
     draft_s: float = 0.0
-    """Seconds of drafting. A drafter drafts all proposals of a message together."""
+    """Seconds that the drafter needed to draft the message's proposals, all of them together."""
     draft_length: int = 0
     """Tokens of the longest new draft, which determines the drafting time."""
     token_count: int = 0
@@ -100,7 +100,8 @@ class DraftMessage:
     def _find(self, sequence_id: int) -> tuple[Sequence, Assignment] | None:
         """Return the sequence and its assignment to this drafter.
 
-        None if the sequence is over or has other drafters by now: the message may just be late.
+        Return None if the sequence is over or has other drafters by now: the message may just be
+        late.
         Raises OutriderError(PROTOCOL_VIOLATION) for an id that was never announced to the drafter.
         """
         last = self.drafter.last_sequence_id
@@ -117,10 +118,10 @@ class DraftMessage:
 
 
 def _new_depth(parents: list[int], merged: int) -> int:
-    """Return how many tokens deep a tree's new part is, below the main path that the tree repeats.
+    """Return the depth in tokens of a tree's new part, below the main path that the tree repeats.
 
-    Branches are drafted side by side, so their tokens do not add up. `merged` tokens of the tree
-    belong to an earlier draft.
+    The depth stands for the drafting time, because branches are drafted side by side. `merged`
+    tokens of the tree belong to an earlier draft.
     """
     repeated = min(merged, len(main_path(parents)))
     depths = [0] * (1 + repeated)
@@ -241,7 +242,7 @@ def outcomes_by_drafter(
 ) -> dict[str, tuple[int, list[int]]]:
     """Return each drafter's token count in a tree, and its accepted tokens' places in the path.
 
-    If the tree names no drafters, all tokens are `drafter_id`'s.
+    If the tree names no drafters, all its tokens are `drafter_id`'s. `rows` are the accepted rows.
     """
     found: dict[str, tuple[int, list[int]]] = {}
     owners = draft.drafter_ids or [drafter_id] * len(draft.token_ids)

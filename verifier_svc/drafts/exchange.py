@@ -56,7 +56,7 @@ class DraftExchange:
         """
         self.roster = Roster(clock)
         self.plan = Plan()
-        """The plan of the step in progress, or of the last one."""
+        """The plan of the step in progress, or of the last step if none is in progress."""
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self.features = FeatureSender(features)
         self.assigned = 0
@@ -177,10 +177,10 @@ class DraftExchange:
     ) -> None:
         """Add a message's proposals to the tries.
 
-        A drafter that breaks the protocol loses its stream; nothing else changes for the others.
-        `arrived_at` is when the message arrived (monotonic seconds; None is now). If the forward
-        since then counted as the drafter's time, a drafter that just missed a step would seem too
-        slow.
+        A drafter that breaks the protocol loses its stream; other drafters keep theirs.
+        `arrived_at` is when the message arrived (monotonic seconds; None is now). Without it, the
+        forward since the arrival would count as the drafter's time, and a drafter that just missed
+        a step would seem too slow.
         """
         at = self._clock() if arrived_at is None else arrived_at
         is_timed = drafter.round_trip.value > 0.0
@@ -274,7 +274,7 @@ class DraftExchange:
             self.assign(sequence)
 
     def record_walks(self) -> None:
-        """Record the lengths of the drafts at the last commits, and how much was committed."""
+        """Record the draft lengths at the last commits, and the guesses that were committed."""
         for assignment, offered, length, walk, counts in self._walks:
             assignment.observe_length(offered, length, walk.on_main_path)
             if counts:
@@ -306,7 +306,7 @@ class DraftExchange:
             self._metrics.drafting_paused(drafter, paused)
 
     def _watch_acceptance(self, drafter: Drafter, now: float) -> None:
-        """Log and export it if a drafter's acceptance has fallen or recovered."""
+        """If a drafter's acceptance has fallen or recovered, log and export that."""
         watch = drafter.acceptance_watch
         if not watch.look(drafter.verified_count, drafter.accepted_count, now):
             return
@@ -329,7 +329,7 @@ class DraftExchange:
         traceparent: str,
         now: float,
     ) -> None:
-        """Send a step's verdict, with all tokens that were not sent to the drafter before.
+        """Write a step's verdict, with all tokens that the drafter was not told of before.
 
         Call it after the trie was advanced. If `wanted` is 0, the verdict is a probe.
         """
@@ -420,7 +420,7 @@ def _observe_siblings(
 ) -> None:
     """Measure how often a sibling of a wrong main guess was right. Call this before roots move."""
     if is_sampled(sequence):
-        return  # its drafts stay chains
+        return  # the sequence's drafts stay chains
     if is_branched(sequence):
         observe_siblings(sequence, verified, new_token_ids, threshold)
     elif verified.tree_tokens > 0 and verified.trie.is_contradicted(new_token_ids):

@@ -20,11 +20,11 @@ from verifier_svc.state.sequence import Assignment
 from verifier_svc.state.sequence import Sequence as TokenSequence
 from verifier_svc.verification.batch import Verified
 
-# The largest entry of a message. An entry is so small that a message with one entry has room for
-# the rest of its step.
+# The maximum size of one entry's features. A message with one entry then has room for the rest of
+# its step.
 _MAX_ENTRY_BYTES = 2**20
-# Features of at most this many tokens wait for a drafter that is not asked; further features are
-# dropped. Two probes are often further apart than this.
+# If features of more than this many tokens wait for a drafter that is not asked, they are dropped
+# when further features come. Two probes are often further apart than this.
 _MAX_HELD_TOKENS = 64
 
 
@@ -49,7 +49,7 @@ class FeatureSource(Protocol):
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """Return the kept `states` of the last forward's `rows`: each row's states, in order.
+        """Return the kept `states` of the last forward's `rows`, row by row.
 
         With the name of a projection, return the projection's result for each row.
         """
@@ -57,12 +57,12 @@ class FeatureSource(Protocol):
     def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
-        """Like `copy_states`, but a tensor on the target's device, with an entry for each row."""
+        """Return what `copy_states` does, as a tensor on the target's device, an entry a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedTokens:
-    """A sequence's tokens that a forward has computed, and that are committed."""
+    """A sequence's tokens that a forward has computed: committed tokens and accepted guesses."""
 
     sequence: TokenSequence
     start: int
@@ -75,15 +75,15 @@ class ComputedTokens:
 
 @dataclass(slots=True)
 class _Part:
-    """Committed tokens whose features one drafter gets: their rows in the forward, their place."""
+    """Computed tokens whose features one drafter gets: their rows in the forward, their place."""
 
     sequence_id: int
     assignment: Assignment
     rows: Sequence[int]
     first_position: int
     waits: bool
-    """True if the features wait for a verdict. Features of a prompt do not wait, because the
-    drafter knows the prompt's tokens already."""
+    """True if the features wait for the verdict of their tokens. Features of a prompt do not wait,
+    because the drafter knows the prompt's tokens already."""
 
 
 class FeatureSender:
@@ -136,7 +136,7 @@ class FeatureSender:
             self.take_rows(_computed(batch, found))
 
     def take_rows(self, computed: Iterable[ComputedTokens]) -> None:
-        """Take the features of tokens of the last forward, before they are committed.
+        """Take the features of tokens of the last forward, before the step is committed.
 
         A drafter that joined during the forward gets none if the forward did not keep its states.
         """
@@ -186,10 +186,10 @@ def send_held_features(assignment: Assignment) -> None:
 
 
 def copy_held_features(assignment: Assignment) -> None:
-    """Give features that wait beyond their step memory of their own.
+    """Copy features that have to wait beyond their step into memory of their own.
 
     The features of a drafter in the verifier's process are parts of a whole step's tensor, and
-    would keep all of that memory. Other clients' prompts may have many rows in it.
+    would keep all of its memory. Other clients' prompts may have many rows in this tensor.
     """
     held = assignment.held_features
     for place in reversed(range(len(held))):

@@ -16,8 +16,8 @@ from verifier_svc.verification.rule_choice import choose_distribution
 # path after that token.
 _AHEAD = 2
 _TOKENS_PER_DEPTH = 6
-# Prior acceptance of a drafter. The prior is high, because the verifier never tries a drafter whose
-# acceptance starts low.
+# Prior acceptance of a drafter. The prior is high, because the verifier would never try a drafter
+# whose acceptance started low.
 _OPTIMISM = 0.8
 _KNOWN_POSITIONS = 16
 
@@ -60,9 +60,9 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
-    """Return the kind of traffic, within which a drafter's acceptance should be alike.
+    """Return whether the request is greedy, has a grammar, and has a prediction.
 
-    The kind says whether the request is greedy, has a grammar, and has a prediction.
+    Within such a kind of traffic, a drafter's acceptance should be similar.
     """
     request = sequence.request
     return request.sampling.greedy, request.grammar is not None, bool(request.prediction)
@@ -74,10 +74,10 @@ def run_ahead_window(
     """Return how far a drafter may run ahead.
 
     The drafter is asked for `draft_tokens`, or for a tree of `tree_tokens`. If the trie has room,
-    the window covers one draft for each step until the next verdict reaches the drafter. A step
-    takes `step_s` seconds. For a drafter on the target's device the window covers only the draft,
-    since running ahead would slow down the forward. For a probe, which asks for 0 tokens, the
-    window covers one token.
+    the window covers this draft, and a further draft for each step until the next verdict reaches
+    the drafter. A step takes `step_s` seconds. For a drafter on the target's device the window
+    covers only this draft, since running ahead would slow down the forward. For a probe, for which
+    `draft_tokens` is 0, the window covers one token.
     """
     drafter = assignment.drafter
     most = assignment.trie.window

@@ -15,16 +15,21 @@ from verifier_svc.state.drafter import Drafter
 _FAULTS_TO_QUARANTINE = 3
 _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
-# A drafter that said goodbye may come back at once, with new weights.
+# For this long a drafter that said goodbye still counts as known, because it may come back at once
+# with new weights.
 _REJOIN_S = 10.0
 # A drafter that was refused for lack of room should try again after this time.
 _FULL_S = 5.0
 # The roster remembers faults for this many names.
 _REMEMBERED = 256
 MOST_LOST = 32
-"""The number of drafters that left and are remembered: pages, metrics and /readyz name them."""
+"""The maximum number of drafters that left and are remembered.
+
+The gateway's page, metrics and /readyz name them.
+"""
 _MAX_DRAFTERS = 64
-# The part of all connections that drafters of one source may have, so that nobody has all of them.
+# Drafters of one source may have at most this share of all connections, so that no source takes
+# every connection.
 _SOURCE_SHARE = 0.25
 # The maximum number of drafters of a sequence. The limit bounds the cost of drafters in a step,
 # however many are connected.
@@ -52,8 +57,8 @@ class Roster:
         """Register a drafter.
 
         Raises OutriderError: QUARANTINED after repeated protocol violations of its id (with TLS, of
-        any drafter with its certificate's name), DRAFTER_ID_TAKEN, or OVERLOADED if too many
-        drafters are connected, from its source or in all.
+        any drafter with its certificate's name), DRAFTER_ID_TAKEN if its id is connected, or
+        OVERLOADED if too many drafters are connected, from its source or in all.
         """
         if (left_s := self._quarantine_left_s(drafter.blamed)) > 0:
             message = (
@@ -68,7 +73,7 @@ class Roster:
         if drafter.source and len(own) >= max(1, int(_SOURCE_SHARE * self.max_drafters)):
             message = (
                 f"{len(own)} drafters of {drafter.source} are connected, a quarter of"
-                " --max-drafters, which is the most of one certificate's name or one address"
+                " --max-drafters; one certificate's name or one address may have no more"
             )
             raise OutriderError(Reason.OVERLOADED, message, retry_after_s=_FULL_S)
         if len(self.connected) >= self.max_drafters:
@@ -115,7 +120,7 @@ class Roster:
         _drop_oldest(self._faults)
 
     def _quarantine_left_s(self, name: str) -> float:
-        """Return for how many seconds the id or certificate's name is still refused.
+        """Return for how many seconds this id or certificate's name is still refused.
 
         `_FAULTS_TO_QUARANTINE` violations within `_QUARANTINE_S` start a quarantine of that
         duration.
@@ -128,15 +133,17 @@ class Roster:
     def choose(
         self, request: TokenRequest, assigned: Iterable[str], past: Collection[str] = ()
     ) -> list[Drafter]:
-        """Return the drafters to add to a sequence's `assigned` drafters, except the ids in `past`.
+        """Return the drafters to add to a sequence's `assigned` drafters; none has an id in `past`.
 
-        The request allows each of them, and has a grammar if they require it. A sequence has at
-        most `PLACES` drafters in all. Assigned drafters that became doubtful do not count: the
-        caller takes the sequence from them if their places are needed. Proven drafters come first:
-        each family that the sequence lacks gives its drafter with the fewest sequences. If there
-        are more families than places, the drafters with the most merit come first, and one place is
-        left to drafters on trial. Drafters on trial follow in turn. A single doubtful drafter comes
-        last, and only if it has no other sequence or the request names it.
+        The request allows each of them, and has a grammar if the drafter requires one. A sequence
+        has at most `PLACES` drafters in all. Assigned drafters that became doubtful do not count:
+        the caller takes the sequence from them if their places are needed.
+
+        Proven drafters come first: from each family that the sequence lacks, the drafter with the
+        fewest sequences. If there are more families than places, the drafters with the most merit
+        get them. One place is left to other drafters, if there are any. Drafters on trial come
+        next, in turn, one of each family. One doubtful drafter comes last, if no assigned drafter
+        is doubtful. It must have no other sequence, unless the request names a drafter or family.
         """
         options = request.speculation
         if not options.enabled:
@@ -173,7 +180,7 @@ class Roster:
         drafter.turn = self._turns
 
     def check_known(self, options: SpeculationOptions) -> None:
-        """Raises OutriderError(DRAFTER_NOT_FOUND) if no drafter has the named id or family.
+        """Raise OutriderError(DRAFTER_NOT_FOUND) if no drafter has the named id or family.
 
         Drafters that were lost or said goodbye a short while ago count as well. Options that name
         no drafter and no family are accepted. The error does not name other drafters, because any
