@@ -52,7 +52,7 @@ def trials(
 
     A drafter on trial is asked beside a proven drafter, or until it has answered. Nobody waits for
     the token, so it costs only a message. A drafter on the target's device would also slow down the
-    target's forwards, so such a drafter is only probed.
+    target's forwards, so it gets no trials; `Planner._credible` says when it is asked.
     """
     beside_proven = any(drafter.proven for drafter in drafters)
     tried = {
@@ -82,7 +82,7 @@ def listened(
     decode_step_s: float,
     step: int,
 ) -> Drafts:
-    """Return drafts to ask of the quick drafters among `drafters`, for which no step waits.
+    """Return drafts to ask for without a wait, from the quick drafters among `drafters`.
 
     A draft has at most `limit` tokens. A quick drafter, such as an n-gram lookup, is mostly right
     too seldom to be worth a wait. But where a text begins to repeat itself, the commit shows that a
@@ -114,7 +114,7 @@ def listened(
 
 
 def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> Drafts:
-    """Return the drafts of companions, whose guesses join the chosen drafter's in one tree.
+    """Return the drafts of companions, whose guesses join the chosen drafter's guesses in a tree.
 
     If the chosen drafter's draft does not come, companions' guesses replace it. Only drafters that
     pay without others and take no time of the target's cores are companions, so a companion costs

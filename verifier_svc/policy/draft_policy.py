@@ -24,7 +24,7 @@ class DraftPolicy(ABC):
     """Decides when an engine drafts, and for which drafts it waits."""
 
     most_tokens: ClassVar[bool]
-    """True if drafts have as many tokens as they may have, whatever the tokens cost."""
+    """True if each draft has the most tokens that are allowed, whatever the tokens cost."""
     takes_all: ClassVar[bool]
     """True if all drafters draft, and each forward waits for them, without a comparison."""
     least_gain: ClassVar[float]
@@ -82,7 +82,10 @@ class PayingDrafts(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """Return the drafters of `known` that have used up their budget or the budget of probes."""
+        """Return each drafter of `known` whose set with `paying` has exhausted its budget.
+
+        If `paying` itself has exhausted its budget, return all drafters of `known` but `paying`.
+        """
         if not budget.allows(batch, paying):
             return known - paying
         return frozenset([d for d in known - paying if not budget.allows(batch, paying | {d})])

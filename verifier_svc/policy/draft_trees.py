@@ -5,7 +5,8 @@ cost in the forward. No token is likelier than its parent, so the taken tokens f
 choice of the same number of tokens promises more accepted tokens. EAGLE-2 (arXiv 2406.16858) and
 OPT-Tree (2406.17276) choose a fixed number of nodes in this order, for one sequence.
 
-Looks at the tries' shapes, at confidences and at measured rates; never at which tokens are guessed.
+The choice depends on the tries' shapes, on confidences and on measured rates; never on which tokens
+are guessed.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def grow_trees(
     """Return the tree drafts of a step, keyed by sequence id; empty if the step has only chains.
 
     A sequence that is missing in the result, such as a sequence with sampled drafts, has its best
-    chain. `in_turn` returns the sequences that may have trees, and `room` the most draft tokens of
-    all sequences together.
+    chain. `in_turn` returns the sequences that may have trees. `room` returns the maximum number of
+    draft tokens of all sequences together.
     """
     if not plan.token_costs:
         return {}

@@ -39,7 +39,7 @@ class ForwardCost:
         self._drafted_depths: list[float] = []
         self._known: dict[tuple[int, int], float] = {}
         self.prompt_step_s = 0.0
-        """Seconds that a step with a prompt adds, whatever its length."""
+        """Seconds that a prompt adds to a step, whatever the prompt's length."""
         self.prompt_token_s = 0.0
         """Seconds that each token of a prompt adds."""
 
@@ -113,7 +113,7 @@ class ForwardCost:
 
     @property
     def known(self) -> bool:
-        """Whether any forward was measured."""
+        """True if any forward was measured."""
         return bool(self._grid)
 
     def estimate(self, sequence_count: int, token_count: int) -> float:
@@ -136,7 +136,7 @@ class ForwardCost:
         return known
 
     def further_tokens_s(self, sequence_count: int) -> list[tuple[int, float]]:
-        """Return draft tokens' rising marginal costs: (up to this many tokens, seconds of each).
+        """Return the rising marginal costs of draft tokens: (up to this many, seconds of each).
 
         Where the duration grows in jumps, as with graphs of fixed sizes, the cost of a jump is
         spread over all tokens that it makes room for.
@@ -169,8 +169,8 @@ def _neighbours(xs: list[float], x: float) -> list[float]:
 def _interpolate(xs: list[float], points: dict[float, float], x: float) -> float:
     """Return the value at `x` on the line through the two nearest points.
 
-    If `x` is beyond all points, it is at least the least value of a point. `xs` are the keys of
-    `points` in rising order.
+    If `x` is beyond all points, the result is at least the least value of a point. `xs` are the
+    keys of `points` in rising order.
     """
     if len(xs) == 1:
         return points[xs[0]]

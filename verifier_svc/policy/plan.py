@@ -18,7 +18,7 @@ class Plan:
     """The decisions for one step, and the numbers behind them."""
 
     batch: int = 1
-    """Number of decoding sequences; without any, the number of the last plan that had some."""
+    """Number of decoding sequences; if there are none, the number of the last plan with some."""
     decode_step_s: float = 0.0
     """Seconds of a step without drafts; 0 before anything was measured."""
     speedup: float = 1.0
@@ -28,10 +28,7 @@ class Plan:
     planned_ids: frozenset[int] = frozenset()
     """Ids of the sequences that the plan covers."""
     draft_tokens: Mapping[int, int] = field(default_factory=dict)
-    """The maximum number of draft tokens of a path to verify, keyed by sequence id.
-
-    It is 0 for a missing id.
-    """
+    """The maximum length of a draft path to verify, keyed by sequence id; 0 for a missing id."""
     token_costs: SequenceOf[tuple[int, float]] = ()
     """The costs of the forward's draft tokens, as in `StepCosts`; empty if drafts stay chains."""
     fixed: bool = False
@@ -51,9 +48,9 @@ class Plan:
     always_draft_requested: bool = False
     """True if the requests have `always_draft`, so the step says nothing about what pays."""
     measuring: bool = False
-    """True if no drafter is asked, so that baseline steps can be measured."""
+    """True if the plan asks no drafter because baseline steps have to be measured."""
     paying: frozenset[Drafter] = _NOBODY
-    """Drafters whose drafts make up for the wait for them, and drafters that nobody waits for."""
+    """Drafters whose drafts are worth the wait, and drafters that are asked without a wait."""
     considered: frozenset[Drafter] = _NOBODY
     """Drafters that had a decoding sequence."""
     unprobed: frozenset[Drafter] = _NOBODY

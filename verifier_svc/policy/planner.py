@@ -1,7 +1,7 @@
 """Plans each step's drafts: how many tokens, from which drafters, and how long to wait for them.
 
-Maximises goodput. Reads sequences and measured numbers and writes nothing. The planner looks at no
-token, so it cannot bias the output.
+The planner maximises goodput. It reads sequences and measured numbers, and writes nothing. It looks
+at no token, so it cannot bias the output.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _ALWAYS_DRAFT_WAIT_S = 0.05
 # Unless drafts make the batch faster than plain steps by this factor, no drafter is asked.
 _MARGIN = 1.01
 # Drafts that no step waits for speed up few sequences and slow down all, and the first rows of a
-# block cost more than the rest. So the gain of these drafts must be this many times their cost.
+# kernel's block of rows cost more than the rest. So the gain of these drafts must be this many
+# times their cost.
 _LEAST_GAIN = 1.5
 
 
@@ -49,7 +50,7 @@ class _Choice(NamedTuple):
     rate: float = 0.0
     """The number of tokens a second."""
     waits: bool = True
-    """True if each forward waits for the drafts. If not, plain steps go on meanwhile."""
+    """True if each forward waits for the drafts; False if plain steps go on meanwhile."""
 
 
 class Outline(NamedTuple):
@@ -230,7 +231,10 @@ class Planner:
         return found if self.budget.allows(costs.batch, together) else []
 
     def _ready_tokens(self, drafts: Drafts, listened: Drafts, costs: StepCosts) -> dict[int, int]:
-        """Return the draft tokens to verify, keyed by sequence id, with `listened` drafts."""
+        """Return the draft tokens to verify with `listened` drafts, keyed by sequence id.
+
+        The result is empty if no such draft is ready, or if together they gain too little.
+        """
         ready = [
             (sequence, assignment, there)
             for sequence, assignment, count in listened
@@ -276,8 +280,8 @@ class Planner:
         """Return the drafters that may be asked for drafts, and not only probed or tried.
 
         Beside proven drafters, the high prior of a drafter on trial would displace drafts that
-        work. Such a drafter is tried in `asks.trials` instead, except on the target's cores, where
-        a trial costs time.
+        work. `asks.trials` tries such a drafter instead. On the target's device it gets no trials,
+        because they would cost forward time; so there it may be asked like a proven drafter.
         """
         known = [drafter for drafter in drafters if self._draft_policy.may_draft(drafter)]
         if self._draft_policy.takes_all or not any(drafter.proven for drafter in known):
@@ -401,7 +405,8 @@ class Planner:
             return min(fixed, most)
         if self._by_limit:
             return min(costs.limit, most)
-        # A drafter on the target's cores does not run ahead, so its drafting time is not hidden.
+        # A drafter on the target's device does not run ahead, so forwards do not hide its drafting
+        # time.
         drafting_s = assignment.drafter.busy_s(1) / costs.batch
         threshold += costs.rate * drafting_s
         return assignment.rate.tokens_worth(threshold, min(costs.limit, most))
@@ -425,7 +430,7 @@ class Planner:
             drafted, right = assignment.promise(count)
             gained += chance * right
             total += chance * drafted
-            # A fixed-length draft gets no tree tokens.
+            # A draft of fixed length has no further tokens for branches.
             fixed = self._by_limit or sequence.request.speculation.draft_tokens is not None
             if self._trees and not fixed and wants_tree(sequence, assignment, threshold):
                 # A tree has about one more token beside each token of the main path.
@@ -445,7 +450,7 @@ class Planner:
 
 
 def _all_have_always_draft(running: Collection[Sequence]) -> bool:
-    """True if all sequences have `always_draft` and are one tenant's, so no other tenant waits."""
+    """True if all sequences have `always_draft` and one tenant, so that no other tenant waits."""
     tenant: str | None = None
     for sequence in running:
         request = sequence.request

@@ -28,18 +28,18 @@ _MOST_STEPS = 32.0
 _REOPEN_STEPS = 1.5
 # A step may be slow for a reason outside the engine, so no step counts as a larger loss.
 _WORST_STEP = 2.0
-# Baseline steps that are measured in a row. The next row follows after `_FIRST_GAP` steps, and each
-# further gap is twice as long, up to `_LONGEST_GAP`. Rows repeat because contexts grow, and other
-# load comes and goes.
+# A series of baseline steps has `_BASELINE_STEPS` steps. The next series follows after `_FIRST_GAP`
+# steps, and each further gap is twice as long, up to `_LONGEST_GAP`. Series repeat because contexts
+# grow, and other load comes and goes.
 _BASELINE_STEPS = 4
 _FIRST_GAP = 128
 _LONGEST_GAP = 1024
-# A row of baseline steps that is not complete after this many steps is abandoned, since some
+# A series of baseline steps that is not complete after this many steps is abandoned, since some
 # drafter computes all the time.
 _LONGEST_ROW = 128
 # Least weight of a baseline step in the mean.
 _BASELINE_WEIGHT = 1 / 32
-# Load has grown if the mean of `_LOAD_STEPS` baseline steps in a row exceeds `_GROWN` times the
+# Load has grown if the mean of `_LOAD_STEPS` consecutive baseline steps exceeds `_GROWN` times the
 # mean before them.
 _LOAD_STEPS = 16
 _GROWN = 1.25
@@ -124,7 +124,7 @@ class _Baseline:
         return grown
 
     def interrupt(self) -> None:
-        """Forget the recent baseline steps: there were enough, or another kind of step came."""
+        """Forget the recent baseline steps, after enough of them or after another kind of step."""
         self.recent, self.recent_count = 0.0, 0
 
     def tick(self) -> None:
@@ -153,9 +153,9 @@ class SpeculationBudget:
     """
 
     def __init__(self, isolated: ForwardCost) -> None:
-        """`isolated` has the trial forwards before the first request.
+        """`isolated` has the costs of the trial forwards before the first request.
 
-        Without them nothing is measured and every drafter set is allowed.
+        If there were none, nothing is measured and every drafter set is allowed.
         """
         self._isolated = isolated
         self._baselines: dict[int, _Baseline] = {}
@@ -186,7 +186,7 @@ class SpeculationBudget:
         """
         decode_step_s = self._isolated.estimate(batch, batch)
         if decode_step_s == 0.0 or seconds == 0.0:
-            return  # no time passed: the clock was set back
+            return  # no forward was measured, or no time passed because the clock was set back
         size = _bucket(batch)
         known = self._baselines.setdefault(size, _Baseline())
         if not baseline:

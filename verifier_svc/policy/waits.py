@@ -13,7 +13,8 @@ from verifier_svc.policy.goodput import StepCosts, max_wait_s, steps_meanwhile
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 
-# No wait is longer, even if every draft is waited for: the drafter may be gone without a word.
+# No wait is longer, even if the policy waits for every draft: the drafter may be gone without a
+# word.
 _LONGEST_WAIT_S = 1.0
 
 _Late = list[tuple[float, float, Sequence, Assignment]]
@@ -44,9 +45,9 @@ def drafts_to_wait_for(
 ) -> tuple[tuple[tuple[Sequence, Assignment], ...], float]:
     """Return the pending drafts that may still pay, and how many seconds of waiting they are worth.
 
-    `draft_tokens` maps a sequence id to the number of tokens that the step verifies. `rate` is the
-    tokens a second that the batch commits with the planned drafts. Some policies wait for every
-    pending draft.
+    `draft_tokens` maps a sequence id to the number of draft tokens that the step verifies. `rate`
+    is the tokens a second that the batch commits with the planned drafts. A policy that takes all
+    drafts waits for every pending draft.
     """
     late = _pending_drafts(decoding, draft_tokens, costs, rate, now_s, policy)
     if policy.takes_all:
@@ -104,8 +105,8 @@ def _pending_drafts(
 def pending_drafts(sequence: Sequence, draft_tokens: int, policy: DraftPolicy) -> Pending:
     """Return the drafts in flight for a sequence that verifies at most `draft_tokens`.
 
-    If the policy takes all drafts, the result has all drafts that it may await. If not, the result
-    has only drafts that promise more than every draft that has arrived.
+    If the policy takes all drafts, the result has all drafts that the policy may await. If not, the
+    result has only drafts that promise more than every draft that has arrived.
     """
     if draft_tokens == 0:
         return _NOTHING
