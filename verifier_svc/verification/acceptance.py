@@ -2,10 +2,10 @@
 
 This module works with logits, drafts and noise, not with sequences, pages or streams.
 
-The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) are in this file. GREEDY
-and COUPLED draw the target's own token at every position, with noise that depends only on seed and
-position, and accept a draft token that equals it. Nothing of the draft enters the output, so a seed
-gives the same text with any drafter.
+The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) are in this file. Both draw
+the target's own token at every position, with noise that depends only on seed and position, and
+accept a draft token that equals the target's token. Nothing of the draft enters the output, so a
+seed gives the same text with any drafter.
 
 - GREEDY: `_greedy_results` on the host; `_OwnTokens` if another draft of the batch needs
   probabilities.
@@ -42,14 +42,14 @@ from verifier_svc.verification.rules.sampled_drafts import SAMPLED_RULES, Sparse
 _LARGEST_LOGIT = 1e33
 
 Beside = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-"""Takes the tokens that may be committed after each row, int64 [R]; gives tensors to fetch."""
+"""Takes the token that may be committed after each row, int64 [R]; returns tensors to fetch too."""
 
 
 class Acceptance:
     """Accepts or rejects every draft of a batch.
 
-    The batch is laid out on the host before the forward. One copy then goes to the device before
-    the logits are there, and one copy comes back.
+    The host lays the batch out without the logits, so a GPU may still compute the forward. One copy
+    then goes to the device before the logits are there, and one copy comes back.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Acceptance:
         self._synthetic_R: Staged | None = None
         needs_probs = [draft for draft in drafts if draft.needs_probs]
         if not synthetic_rates and not needs_probs:
-            return  # only the likeliest tokens are needed
+            return  # every rule is GREEDY and needs only each row's likeliest token
         self._rows = Rows(drafts, staging)
         if needs_probs:
             self._own_tokens = _OwnTokens(self._rows, staging)
@@ -252,7 +252,7 @@ class _OwnTokens:
 
         The first result is bool [R]; the second is the last result of `TargetProbs.probs`.
 
-        `tokens_R` comes in as the rows' argmax, and goes out as the target's own tokens.
+        `tokens_R` has the rows' argmax; the method overwrites it with the target's own tokens.
         """
         logits_NV = logits_RV
         if self._at_N is not None:
@@ -400,7 +400,7 @@ class _LossyTokens:
     def accept(
         self, probs_NV: torch.Tensor, tokens_R: torch.Tensor, matches_R: torch.Tensor
     ) -> None:
-        """Accept the tokens that the rule allows, besides the tokens of the exact rule."""
+        """Accept the tokens that the rule allows, besides those that the exact rule accepts."""
         at = self._rows_J.tensor
         settings = [staged.tensor for staged in self._settings]
         allowed_J = self._rule.judge(

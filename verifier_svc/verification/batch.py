@@ -40,7 +40,7 @@ class Verified:
     result: AcceptResult | None = None
     """None after a chunk of a prompt that is not its last."""
     rule: AcceptanceRule = AcceptanceRule.COUPLED
-    """The rule that gave `result`."""
+    """The acceptance rule that gave `result`."""
     logprobs: SequenceOf[TokenLogprob] = ()
     """Log probabilities of the accepted tokens and of the next token, if the request wants them."""
     prompt_logprobs: SequenceOf[TokenLogprob] = ()
@@ -49,19 +49,19 @@ class Verified:
 
 Verify = Callable[[torch.Tensor, SequenceOf[ScheduledSequence]], list[Verified | OutriderError]]
 """Takes a batch's logits, with `logit_count` rows of each sequence one after the other, and the
-batch with the masks of its grammars. Gives for each sequence the tokens to commit, or the reason
-why it cannot go on."""
+batch with the masks of its grammars. Returns for each sequence the tokens to commit, or the error
+that ends the sequence."""
 
 
 class Verification(Protocol):
-    """Verifies drafts: `DraftVerifier` uses logits, the simulator's target its own texts."""
+    """Verifies drafts: `DraftVerifier` by logits, the simulator's target by given texts."""
 
     @property
     def thinking_ids(self) -> tuple[int, int] | None:
         """The tokens that begin and end the thinking phase; None if the model has none."""
 
     def lay_out(self, batch: SequenceOf[ScheduledSequence]) -> Verify:
-        """Prepare what verifying a batch needs besides the logits, while a GPU computes them."""
+        """Prepare what verifying needs besides the logits, which a GPU may compute meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class _LaidOut:
     logprobs: Logprobs | None
     """The log probabilities that requests of the batch want; None if they want none."""
     drawn_R: Staged | None
-    """The rows to draw from; None for all."""
+    """The logits rows from which tokens are drawn; None if these are all rows."""
 
     def verify(
         self, logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence]
@@ -188,7 +188,7 @@ class _LaidOut:
 
 
 def _drawn(batch: SequenceOf[ScheduledSequence]) -> list[int]:
-    """Return the logits rows to draw from."""
+    """Return the logits rows from which tokens are drawn: all but rows that score a prompt."""
     rows: list[int] = []
     first = 0
     for scheduled in batch:
@@ -198,7 +198,7 @@ def _drawn(batch: SequenceOf[ScheduledSequence]) -> list[int]:
 
 
 def _error(verified: Verified) -> OutriderError | None:
-    """Return an error if no token of the sequence is allowed, or a logit is not finite."""
+    """Return an error if the sequence has no allowed next token, or its logits are not finite."""
     next_token = 0
     if verified.result is not None:
         next_token = verified.result.next_token

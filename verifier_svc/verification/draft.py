@@ -12,9 +12,9 @@ from verifier_svc.verification.rules.lossy import LOSSY_RULES
 from verifier_svc.verification.tree_walk import first_children
 
 NO_TOKEN = -1
-"""Instead of a token: the request's bans and grammar allow no token."""
+"""Stands in place of a token if the request's bans and grammar allow no token."""
 NOT_FINITE = -2
-"""Instead of a token: the model's logits hold NaN, +inf, or nothing but -inf."""
+"""Stands in place of a token if the model's logits hold NaN, +inf, or nothing but -inf."""
 
 
 @dataclass(slots=True)
@@ -29,11 +29,14 @@ class Draft:
     seed: int
     rule: AcceptanceRule = AcceptanceRule.COUPLED
     distributions: Sequence[SparseDistribution] = ()
-    """For TOKEN_WISE and BLOCK, what each draft token was really sampled from; else empty."""
+    """For TOKEN_WISE and BLOCK, the distribution that each token was sampled from; else empty."""
     options: SpeculationOptions = field(default_factory=SpeculationOptions)
     """The settings of the lossy rules."""
     thinking: Sequence[bool] = ()
-    """For RELAXED, whether each draft token is in the thinking phase; it applies only there."""
+    """For RELAXED, whether each draft token is in the thinking phase; only there RELAXED applies.
+
+    Empty for other rules.
+    """
 
     @property
     def judged(self) -> list[tuple[int, int]]:

@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 
 _INLINE = Inline()
 _NO_BUDGET = MaskBudget(math.inf)
-# How long a step waits for masks when its logits are there. A sequence whose masks come later joins
-# a later step.
+# How long a step waits for masks once its logits are there (seconds). A sequence whose masks come
+# later joins a later step.
 _PATIENCE_S = 0.01
-# A sequence whose last masks took longer than this for a row gets no drafts, and its next mask is
-# computed before it has a step. Usual masks take 0.05 to 0.5 ms.
+# A sequence whose last masks took longer than this for a row (seconds) gets no drafts, and its next
+# mask is computed before its next step. Usual masks take 0.05 to 0.5 ms.
 _SLOW_ROW_S = 0.005
 
 
 class GrammarMasks:
-    """Works for one engine. Masks are computed on threads of `lanes` while the forward runs.
+    """Cuts drafts and computes masks for one engine, on threads of `lanes` during the forward.
 
     A sequence whose masks are not there in time is left out of the step: nothing of it is accepted
     or drawn. Such a sequence comes back, when the masks are there, with the same draft and the same
@@ -52,7 +52,7 @@ class GrammarMasks:
         budget: MaskBudget = _NO_BUDGET,
         wake: Callable[[], object] = bool,
     ) -> None:
-        """`wake` is called when masks are ready for which a sequence had to wait."""
+        """`wake` is called when the masks of a waiting sequence are ready."""
         self._lanes = lanes
         self._budget = budget
         self._wake = wake
@@ -60,9 +60,9 @@ class GrammarMasks:
     def cut(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
         """Return the batch with each draft cut before the tokens that its grammar forbids.
 
-        The tokens below such a token are cut too. A sampled forbidden token stays and is rejected,
-        and the next token is drawn from the residual. Dropping the token because of its value would
-        amount to drawing anew, which biases the output.
+        The tokens below such a token are cut too. But if the draft was sampled, its first forbidden
+        token stays, is rejected, and the next token is drawn from the residual. Dropping the token
+        because of its value would amount to drawing anew, which biases the output.
         """
         found: list[ScheduledSequence] = []
         for scheduled in batch:
@@ -86,9 +86,9 @@ class GrammarMasks:
     def masks(self, batch: Sequence[ScheduledSequence]) -> Callable[[], list[ScheduledSequence]]:
         """Start to compute the masks that are missing.
 
-        The returned function waits for them, but for at most 10 ms, and returns the batch with
-        masks. A sequence whose mask is late has no mask, and is marked as late there and in
-        `batch`.
+        The returned function waits for them for at most 10 ms, and returns the batch with masks. A
+        sequence whose mask is late gets no mask, and is marked as late in `batch` and in the
+        returned batch.
         """
         masked = [each for each in batch if each.sequence.matcher is not None and each.samples]
         if not masked:
@@ -141,7 +141,8 @@ class GrammarMasks:
                     scheduled = replace(scheduled, mask=work.mask[:rows])
                 else:
                     if work.mask is not None:
-                        # A mask of the draft is too expensive, so the step is repeated without it.
+                        # A mask of the draft is too expensive, so the step is repeated without the
+                        # draft.
                         work.draft, work.drafter_id = NO_DRAFT, ""
                     scheduled.is_late = True
                     work.wake_when_done(self._wake)
@@ -176,8 +177,8 @@ def chosen_before(sequence: SequenceState, work: MaskWork) -> ChosenDraft:
 def _walk(matcher: Matcher, draft: DraftTree) -> Generator[bool, None, None]:
     """Yield for each draft token, in order, whether the grammar allows it after its ancestors.
 
-    At each result the matcher stands after that token, if the token is allowed. In the end the
-    matcher stands where it stood before.
+    When a result is yielded, the matcher stands after that token if the token is allowed. In the
+    end the matcher stands where it stood before.
     """
     # The rows of the path on which the matcher stands. In a depth-first order, rows after the next
     # token's parent are no longer needed.
@@ -230,9 +231,9 @@ def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -
     """Return the masks of a draft, after the grammar has been given the tokens of `late`.
 
     Returns only the first row if a later row is too expensive: without the draft, the text may
-    never come there. A sampled draft cannot be dropped because of its tokens, since that would bias
-    the text. So this raises MaskLimit if a row of a sampled draft, or the first row of any draft,
-    is too expensive.
+    never reach the state of that row. A sampled draft cannot be dropped because of its tokens,
+    since that would bias the text. So the function raises MaskLimit if a row of a sampled draft, or
+    the first row of any draft, is too expensive.
     """
     for token in late:
         if not matcher.accept(token):
@@ -242,7 +243,8 @@ def _mask(matcher: Matcher, late: Sequence[int], draft: DraftTree, width: int) -
     with closing(_walk(matcher, draft)) as walk:
         for row, allowed in enumerate(walk, 1):
             if not allowed or matcher.ended:
-                # Rows after a forbidden token are never verified, and rows after an end never sent.
+                # Rows after a forbidden token are never verified, and rows after the text's end are
+                # never committed.
                 mask[row] = -1
                 continue
             try:

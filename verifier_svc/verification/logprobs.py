@@ -12,7 +12,7 @@ from outrider.sampling.tensors import Staging
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.draft import AcceptResult
 
-# The number of rows of one log-softmax: 40 MB with a vocabulary of 150,000.
+# The number of rows of one log-softmax, which takes 40 MB with a vocabulary of 150,000.
 _ROWS_AT_ONCE = 64
 
 
@@ -60,7 +60,10 @@ class Logprobs:
         self._drawn_D = staging.add(drawn, np.int64)
 
     def tensors(self, logits_RV: torch.Tensor, committed_R: torch.Tensor) -> list[torch.Tensor]:
-        """Return the log probabilities [N, 1 + K], and the ranks and ids [N, 1 + K].
+        """Return log probabilities [N, 1 + K], and the ranks and ids [N, 1 + K].
+
+        The first column has the log probability and the rank of the token that follows the row. The
+        other columns have the log probabilities and the ids of the K likeliest tokens.
 
         `logits_RV` are all the batch's logits. `committed_R` has for each row the token that
         follows if the row is committed.

@@ -86,9 +86,10 @@ class Threads:
 
 
 class MaskBudget:
-    """The processor time that masks may take: `seconds` a request, five times that for a tenant.
+    """Bounds the processor time of masks: `seconds` for a request, five times that for a tenant.
 
-    Only time beyond 20 ms a mask counts. A tenant's budget comes back with time.
+    Only time beyond 20 ms a mask counts. A tenant's budget comes back with time, a request's does
+    not.
     """
 
     def __init__(self, seconds: float, clock: Clock = monotonic) -> None:

@@ -1,6 +1,7 @@
 """Lays out a batch of drafts as rows of logits, with their noise, and reads the results off.
 
-All this happens on the host before the forward; `Staging` has what the device needs of it.
+All this happens on the host. The layout needs no logits, so a GPU may still compute the forward;
+`Staging` holds what the device needs of the layout.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Rows:
         self._staging = staging
         self._counts_B = np.array([draft.context.row_count for draft in drafts])
         self._first_B = np.cumsum(self._counts_B) - self._counts_B
-        # The last row of each sequence has nothing to match.
+        # The last row of each sequence has no draft token to match.
         drafted = np.array(
             [token for draft in drafts for token in (*draft.context.drafted, _NO_DRAFT)]
         )
@@ -119,11 +120,11 @@ class Rows:
     def results(
         self, tokens_R: np.ndarray, matches_R: np.ndarray, *, has_siblings: bool
     ) -> list[AcceptResult]:
-        """Return the results of each sequence.
+        """Return the result of each sequence.
 
         Accepted tokens end at a sequence's first row without a match. That row's token is the
-        sequence's next token. In a tree with `has_siblings`, a row without a match goes on to
-        another child if the child equals the row's token.
+        sequence's next token. In a tree with `has_siblings`, the walk goes on from a row without a
+        match if another child equals the row's token.
         """
         misses = np.flatnonzero(matches_R == 0)
         end_B = misses[np.searchsorted(misses, self._first_B)]

@@ -2,7 +2,7 @@
 
 Under the rules for sampled drafts, a drafter that claims a false distribution can force any token.
 So these rules are only for drafters that the operator trusts. What such a drafter draws enters the
-output, so these rules are never for a request with a seed.
+output, so these rules are never used for a request with a seed.
 
 A request that accepts sampled drafts is *open to samples*: an exact, sampled request without a
 seed, at a verifier with --sampled-drafts. No drafter gets the noise of such a sequence. The length

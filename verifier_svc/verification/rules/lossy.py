@@ -1,7 +1,7 @@
 """Rules that trade exactness for speed. A request must ask for them, and its response says so.
 
-Each takes the target's probabilities at N places, the draft token of each place, and its request's
-settings.
+Each rule takes the target's probabilities at N places, the draft token of each place, and the
+settings of each place's request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tens
     """Apply typical acceptance (Cai et al., "Medusa", arXiv 2401.10774, 3.3.1); return bool [N].
 
     Accepts a draft token if its probability is above min(epsilon, delta * exp(-entropy)), with the
-    paper's delta = sqrt(epsilon). The less sure the target is, the more tokens it accepts.
+    paper's delta = sqrt(epsilon). The less sure the target is, the more tokens are accepted.
     """
     entropy_N = torch.special.entr(probs_NV).sum(-1)
     threshold_N = torch.minimum(epsilon_N, epsilon_N.sqrt() * torch.exp(-entropy_N))

@@ -1,7 +1,7 @@
 """Rules for drafts that a trusted drafter sampled: the output stays the target's.
 
-Each takes a batch of drafts with their probabilities. `tests/losslessness/reference.py` has the
-same rules for one sequence.
+Each rule takes a batch of drafts with their probabilities. `tests/losslessness/reference.py` has
+the same rules for one sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SparseDrafts:
 
     @property
     def real_BK(self) -> torch.Tensor:
-        """A bool for each position: True if it holds a token."""
+        """A bool for each position: True if the position holds a token."""
         positions_K = torch.arange(self.draft_BK.shape[1], device=self.draft_BK.device)
         return positions_K < self.lengths_B.unsqueeze(-1)
 
