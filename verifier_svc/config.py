@@ -142,15 +142,15 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     `listen`, then decides whether TLS or `open` is needed."""
 
     uds: Path | None = None
-    """Unix socket to serve on too, for drafters on this host."""
+    """Unix socket to serve on as well, for drafters on this host."""
 
     max_batch_tokens: int = Field(512, ge=1)
-    """Tokens in one forward; longer prompts are processed in chunks. More tokens read prompts
-    faster, and delay the running sequences more."""
+    """Largest number of tokens in one forward; longer prompts are processed in chunks. A larger
+    number reads prompts faster, but delays the running sequences more."""
 
     max_sequences: int = Field(64, ge=1, le=4096)
-    """Sequences in one batch; further sequences wait. A larger batch raises throughput and slows
-    each sequence down."""
+    """Largest number of sequences in one batch; further sequences wait. A larger batch raises
+    throughput and slows each sequence down."""
 
     max_drafters: int = Field(64, ge=1)
     """Largest number of connected drafters; the verifier refuses further drafters. At most a
@@ -198,8 +198,9 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
     def acceptance_settings(self) -> dict[str, str]:
         """Return the settings that decide how drafts and tokens are drawn, keyed by flag.
 
-        Only a verifier with equal settings may continue this verifier's answers. For example, a
-        drafter may know the noise of an answer that began without sampled drafts.
+        Only a verifier with equal settings may continue this verifier's answers. For example,
+        drafters may know the noise of an answer that began without sampled drafts, and then must
+        not sample for it.
         """
         names = (
             "sampled_drafts",

@@ -33,7 +33,7 @@ def _doubling(first: float, count: int) -> list[float]:
 
 
 class _Registry:
-    """Creates metrics under the prefix `outrider:`, and lists those with a drafter's label."""
+    """Creates metrics under the prefix `outrider:`, and lists those with the label `drafter`."""
 
     def __init__(self) -> None:
         self.collectors = CollectorRegistry()

@@ -107,7 +107,7 @@ async def serve(
         if ended.done() or lost.done():
             what = f"the GPU failed {lost.result()}" if lost.done() else "the engine stopped"
             raise OutriderError(Reason.INTERNAL, f"{what}; the log above has the reason")
-        log.info("stopping: running requests have %g s", settings.drain_seconds)
+        log.info("stopping: running requests have %g s to finish", settings.drain_seconds)
         await servicer.drain(settings.drain_seconds)
         await thread.stop()
     finally:
@@ -121,7 +121,7 @@ async def serve(
 def _drafting(
     drafter: OwnDrafter, verifier: OwnVerifier, lost: asyncio.Future[str]
 ) -> asyncio.Task[None]:
-    """Run a drafter in this process; the verifier goes on without it if it fails.
+    """Run a drafter in this process; if the drafter fails, the verifier goes on without it.
 
     If the drafter finds that the device has failed, `lost` gets the drafter's name. The target uses
     that device too, but without a request it would not notice the failure.

@@ -89,7 +89,7 @@ class DraftExchange:
         holder: str = "",
         source: str = "",
     ) -> Drafter:
-        """Register a drafter, and assign it to sequences that have no drafter of its family.
+        """Register a drafter, and assign it to running sequences where the roster chooses it.
 
         `trusted` says whether sampled drafts may be accepted by the distributions that this drafter
         claims. With `is_local`, the drafter gets its features as tensors. For `holder` and `source`

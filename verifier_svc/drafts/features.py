@@ -49,7 +49,7 @@ class FeatureSource(Protocol):
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """Return the kept `states` of the last forward's `rows`, row by row.
+        """Return the kept `states` of the last forward's `rows`: each row's states, in order.
 
         With the name of a projection, return the projection's result for each row.
         """
@@ -57,7 +57,7 @@ class FeatureSource(Protocol):
     def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
-        """Return what `copy_states` does, as a tensor on the target's device, an entry a row."""
+        """Return the same as a tensor on the target's device, with an entry for each row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Assigns sequences to drafters, and decides how far ahead a drafter may run."""
+"""Makes a sequence's assignment to a drafter, and decides how far ahead a drafter may run."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Committer:
         self._spans = spans
         self._eos_token_ids = frozenset(eos_token_ids)
         self._token_count = 0
-        # The work that `record` still has to do, in the order of the commits.
+        # The work that `_record` still has to do, in the order of the commits.
         self._unrecorded: list[_Committed] = []
 
     def commit(

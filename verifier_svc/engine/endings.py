@@ -8,7 +8,7 @@ from verifier_svc.state.sequence import Sequence
 
 
 class Endings:
-    """Removes sequences that end from one engine's sequences, on the engine's thread."""
+    """Takes ended sequences out of one engine, on the engine's thread."""
 
     def __init__(self, context: EngineContext) -> None:
         self._sequences = context.sequences

@@ -94,7 +94,7 @@ class EngineThread(Generic[_Engine]):
         self.engine.stop()
         await asyncio.wait({self.ended}, timeout=_STOP_S)
         if not self.ended.done():
-            log.error("the engine's step has not ended; the process ends without it")
+            log.error("the engine's step has not ended; the process does not wait any longer")
             return
         await self.ended
 

@@ -108,7 +108,7 @@ class _Fill:
 
     @property
     def seconds(self) -> float:
-        """How long the step takes so far."""
+        """The seconds that the step takes as filled so far."""
         return self._decoding_s(self._rows) + self._cost.prompts_s(self._prompt_tokens)
 
     def _decoding_s(self, rows: int) -> float:

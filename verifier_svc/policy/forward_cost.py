@@ -30,10 +30,11 @@ class ForwardCost:
     """
 
     def __init__(self) -> None:
-        # Seconds, keyed by the number of sequences, then by tokens of each sequence.
+        # Seconds, keyed by the number of sequences, then by the number of tokens per sequence.
         self._grid: dict[float, dict[float, float]] = {}
-        # The grid's keys in rising order: `_counts` are its sequence counts, `_depths` has each
-        # count's numbers of tokens, and `_drafted_depths` has all numbers of tokens above 1.
+        # The grid's keys in rising order: `_counts` are its numbers of sequences, `_depths` maps
+        # each to its numbers of tokens per sequence, and `_drafted_depths` has all of the latter
+        # above 1.
         self._counts: list[float] = []
         self._depths: dict[float, list[float]] = {}
         self._drafted_depths: list[float] = []

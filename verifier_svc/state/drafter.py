@@ -78,7 +78,7 @@ class Drafter:
     token_time: Latency = field(default_factory=Latency)
     """Time to draft one token."""
     rates: dict[tuple[bool, bool, bool], list[AcceptanceRate]] = field(default_factory=dict)
-    """By kind of traffic, acceptance over all the drafter's sequences, in a list like
+    """Acceptance over all the drafter's sequences, keyed by kind of traffic, in lists like
     `Assignment.rates`. A new sequence has these rates as priors."""
     lengths: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.0, decay=LONG_MEMORY))
     """The lengths of the drafter's drafts, as in `Assignment.lengths`.

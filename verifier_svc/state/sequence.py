@@ -26,7 +26,7 @@ from verifier_svc.state.trie import Trie
 
 _LENGTHS_TIMED = 8
 _LEAST_CHANCE = 0.1
-# A drafter that is late by this many latencies counts as silent.
+# An answer that is late by this many latencies counts as an answer without a draft.
 _SILENT_LATENCIES = 8.0
 # Weight of the newest answer in `answer_rate`.
 _RECENT = 0.2
@@ -76,7 +76,7 @@ class Assignment:
     opened: bool = False
     """True if the sequence was announced to the drafter."""
     asked: bool = True
-    """True if the drafts pay. If not, the drafter gets only probes, and nobody waits for it.
+    """True if the drafter is asked for drafts. If not, it gets only probes, and nobody waits.
 
     The drafter's earlier guesses may still join another drafter's guesses in a tree.
     """

@@ -27,7 +27,8 @@ from verifier_svc.state.drafter import Drafter, held_bytes
 from verifier_svc.streams.unread_steps import UnreadSteps
 
 _HELLO_S = 10.0
-# The largest message that opens several sequences: half of gRPC clients' default limit of 4 MiB.
+# The maximum size of a message with several prompts or several sequences' features: half of gRPC
+# clients' default limit of 4 MiB.
 _MAX_MESSAGE_BYTES = 2 * 2**20
 # The maximum size of received messages that the engine has not taken yet. As Python objects, the
 # messages need many times their bytes on the wire. So the stream stops reading at this size, and

@@ -70,7 +70,7 @@ class OwnDrafter:
 
 
 class _Own:
-    """Connects to the engine in this process, as a `outrider.drafter.transport.Transport`."""
+    """Connects to the engine in this process, as an `outrider.drafter.transport.Transport`."""
 
     address = "its own process"
 

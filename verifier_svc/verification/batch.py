@@ -50,7 +50,7 @@ class Verified:
 Verify = Callable[[torch.Tensor, SequenceOf[ScheduledSequence]], list[Verified | OutriderError]]
 """Takes a batch's logits, with `logit_count` rows of each sequence one after the other, and the
 batch with the masks of its grammars. Returns for each sequence the tokens to commit, or the error
-that ends the sequence."""
+for which nothing can be committed."""
 
 
 class Verification(Protocol):

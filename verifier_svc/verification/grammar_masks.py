@@ -123,7 +123,7 @@ class GrammarMasks:
             if isinstance(work.failure, MaskLimit) and grammar is not None:
                 return too_expensive(grammar)
             log.error("a grammar's masks failed", exc_info=work.failure)
-            return OutriderError(Reason.INTERNAL, "the masks of its grammar could not be computed")
+            return OutriderError(Reason.INTERNAL, "the grammar's masks could not be computed")
         return self._budget.error(sequence)
 
     def _masked(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:

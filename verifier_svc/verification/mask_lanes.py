@@ -18,8 +18,8 @@ _FREE_S = 0.02
 # the tenant's budget regains `_REFILL` seconds.
 _TENANTS_REQUESTS = 5
 _REFILL = 0.1
-# Tenants whose slow masks are computed at the same time. The threads have a lower priority than the
-# engine, so that the forward keeps the processors.
+# The number of tenants whose slow masks are computed at the same time. The threads have a lower
+# priority than the engine, so that the forward keeps the processors.
 _SLOW_THREADS = 2
 _SLOW_NICE = 10
 # If the masks of this many tenants turn out slow at the same time, the masks of the other tenants

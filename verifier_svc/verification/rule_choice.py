@@ -9,7 +9,7 @@ seed, at a verifier with --sampled-drafts. No drafter gets the noise of such a s
 of a run decides which drafter's path is verified, so a drafter that knew the noise could decide, by
 drafting or not, whether the next token is drawn with that noise. Whether a request is open to
 samples depends only on the request and the verifier's setting, not on the connected drafters or
-their roles. So this also holds for a drafter that joins before or after a trusted one.
+their roles. So no drafter gets the noise, whether it joins before or after a trusted drafter.
 
 | request            | drafter         | it is asked to            | rule                          |
 | ------------------ | --------------- | ------------------------- | ----------------------------- |

@@ -41,7 +41,7 @@ def relaxed(
 
 @dataclass(frozen=True, slots=True)
 class LossyRule:
-    """A rule, and the names of the request's settings that are its last arguments."""
+    """A rule, and a function that returns the request's settings for the rule's last arguments."""
 
     judge: Callable[..., torch.Tensor]
     settings: Callable[[SpeculationOptions], tuple[float, ...]]
