@@ -345,7 +345,7 @@ class _SampledDrafts:
         own_S = self._draft_R.tensor[self._rows_S.tensor].unsqueeze(-1)
         ids_SE = self._ids_BKE.tensor[places]
         draft_SE = self._draft_BKE.tensor[places]
-        # Padding must have probability 0, although its id 0 may have some.
+        # Padding has the id 0, to which the target may give some probability. It must count as 0.
         target_SE = target_SV.gather(-1, ids_SE) * (draft_SE > 0)
         return SparseDrafts(
             lengths_B=self._lengths_B.tensor,

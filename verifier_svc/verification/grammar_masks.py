@@ -36,7 +36,7 @@ _SLOW_ROW_S = 0.005
 
 
 class GrammarMasks:
-    """Cuts drafts and computes masks for one engine, on threads of `lanes` during the forward.
+    """Cuts one engine's drafts, and computes masks on threads of `lanes` during the forward.
 
     A sequence whose masks are not there in time is left out of the step: nothing of it is accepted
     or drawn. Such a sequence comes back, when the masks are there, with the same draft and the same
