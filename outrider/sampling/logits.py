@@ -21,9 +21,10 @@ from outrider.sampling.tensors import Staged, Staging
 
 
 def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-    """Apply each row's settings and mask to logits [R, V]; `contexts` has one context per row.
+    """Apply each row's settings and mask to logits [R, V].
 
-    This is `Adjustments.apply` for sequences that are seen once.
+    `contexts` has the context of each sequence, in the order of the rows. This is
+    `Adjustments.apply` for sequences that are seen once.
     """
     if all(context.plain for context in contexts):
         return logits_RV
@@ -34,7 +35,7 @@ def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor
 
 
 class Adjustments:
-    """The bias, penalties and bans of a batch's rows, laid out before the logits are there.
+    """The bias, penalties and bans of a batch's rows, laid out before the logits exist.
 
     The masks of grammars come later, since they are computed during the forward.
     """

@@ -49,9 +49,9 @@ class TokenCounts:
     """A table on the device that counts each token in some sequences, with a row for each sequence.
 
     A sequence is recognised by the identity of its list of tokens, which may only grow; a list that
-    became shorter is counted anew. The table has rows for twice as many sequences as a batch ever
-    had. In a full table the least recently used sequence loses its row. Such a sequence is counted
-    anew when it comes back, for example after a preemption.
+    became shorter is counted anew. The table has at most twice as many rows as the largest batch
+    had sequences. In a full table the least recently used sequence loses its row. Such a sequence
+    is counted anew when it comes back, for example after a preemption.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class TokenCounts:
 
 
 class Penalties:
-    """The penalties of a batch's rows, laid out before its logits are there."""
+    """The penalties of a batch's rows, laid out before the logits exist."""
 
     def __init__(
         self, picked: Sequence[tuple[int, Context]], staging: Staging, counts: TokenCounts

@@ -1,10 +1,10 @@
 """Turns logits into tokens: temperature, truncation and sampling for a batch of rows.
 
-Every random number is a pure function of (seed, position, purpose). Batch composition, preemption
-and the order of requests therefore change nothing, and no two purposes share noise. Draft tokens
-and acceptance coins depend on the step as well: an acceptance rule may look at all tokens and coins
-of a draft, so the tokens and coins of a rejected draft must not be used again. docs/protocol.md
-specifies the noise for other languages.
+Every random number is a pure function of (seed, position, purpose) and, for draft tokens and
+acceptance coins, of a step number. Batch composition, preemption and the order of requests
+therefore change nothing, and no two purposes share noise. The reason for the step number: an
+acceptance rule may look at all tokens and coins of a draft, so the random numbers of a rejected
+draft must not be used again. docs/protocol.md specifies the noise for other languages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 # The number of random numbers computed at once; it bounds the memory for a large vocabulary.
 _NOISE_BLOCK = 2**24
 # Truncation first looks at this many tokens of a row, and sorts the whole row only if they do not
-# suffice. The nucleus of a peaked row has a few dozen.
+# suffice. The nucleus of a peaked row has a few dozen tokens.
 _CANDIDATES = 1024
 
 
@@ -106,7 +106,7 @@ def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -
 
 
 class TargetProbs:
-    """The sampling settings of R rows, laid out before their logits are there."""
+    """The sampling settings of R rows, laid out before the logits exist."""
 
     def __init__(self, samplings: Sequence[SamplingParams], staging: Staging) -> None:
         """`samplings` has each row's settings."""
@@ -139,11 +139,11 @@ class TargetProbs:
         0) returns its plain softmax; the caller takes its token, the argmax, from the logits. Each
         step runs only for rows that use it.
 
-        The steps top-p and typical-p sort only a row's candidates; `whole` maps a step's number to
-        the rows whose tokens it sorts all. For each of these two steps, this also returns whether
-        the candidates of each of its rows sufficed, bool. If candidates of a row that is not in
-        `whole` did not suffice, the result is wrong, so the caller calls again with the rows that
-        `note_short` finds.
+        Top-p and typical-p look at only `_CANDIDATES` tokens of a row. `whole` maps a step's number
+        to the rows, counted within the step, of which it looks at all tokens. The second result
+        maps the number of each of these two steps to a bool for each of its rows: True if the
+        candidates sufficed. If they did not suffice for a row outside `whole`, the probabilities
+        are wrong, so the caller calls again with the rows that `note_short` adds to `whole`.
         """
         if self._temperatures is not None:
             logits_RV = logits_RV / self._temperatures.tensor
@@ -173,13 +173,13 @@ def note_short(whole: dict[int, list[int]], sufficed: Iterable[tuple[int, np.nda
 _Truncate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Truncates logits [R, V] with each row's setting [R, 1]."""
 _Keep = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""Truncates logits by their settings, looking at a number of tokens in each row. Also returns
-whether these sufficed, bool [R]."""
+"""Truncates logits [R, V] with each row's setting [R, 1], looking at the given number of tokens in
+each row. Also returns whether this number sufficed, bool [R]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """A truncation that looks at each row's first candidates, and at all tokens of some rows."""
+    """A truncation that looks at `_CANDIDATES` tokens of most rows, and at all tokens of others."""
 
     keep: _Keep
 
@@ -280,7 +280,8 @@ def _nucleus(
     edge_R = ordered.masked_fill(drop, torch.inf).amin(-1)
     kept = ordered.masked_fill(drop, -torch.inf)
     kept_RV = torch.full_like(logits_RV, -torch.inf).scatter_(-1, ids, kept)
-    # A tie with the last candidate may hide a token outside the candidates that has to be kept.
+    # If the nucleus ends in a tie with the last candidate, tokens outside the candidates may tie
+    # too, and the lowest ids of all of them would have to stay.
     return kept_RV, drop[:, -1] & (edge_R > ordered[:, -1])
 
 
@@ -301,7 +302,8 @@ def _typical_set(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `_nucleus`, for locally typical sampling (Meister et al., arXiv 2202.00666).
 
-    This sampling takes the tokens whose surprise is closest to the entropy, and keeps all ties.
+    This sampling takes the tokens whose surprise is closest to the entropy. Tokens that tie with
+    the last of them stay too.
     """
     log_probs = logits_RV.log_softmax(-1)
     probs = log_probs.exp()

@@ -13,7 +13,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# Each array of a block begins at a multiple of this many bytes; no number has more bytes.
+# Each array in a block is aligned to this many bytes; no array's elements are larger.
 _ALIGNMENT = 16
 
 
