@@ -43,10 +43,10 @@ class PagedKernel(Protocol):
     ) -> torch.Tensor:
         """Attend for a packed batch over caches [pages, page size, KV heads, size].
 
-        Return [T, H, value size]. Each token sees all tokens up to its own slot, or in a tree its
-        ancestors and itself, as far as `softmax` lets it. No sequence has more than `max_seq_len`
-        keys. The call must not read the batch on the host: a CUDA graph repeats the call for
-        batches of the same shapes.
+        Return [T, H, value size]. Each token sees all tokens up to its own slot (of a tree's tokens
+        only its ancestors and itself), within the window of `softmax`. No sequence has more than
+        `max_seq_len` keys. The call must not read the batch on the host: a CUDA graph repeats the
+        call for batches of the same shapes.
         """
         ...
 
@@ -87,11 +87,11 @@ class LayerCache:
 
     def __init__(self) -> None:
         self.shape: LayerShape | None = None
+        """The shape that the trial forward found; None before it."""
         self.softmax = Softmax(1.0)
-        """The shape that the trial forward found."""
         self.trial_calls = 0
         self.chunk: int | None = None
-        """Positions of a piece, where the configuration cuts the layer's text into pieces."""
+        """The number of positions in a chunk, if the layer's attention is chunked; else None."""
         self.layout: BatchLayout | StaticLayout | None = None
         self._store: _Store | None = None
         self._use_kernel = False
@@ -113,8 +113,8 @@ class LayerCache:
         if self.shape is None:
             raise RuntimeError("allocate before the trial forward")
         size = (page_count, page_size, self.shape.heads)
-        # The caches begin with zeros, because masks hide the scores of slots without a token but
-        # not 0 * NaN.
+        # The caches begin with zeros: a mask gives slots without a token the weight 0, but if such
+        # a slot held NaN, 0 * NaN would be NaN.
         keys = torch.zeros(*size, self.shape.key_size, dtype=dtype, device=device)
         values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
         self._store = _Store(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
@@ -273,7 +273,7 @@ def _gather(cache: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
     pages = cache.index_select(0, group.block_table_BP.flatten())
     gathered = pages.view(group.shape[0], -1, *pages.shape[2:])[:, : group.key_count]
     if group.unwritten_BK is not None:
-        # Earlier sequences may have left NaN there, and the mask does not hide 0 * NaN.
+        # Earlier sequences may have left NaN there, and a masked NaN still counts, as 0 * NaN.
         gathered.masked_fill_(group.unwritten_BK[:, :, None, None], 0)
     return gathered.transpose(1, 2)
 
@@ -287,7 +287,8 @@ def _by_scores(
 ) -> torch.Tensor:
     """Attend by computing all scores, for soft caps or sinks: torch has no fused kernel for them.
 
-    Row r of the query [B, KV heads, rows, D] is of query head r % group of its key/value head.
+    Where `group` query heads share a key/value head, row r of the query [B, KV heads, rows, D]
+    belongs to query head r % group of that key/value head.
     """
     scores = query @ key.transpose(-1, -2) * softmax.scale
     if softmax.softcap is not None:
@@ -315,7 +316,7 @@ def install(model: torch.nn.Module) -> dict[int, LayerCache]:
 
 
 def attach(layer: torch.nn.Module, cache: LayerCache) -> None:
-    """Let a layer, and its modules with a layer index, attend over this cache."""
+    """Let all modules of a layer that have a layer index attend over this cache."""
     for module in layer.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             object.__setattr__(module, _STATE, cache)

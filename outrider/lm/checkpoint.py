@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 # The maximum number of tensors that a refusal names.
 _NAMED = 4
-# Tables that old checkpoints store beside the weights from which the tables are computed.
+# Tables that old checkpoints store, although models compute them from the configuration.
 _COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
 # The matrix with which a layer for multi-token prediction (MTP) joins embedding and hidden state.
@@ -31,12 +31,13 @@ _MTP = ".eh_proj.weight"
 
 
 def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
-    """Load the model of a directory, GGUF file or hub id on the CPU, only from safetensors.
+    """Load the model of a directory, GGUF file or hub id to the CPU.
 
-    Raises OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model that cannot be served. A
-    model cannot be served if the files lack a tensor, which `transformers` fills with random
-    numbers, or have a tensor of the model's own parts that nothing reads, which `transformers`
-    ignores.
+    Weights are read only from safetensors; a GGUF file is unpacked to safetensors first. Raises
+    OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model that cannot be served. For example,
+    a model cannot be served if the files lack a tensor (`transformers` would fill it with random
+    numbers), or if nothing reads a tensor of the model's own parts (`transformers` would ignore
+    it).
     """
     files = pretrained(model)
     check_model_folder(files)
@@ -52,7 +53,7 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             **quantization,
-            # The report then has the names of tensors with another shape.
+            # With this, tensors of another shape are listed in the report.
             ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, SafetensorError) as cause:
@@ -71,7 +72,7 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
 
 
 def _dequantizing(model: str, config: Any) -> dict[str, Any]:
-    """Return the arguments with which `transformers` dequantises MXFP4, as gpt-oss is published.
+    """Return the arguments with which `transformers` dequantises MXFP4, the format of gpt-oss.
 
     The arguments are empty for weights that are not quantised. Raises OutriderError for other
     quantised weights.
@@ -90,8 +91,8 @@ def _dequantizing(model: str, config: Any) -> dict[str, Any]:
 def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) -> None:
     """Raise OutriderError unless the files have exactly the tensors of the model's parts.
 
-    `report` is what `transformers` reports about the load. The report leaves out tied tensors, and
-    names that the model's type declares as ignorable.
+    `report` is what `transformers` reports about the load. It does not contain tied tensors, nor
+    names that the model's class declares as ignorable.
     """
     shapes = [f"{key} {list(of)}, not {list(to)}" for key, of, to in report["mismatched_keys"]]
     unread = {each for each in report["unexpected_keys"] if _COMPUTED.search(each) is None}
@@ -110,17 +111,18 @@ def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) ->
 
 
 def _some(names: Collection[str]) -> str:
-    """Describe some tensors by their number and their first names."""
+    """Describe some tensors by their number and the first few names."""
     first = ", ".join(sorted(names)[:_NAMED])
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{len(names)} of its weights ({first}{more})"
 
 
 def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
-    """Return the unread tensors that belong to something besides the text model.
+    """Return the unread tensors that belong to parts besides the text model.
 
-    Such a part is a vision tower, a value head, or layers for multi-token prediction. The part is
-    in a module of its own, next to the list of the decoder's layers or further out.
+    Such a part is a vision tower, a value head, or layers for multi-token prediction (MTP). It is a
+    module of its own, next to the list of the decoder's layers or further out. MTP layers may also
+    be numbered after the decoder's layers.
     """
     modules = dict(model.named_modules())
     lists = [path for path, module in modules.items() if isinstance(module, torch.nn.ModuleList)]

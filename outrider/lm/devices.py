@@ -8,7 +8,7 @@ from outrider.errors import invalid
 
 
 def find_device(name: str) -> torch.device:
-    """Return an existing device; a CUDA device always has its index, as some of torch requires.
+    """Return an existing device; a CUDA device always has an index, as parts of torch require.
 
     Raises OutriderError(INVALID_VALUE) if there is no such device.
     """
@@ -30,7 +30,7 @@ def find_device(name: str) -> torch.device:
 def gpu_uuid(device: torch.device) -> str:
     """Return a GPU's UUID, the same in all processes and containers; empty for another device.
 
-    torch counts the GPUs that a process sees, so `cuda:0` may be any of the host's.
+    torch numbers only the GPUs that a process sees, so `cuda:0` may be any GPU of the host.
     """
     if device.type != "cuda":
         return ""

@@ -1,9 +1,9 @@
 """Compares our forward of a Llama-like model with the model's own, using a forward in float32.
 
 Both forwards round to the model's dtype, each in its own places. The logits of both are compared
-with the logits of the same weights in float32. Our forward's error may be larger than the error of
-the model's own forward, by at most a factor. A second text is computed only if the first shows a
-larger error, and so on, because the error of one text varies by chance.
+with the logits of the same weights in float32. Our forward's error may be at most `_ROUNDED_FACTOR`
+times the error of the model's own forward. If the first text shows a larger error, a second text is
+computed, and so on, because the error of one text varies by chance.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from outrider.lm.layout import BatchLayout, SequenceSlice
 # gigabytes.
 _ROWS = 4096
 _MULTIPLIES = (TiledLinear, torch.nn.Linear)
-# The number of texts, and the number of tokens of each. In int8 both errors vary: for SmolLM2-135M
-# their ratio was 0.80 to 1.39 over single texts, and 0.99 to 1.09 over six.
+# The largest number of texts, and the number of tokens of each. In int8 both errors vary: for
+# SmolLM2-135M their ratio was 0.80 to 1.39 over single texts, and 0.99 to 1.09 over six.
 _TEXTS = 6
 _TOKENS = 96
-# Differences are root mean squares, as fractions of the logits' standard deviation. In float32,
-# rounding is less than a millionth. In bfloat16 it grows with the number of layers: 0.01 with six,
-# 0.045 with the 30 of SmolLM2-135M.
+# Errors are root mean squares, as fractions of the logits' standard deviation. In float32, the
+# error by rounding is less than a millionth. In bfloat16 it grows with the number of layers: 0.01
+# with six, 0.045 with the 30 of SmolLM2-135M.
 _EXACT_TOLERANCE = 0.001
 _ROUNDED_FACTOR = 1.2
-# One text's error is no chance if it is more than this times the own forward's error. In float32
-# the own error is 0, so each error above the tolerance is a fault.
+# One text's error is not chance if it is more than this times the error of the model's own forward.
+# In float32 the own forward's error counts as 0, so each error above the tolerance is a fault.
 _MOST_BY_CHANCE = 1.5
 
 
@@ -102,10 +102,10 @@ def rounding_errors(
 
 @torch.inference_mode()
 def widened_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return float32 logits [T, V] of the tokens [T], with float32 between all operators.
+    """Return float32 logits [T, V] of the tokens [T], with all activations in float32.
 
-    `model` is like Llama. The weights keep their rounded values, so the logits are those that a
-    forward in the model's dtype approximates. A copy of one weight at a time is in memory.
+    `model` is built like Llama. The weights keep their rounded values, so these are the logits that
+    a forward in the model's dtype approximates. At most one weight is copied at a time.
     """
     implementation = model.config._attn_implementation
     embedded = model.model.embed_tokens(token_ids).float().unsqueeze(0)

@@ -9,7 +9,7 @@ import torch
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 SIBLINGS = (ATTENTION, GATED)
-"""Names of layers in one module. A model calls a group's layers in turn with the same input."""
+"""Groups of names of layers in one module. A model calls a group's layers with the same input."""
 
 MakeLayer = Callable[[torch.nn.Linear, torch.Tensor, torch.Tensor | None], torch.nn.Module]
 """Makes a layer that computes like the given layer, with this weight and bias."""
@@ -41,7 +41,7 @@ class FusedLinear:
     def __init__(
         self, layers: Sequence[torch.nn.Linear], make: MakeLayer, *, contiguous: bool = False
     ) -> None:
-        """`make` gets a layer, and weight and bias of all `layers`, to compute their outputs.
+        """`make` makes a layer like `layers[0]`, with the joined weights and biases of `layers`.
 
         `contiguous` copies the outputs out of the product. torch computes the GELU of strided
         numbers with other bits; only the outputs of a single row are contiguous without a copy.

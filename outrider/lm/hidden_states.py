@@ -60,7 +60,7 @@ class KeptStates:
     def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
-        """Return what `pick_states` returns, for a thread with another stream."""
+        """Return what `pick_states` returns, for use by a thread with another stream."""
         return SharedRows.of(self.pick_states(states, rows, dtype, projection))
 
     def copy_states(

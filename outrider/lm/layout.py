@@ -39,7 +39,7 @@ class SequenceSlice:
     and positions are the same.
 
     `kv` is the sequence that holds the pages, if the pages stay from step to step. The block table
-    on a GPU then gets only its new pages.
+    on a GPU then gets only the sequence's new pages.
     """
 
     token_ids: list[int]
@@ -106,7 +106,7 @@ def ancestors_by_token(slices: Sequence[SequenceSlice]) -> list[int]:
 
 @cache
 def _no_ancestors(device: torch.device) -> torch.Tensor:
-    """Return the `ancestors` of all batches without trees."""
+    """Return the tensor that is the `ancestors` of all batches without trees."""
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
@@ -235,7 +235,7 @@ def _contiguous_slots(part: SequenceSlice, page_size: int) -> slice | None:
 class BatchLayout:
     """The layout of T tokens of B slices, packed into one row.
 
-    The layout's properties serve the backends.
+    Each attention backend reads the properties that it needs.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class BatchLayout:
             "positions": np.array([at for part in slices for at in part.positions], np.int64),
             "logits_indices": np.array(logits_indices(slices), np.int64),
         }
-        # On a CPU most forwards need none of these.
+        # On a CPU most forwards need no tensors of the GPU kernel.
         if device.type != "cpu":
             numbers |= self._kernel_numbers()
         self._sent = self._send(numbers)

@@ -23,9 +23,9 @@ class KVSequence:
     pages: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     digests: list[bytes] = field(default_factory=list)
-    """Block hashes of the leading pages that are cached for sharing. Nothing writes to these."""
+    """Block hashes of the leading pages, which are cached for sharing: nothing writes to them."""
     sent_page_count: int = 0
-    """The leading pages that the sequence's row of a GPU's block table holds."""
+    """The number of leading pages that the sequence's row of a GPU's block table holds."""
 
 
 class PagePool:
@@ -149,8 +149,8 @@ class PagePool:
     def known_pages(self, hashes: list[bytes], token_ids: Sequence[int], salt: str) -> int:
         """Return how many full pages of `token_ids` are cached.
 
-        `match_prefix` finds no more pages. `hashes` belongs to one sequence with one salt, is empty
-        at first, and keeps the block hashes.
+        `match_prefix` finds at most this many. `hashes` belongs to one sequence with one salt, is
+        empty at first, and keeps the block hashes.
         """
         for i in range(len(hashes), len(token_ids) // self.page_size):
             hashes.append(self._digest(hashes, token_ids, i, salt))

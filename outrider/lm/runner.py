@@ -118,7 +118,7 @@ class ModelRunner(KeptStates):
         self.layer_count: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.parallel_token_id = support.parallel_token_id(self._name, config)
-        """The token that stands for a token not guessed yet, if the model is a PARD model."""
+        """A PARD model's token for tokens that are not guessed yet; None for other models."""
         self._model.set_attn_implementation(attention.NAME)
         self._layers = attention.install(self._model)
         support.find_shapes(self._model, self._name, config, self._layers)
@@ -157,7 +157,7 @@ class ModelRunner(KeptStates):
             self.fused = None
 
     def _compare_rounding(self, fused: FusedForward) -> None:
-        """Raise OutriderError(INVALID_VALUE) if `fused` is further from float32 than the model."""
+        """Raise OutriderError(INVALID_VALUE) if `fused` is less exact than the model's forward."""
         with support.refusals(self._name):
             why = worse_than_own(
                 self._model,
@@ -191,17 +191,17 @@ class ModelRunner(KeptStates):
         trust_remote_code: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> ModelRunner:
-        """Load a model from a directory or by its hub id.
+        """Load a model from a directory or GGUF file, or by its hub id.
 
-        Reads safetensors only and never opens a pickle. `dtype` is auto (the checkpoint's),
-        float32, bfloat16 or float16. `int8` keeps the weights of layers in int8 and computes in
-        bfloat16, on a CPU only; None does so for a bfloat16 model where `int8_is_faster`. `threads`
-        is torch's number of threads on a CPU. `page_size` is in tokens; by default `page_count` is
-        as large as memory allows. On a GPU, the process takes at most `memory_share` of the card's
-        memory: for the weights, the cache, and the largest step within `bounds`, which is measured;
-        `capture` gets the same bounds.
-        `progress` receives a line for each stage. Raises OutriderError: MODEL_NOT_FOUND, or
-        INVALID_VALUE for a model or setting that cannot be served.
+        Never opens a pickle. `dtype` is auto (the checkpoint's), float32, bfloat16 or float16.
+        `int8` keeps the weights of layers in int8 and computes in bfloat16, on a CPU only; None
+        does so for a bfloat16 model if `int8_is_faster`. `threads` is torch's number of threads on
+        a CPU. `page_size` is in tokens; by default `page_count` is as large as memory allows.
+
+        On a GPU, the process takes at most `memory_share` of the card's memory: for the weights,
+        the cache, and the largest step within `bounds`. This step is measured; `capture` must get
+        the same bounds. `progress` receives a line for each stage. Raises OutriderError:
+        MODEL_NOT_FOUND, or INVALID_VALUE for a model or setting that cannot be served.
         """
         report = progress or (lambda detail: None)
         if threads is not None:
@@ -227,8 +227,8 @@ class ModelRunner(KeptStates):
             bounds=bounds,
             memory_share=memory_share,
         )
-        # Where the files state no value, the loaded configuration has the default of the model's
-        # type.
+        # The files decide: where they state no value, the loaded configuration has the default of
+        # the model's type.
         runner.eos_token_ids = end_token_ids(model, runner.vocab_size)
         return runner
 
@@ -283,7 +283,7 @@ class ModelRunner(KeptStates):
     def can_watch(self, states: Collection[int]) -> bool:
         """Return whether forwards can keep these hidden states; see `outrider.lm.hidden_states`.
 
-        After `capture`, these are the states that were watched during it.
+        After `capture`, forwards can keep only the states that were watched during it.
         """
         if self._states is None:
             return False
@@ -324,8 +324,8 @@ class ModelRunner(KeptStates):
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values between slots of the flattened cache, in every layer.
 
-        All sources are read before a target is written. A sequence's moves are in ascending order,
-        and each goes towards the sequence's start.
+        Each source is read before it is overwritten. For this, a sequence's moves must be in
+        ascending order, and each must go towards the sequence's start.
         """
         if not sources:
             return
@@ -344,7 +344,7 @@ class ModelRunner(KeptStates):
         layout: BatchLayout | StaticLayout,
         rows: torch.Tensor | int = 0,
     ) -> torch.Tensor:
-        """Run a forward of the whole model; return its logits for `rows`, 0 for all."""
+        """Run a forward of the whole model; return the logits of `rows` (0: of all rows)."""
         if self.fused is not None:
             return self.fused.logits(token_ids, positions, layout, rows)
         for layer in self._layers.values():
@@ -393,10 +393,10 @@ class ModelRunner(KeptStates):
     ) -> list[list[int]] | None:
         """Decode `count` tokens greedily for slices of one token each, by one call.
 
-        The call runs C, or CUDA graphs one after the other with one wait at their end. Return
-        `count` rows of one token per slice, each the likeliest below `limit`; None if the model has
-        neither, or if a slice has more tokens or a tree. For a small model, one call instead of
-        many saves more time than its forwards take.
+        The call runs the C decoder, or CUDA graphs one after the other with one wait at their end.
+        Return `count` rows of one token per slice, each the likeliest below `limit`; None if the
+        model has no C decoder and no graphs, or if a slice has more tokens or a tree. For a small
+        model, one call instead of many saves more time than the model's forwards take.
         """
         found = self._continue(slices, count, limit, keep_logits=False)
         return None if found is None else found[0].tolist()
@@ -430,7 +430,7 @@ class ModelRunner(KeptStates):
         return BatchLayout(slices, self.page_size, self.device)
 
     def _default_page_count(self, bounds: Bounds | None, memory_share: float) -> int:
-        """Return how many pages fit into memory, up to what full batches of long texts can use."""
+        """Return how many pages fit into memory, at most for 64 sequences of the full context."""
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
         numbers = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes)
         page_bytes = numbers * self.dtype.itemsize * self.page_size

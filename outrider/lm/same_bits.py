@@ -31,7 +31,7 @@ def reason_against(model: Any, layers: Iterable[LayerCache]) -> str | None:
 
 
 def _multiplies_by_pytorch(module: torch.nn.Module) -> bool:
-    """Return whether the module has a matrix other than an embedding's or one of our kernels."""
+    """Return whether PyTorch multiplies by a matrix of this module (not of its submodules)."""
     if isinstance(module, LeanLinear | PackedLinear):
         return True
     if isinstance(module, torch.nn.Embedding):

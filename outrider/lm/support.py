@@ -33,7 +33,8 @@ def unsupported(model: str, why: str) -> OutriderError:
 def is_built_like_llama(model: Any) -> bool:
     """True if our forward for Llama's layers can replace the model's own forward.
 
-    Other types may differ only at lengths that no trial reaches, so agreement is not enough.
+    A model of another type may differ from Llama only at lengths that no trial reaches, so equal
+    logits in a trial are not enough.
     """
     kind = type(model)
     return kind.__name__ in _LLAMA_LIKE and kind.__module__.startswith("transformers.")
@@ -118,7 +119,7 @@ def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCa
 
 
 def _cut_into_pieces(name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
-    """Set the chunk size of layers with chunked attention, which only the model's mask has."""
+    """Set the chunk size of layers with chunked attention; the model passes it only in a mask."""
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
         if kind != _CHUNKED or index not in layers:
             continue
@@ -182,7 +183,7 @@ def make_texts(
 def own_logits(model: Any, name: str, vocab_size: int, texts: trial.Texts) -> trial.OwnLogits:
     """Compute the texts with `transformers`' own attention; set the paged attention afterwards.
 
-    Raises OutriderError(INVALID_VALUE) if that fails or the logits are of another vocabulary.
+    Raises OutriderError(INVALID_VALUE) if the model fails or its logits are not `vocab_size`.
     """
     with refusals(name):
         # Eager attention is each model's own code; sdpa leaves out soft caps, for example.

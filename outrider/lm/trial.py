@@ -34,12 +34,12 @@ _BRANCH = SPARE_TOKENS
 # The maximum number of tokens at the end of a text whose logits are compared: a vocabulary is
 # large.
 _COMPARED = 48
-# Some models set the logits of tokens that they never give to the lowest number of their dtype.
+# Models may set the logits of tokens that must not occur to the lowest number of the dtype.
 _NEVER = -1e30
 
 
 # A difference is the root mean square over the vocabulary, divided by the standard deviation of the
-# logits. A median over tokens leaves out tokens for which rounding chose another expert.
+# logits. A median over tokens ignores the few tokens for which rounding chose another expert.
 #
 # The tolerated median is a factor times the difference between two attentions of `transformers`,
 # within bounds. Measured with random weights: in 91 types of models that are served rightly, the
@@ -51,7 +51,9 @@ _LARGEST_MEDIAN = 0.2
 # token with another expert had 0.46.
 _EXACT = (1e-3, 0.05)
 _ROUNDED = (0.03, 0.6)
-# Rounding may choose another expert for most of a few tokens: a median of 0.12 was measured.
+# Of a few tokens, rounding may choose another expert for most: a median of 0.12 was measured. So
+# the median of fewer than `_MANY_TOKENS` tokens may be `_SEVERAL_FACTOR` times as large, and the
+# median of fewer than `_SEVERAL_TOKENS` tokens is not checked.
 _MANY_TOKENS = 12
 _SEVERAL_TOKENS = 4
 _SEVERAL_FACTOR = 8
@@ -61,8 +63,8 @@ _SEVERAL_FACTOR = 8
 class OwnLogits:
     """Logits [2, compared, V] of both texts with a model's own attention.
 
-    `rounding` is the median by which the model's other attention differs; infinite if the model has
-    only one attention.
+    `rounding` is the median difference between the model's logits with eager and with sdpa
+    attention; infinite if the model has no sdpa.
     """
 
     logits: torch.Tensor
@@ -135,7 +137,7 @@ class Texts:
 
 @torch.inference_mode()
 def compute(model: Any, texts: Texts) -> torch.Tensor:
-    """Return the logits [2, compared, V] of a forward with the present attention."""
+    """Return the logits [2, compared, V] of a forward with the attention that the model has now."""
     device = next(model.parameters()).device
     ids = torch.tensor(texts.token_ids, device=device)
     output = model(
@@ -187,7 +189,7 @@ def disagreement(
 
 
 def _for_count(typical: float, tokens: int) -> float:
-    """Return the tolerated median over `count` tokens."""
+    """Return the tolerated median over this number of tokens."""
     if tokens >= _MANY_TOKENS:
         return typical
     return typical * _SEVERAL_FACTOR if tokens >= _SEVERAL_TOKENS else math.inf
@@ -196,7 +198,7 @@ def _for_count(typical: float, tokens: int) -> float:
 def _by_text(
     texts: Texts, batch: list[_Piece], own: torch.Tensor, logits: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Yield the differences of the tokens of each piece, and of both texts of a tree."""
+    """Yield the differences of each piece's tokens; a tree's two texts come one after the other."""
     at = 0
     for piece in batch:
         for text in (0, 1):

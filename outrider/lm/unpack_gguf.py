@@ -54,8 +54,9 @@ def main(arguments: Sequence[str]) -> int:
 def write_checkpoint(file: Path, directory: Path) -> None:
     """Write model, tokenizer and chat template of a GGUF file to a new directory.
 
-    Quantised weights become bfloat16; others keep their type. Raises OutriderError(INVALID_VALUE)
-    for a file that lacks weights of its model, and the errors of `transformers`.
+    If all matrices of the file have one float type, all weights get this type, otherwise bfloat16.
+    Raises OutriderError(INVALID_VALUE) for a file that lacks weights of its model, and the errors
+    of `transformers`.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -82,7 +83,7 @@ def write_checkpoint(file: Path, directory: Path) -> None:
 
 
 def _float_dtype(file: Path) -> Any:
-    """Return the type of the largest tensors if it is a float type, else None."""
+    """Return the type of the file's matrices if all have the same float type, else None."""
     import torch
     from gguf import GGMLQuantizationType, GGUFReader
 

@@ -57,13 +57,13 @@ class RowsStruct(ctypes.Structure):
 class PagedBatch:
     """One batch in the form that the C library reads, built once for each forward.
 
-    `slot_mapping` has one slot in the flattened cache per token. The other fields have one entry
-    per slice. `first_rows` and `starts` have the number in the batch and the slot of the slice's
-    first token. `lengths` has the slice's number of tokens, and `page_tables` its page numbers.
+    `slot_mapping` has the slot of each token in the flattened cache. For each slice, `first_rows`
+    has the row of its first token in the batch, `starts` the slot of this token in the sequence,
+    `lengths` the slice's number of tokens, and `page_tables` the sequence's page numbers.
 
-    In a batch with trees, `tree_starts` has the slot of each slice's first tree token or the slot
-    after its last token, and `ancestors` a bitmask for each token of the batch; see
-    `outrider.lm.layout.ancestors_by_token`.
+    In a batch with trees, `tree_starts` has for each slice the slot of its first tree token, or
+    without a tree the slot after its last token. `ancestors` has a bitmask for each token of the
+    batch; see `outrider.lm.layout.ancestors_by_token`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class PagedAttention:
 
     @staticmethod
     def supports(keys: torch.Tensor, values: torch.Tensor, softmax: Softmax) -> bool:
-        """True if the library was built and supports a layer with such caches and softmax."""
+        """True if the library was built and supports a layer with these caches and this softmax."""
         if softmax.softcap is not None:
             return False
         if keys.device.type != "cpu" or keys.shape != values.shape:

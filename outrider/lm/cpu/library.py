@@ -19,7 +19,7 @@ from outrider.errors import invalid
 log = logging.getLogger(__name__)
 
 # Maps a processor's capability, as torch names it, to the name of its library. A processor can run
-# its own library and all libraries before it.
+# its own library and all libraries listed before it.
 _BUILDS = {"DEFAULT": "_cpu", "AVX2": "_cpu_avx2", "AVX512": "_cpu_avx512"}
 _AVX512_BFLOAT16 = "_cpu_avx512_bf16"
 _AMX = "_cpu_amx"
@@ -90,8 +90,8 @@ def runnable_builds() -> list[str]:
     names[:0] = _arm_builds()
     if _can("_is_avx512_bf16_supported"):
         names.insert(0, _AVX512_BFLOAT16)
-    # A virtual machine may hide some of AMX. The operating system must permit this process to use
-    # the tile registers.
+    # A virtual machine may hide parts of AMX. `_init_amx` asks the operating system to let this
+    # process use the tile registers.
     if _has_amx() and _can("_init_amx"):
         names.insert(0, _AMX)
     return names
@@ -125,7 +125,7 @@ def _arm_builds() -> list[str]:
 
 
 def _auxiliary(entry: int) -> int:
-    """Read Linux's auxiliary vector, whose bits mean other things on each architecture."""
+    """Read an entry of Linux's auxiliary vector. Each architecture has its own meaning of bits."""
     ask = ctypes.CDLL(None).getauxval
     ask.argtypes, ask.restype = (ctypes.c_ulong,), ctypes.c_ulong
     return int(ask(entry))

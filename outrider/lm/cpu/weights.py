@@ -3,12 +3,12 @@
 Five things cost time besides the product itself:
 - safetensors maps its file, and mapped pages read a third slower than ordinary memory. So weights
   are copied out of the file.
-- Small pages fill the processor's table of pages. So reordered weights lie in huge pages.
+- Small pages are too many for the processor's TLB. So reordered weights lie in huge pages.
 - oneDNN reorders a bfloat16 weight for every product, unless it was reordered once beforehand.
 - Each product spends some 30 microseconds before it reads at full speed. So layers that share an
   input become one product.
 - A module's call looks for hooks, more than 40 times in a forward of a few milliseconds.
-Results change in their last bits at most.
+Without int8, results change in their last bits at most.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TiledLinear(torch.nn.Module):
 
     @classmethod
     def supports(cls, weight: torch.Tensor) -> bool:
-        """Return whether the library was built and supports such a weight [out, in]."""
+        """Return whether the library was built and supports this weight [out, in]."""
         is_whole = weight.shape[1] % cls.BLOCK == 0
         return is_whole and _gemm_function(_name(weight.dtype)) is not None
 
@@ -134,7 +134,7 @@ class TiledLinear(torch.nn.Module):
         """Compute what the replaced layer computes.
 
         Raises RuntimeError for an input of another type, as the replaced layer does, and
-        MemoryError if int8 has no memory for its rows.
+        MemoryError if there is no memory for the input in int8.
         """
         if x.dtype is not self.dtype:
             raise RuntimeError(f"the input is {x.dtype}, but the weight is {self.dtype}")
@@ -178,7 +178,7 @@ def _blocks(count: int) -> Iterator[slice]:
 def _tiles(weight: torch.Tensor, block: int, numbers: str) -> torch.Tensor:
     """Reorder a weight [out, in] as `struct linear` in C describes, padded with zeros.
 
-    The result is [blocks of out, blocks of in, parts of a line, lines, `line` out, `pair` of in].
+    The result is [blocks of out, blocks of in, parts of `line` columns, lines, columns, `pair`].
     """
     line, pair = _constant(numbers, "line"), _constant(numbers, "pair")
     lines = _padded(weight, block).view(
@@ -210,7 +210,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _constant(numbers: str, name: str) -> int:
-    """Return a constant of the library, which says how weights of this type are laid out."""
+    """Return the library's constant `name` for weights of this type."""
     found = library()
     assert found is not None
     return ctypes.c_int64.in_dll(found, prefix(numbers) + name).value
@@ -239,9 +239,9 @@ def fastest_dtype() -> torch.dtype:
 
 
 def int8_is_faster() -> bool:
-    """Return whether drafts in int8 were measured to be faster than in bfloat16 with the library.
+    """Return whether int8 draft models were measured to be faster than bfloat16 with this library.
 
-    `decoder.c` says so for each kind of processor.
+    `decoder.c` has the answer for each kind of processor.
     """
     return _gemm_function("int8") is not None and bool(_constant("int8", "default"))
 
@@ -267,12 +267,13 @@ def optimize_for_cpu(
 ) -> None:
     """Copy the weights into ordinary memory and replace the linear layers, in place.
 
-    `siblings` are names of layers that become one product if a module has all of them. A reordered
-    weight is no longer tied to an embedding, which keeps its own copy. Subclasses of
-    `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
+    `siblings` are groups of names of layers; a group becomes one product if a module has all of its
+    layers. A reordered weight is no longer tied to an embedding, which keeps its own copy.
+    Subclasses of `torch.nn.Linear`, and weights that are not used through a layer, stay as they
+    are.
 
-    `int8` keeps the bfloat16 weights of layers in int8, which changes results. Layers whose inputs
-    are no multiple of `TiledLinear.BLOCK` stay in bfloat16, and all layers do without the library.
+    `int8` keeps the bfloat16 weights of layers in int8, which changes results. Layers whose input
+    size is no multiple of `TiledLinear.BLOCK` stay in bfloat16; without the library, all layers do.
     """
     groups = [layers for module in model.modules() for layers in fusible(module, siblings)]
     fused = {layer for layers in groups for layer in layers}

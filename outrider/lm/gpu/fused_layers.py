@@ -86,7 +86,7 @@ class FusedForward:
         layout: BatchLayout | StaticLayout,
         rows: torch.Tensor | int = 0,
     ) -> torch.Tensor:
-        """Compute the tokens [T] and write to the caches; return logits of `rows`, 0 for all."""
+        """Run the tokens [T] and write to the caches; return the logits of `rows` (0: all rows)."""
         batch, slots = layout.kernel, layout.slot_mapping
         stream = self._model.embed_tokens(token_ids)
         turns = self._model.rotary_emb(stream.unsqueeze(0), positions.unsqueeze(0))
@@ -179,7 +179,7 @@ def join_projections(model: torch.nn.Module) -> None:
 def _return_memory() -> None:
     """Return the memory of layers that were joined.
 
-    If this memory stayed reserved, nothing could use the parts that lie between two layers.
+    If torch kept this memory reserved, nothing could use the gaps between the layers' memory.
     """
     # This call does nothing where no GPU is used.
     torch.cuda.empty_cache()

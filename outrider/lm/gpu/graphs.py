@@ -43,7 +43,7 @@ _PROMPT_ROWS = tuple(2**power for power in range(7, 14))
 class Bounds:
     """The largest forward to capture: sequences, tokens of one sequence, tokens in all.
 
-    A batch in which a sequence has more than `tokens_each` tokens, as most prompts do, has a graph
+    A batch in which a sequence has more than `tokens_each` tokens, as most prompts do, uses a graph
     for any number of sequences.
     """
 
@@ -220,8 +220,8 @@ class Graphs:
         """Decode `count` tokens for slices of one token each, without a wait for the device.
 
         Each new token is the likeliest token below `limit`, and the input of the next forward.
-        Return the tokens, int64 [count, B], and with `keep_logits` their logits [count, B, V], else
-        an empty tensor; None if the batch has no graph.
+        Return the tokens, int64 [count, B], and the logits: with `keep_logits` [count, B, V], else
+        an empty tensor. Return None if the batch has no graph.
         """
         bucket = bucket_of([1] * len(slices), self._bounds)
         found = self._graphs.get(bucket) if bucket is not None else None
@@ -258,7 +258,7 @@ def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _means(batch: int, bounds: Bounds) -> list[int]:
-    """Return the means to capture, up to the first that reaches `bounds.tokens` in all."""
+    """Return the means to capture, up to the first with which `batch` has `bounds.tokens`."""
     means = _up_to(bounds.tokens_each, _MEANS)
     enough = sum(batch * mean < bounds.tokens for mean in means)
     return means[: enough + 1]

@@ -26,7 +26,7 @@ from outrider.lm.pages import KVSequence
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Tokens a page, maximum pages of a sequence, and the number of a page that is never used."""
+    """Tokens a page, maximum pages of a sequence, and the number of a page for padding only."""
 
     page_size: int
     pages_each: int
@@ -180,10 +180,10 @@ class Inputs:
         return StaticLayout(arrays["slot_mapping"].long(), kernel)
 
     def advance(self) -> None:
-        """Advance each sequence by a token, without the host, in a bucket of one token each.
+        """Advance each sequence by one token, without the host.
 
-        The caller writes `token_ids`. The pages must have been sent, see `write`. Padding stays in
-        the spare page.
+        Each sequence of the bucket must have one token. The caller writes `token_ids`. The pages
+        must have been sent, see `write`. Padding stays in the spare page.
         """
         self._counting += 1
         self._find_slots(self._arrays["table_rows"])
@@ -207,7 +207,7 @@ class Inputs:
         torch.add(in_page_T, pages_T, alpha=shape.page_size, out=slot_mapping_T)
 
     def write(self, slices: Sequence[SequenceSlice], ahead: int = 0) -> torch.Tensor | None:
-        """Write a batch and the padding after it, and the pages of `ahead` further tokens.
+        """Write a batch, the padding after it, and the pages of `ahead` further tokens a sequence.
 
         Returns the rows of `logits_indices(slices)` on the device, int32 [R]; None if they are the
         first R rows.

@@ -71,10 +71,10 @@ class TokenMover:
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots, at least one, on the current stream.
 
-        All sources are read before a target is written, if no target is the source of a move that
-        comes more than a chunk later. That holds when each sequence's moves go towards its start
-        in ascending order, because no other sequence writes its slots: let s_i and t_i be source
-        and target of its move i. For i < j, t_i <= s_i < s_j, so t_i is not s_j.
+        Each source is read before any move overwrites it, if no move's target is the source of a
+        move in a later chunk. This holds when each sequence's moves go towards its start in
+        ascending order, because no other sequence writes its slots: let s_i and t_i be source and
+        target of its move i. For i < j, t_i <= s_i < s_j, so t_i is not s_j.
         """
         moves = on(self._addresses.device, [sources, targets], torch.int64)
         _move[self._grid](

@@ -1,13 +1,14 @@
 """Cuts attention on a GPU into tiles, parts and programs, whatever the sequences' lengths are.
 
 The order in which a row adds its keys decides its last bits. Tiles of keys and parts begin at fixed
-slots, so the order depends only on the query rows of its tile. Tiles of 16 and of 32 rows use the
-same instruction (mma.sync) and divide their keys alike among the warps. Tiles of 64 rows use wgmma
-on Hopper (9.x), which divides the keys in another way. So a plain and a drafted step attend alike
-where a sequence has at most 32 rows on average in both: eight tokens if four query heads share a
-key/value head. In float32 all tiles have 16 rows. Whole forwards promise less, because cuBLAS
-chooses its products by the number of rows too. On an H200, other sizes of parts and tiles made a
-single sequence faster and eight sequences slower (bench/results/2026-11-27-h200).
+slots, so the order depends only on the number of query rows in a tile. Tiles of 16 and of 32 rows
+use the same instruction (mma.sync) and divide their keys alike among the warps. Tiles of 64 rows
+use wgmma on Hopper (9.x), which divides the keys in another way. So attention gives the same bits
+in a plain and a drafted step if in both steps a sequence has at most 32 rows on average: eight
+tokens if four query heads share a key/value head. In float32 all tiles have 16 rows. Whole forwards
+promise less, because cuBLAS chooses its products by the number of rows too. On an H200, other sizes
+of parts and tiles made a single sequence faster and eight sequences slower
+(bench/results/2026-11-27-h200).
 """
 
 from __future__ import annotations
@@ -109,8 +110,9 @@ def _stages(rows: int, keys: int, heads: Heads, card: Card) -> int:
     begins only after the tile before it is computed.
     """
     buffer_bytes = keys * (heads.key_lanes + heads.value_lanes) * heads.dtype.itemsize
-    # Groups of four warps (wgmma, tcgen05) keep the weights of their rows, and read their operands
-    # in shared memory: one tile more is in use. Other warps exchange the weights in shared memory.
+    # Groups of four warps (wgmma, tcgen05) need no shared memory for the weights of their rows, but
+    # read their operands there, so one tile more is in use. Other warps exchange the weights in
+    # shared memory.
     warp_groups = rows == _ROWS[-1] and card.major in (9, 10)
     other_bytes = rows * (heads.key_lanes + (0 if warp_groups else keys + 8)) * heads.dtype.itemsize
     alone = (card.shared_bytes - other_bytes) // buffer_bytes

@@ -88,7 +88,7 @@ def _tile_scores(  # type: ignore[no-untyped-def]  # the arguments are Triton te
 def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     words, hidden
 ):
-    """Return each row's ancestor bitmask without the first `hidden`, which its window leaves out.
+    """Return each row's ancestor bitmask without its first `hidden` bits, outside of its window.
 
     Ancestors come before their descendants, so the lowest bits are the farthest.
     """
@@ -186,8 +186,8 @@ def _tile_of(  # type: ignore[no-untyped-def]  # the arguments are Triton pointe
 ):
     """Return the sequence of a tile of rows, and the tile's number within the sequence.
 
-    Sequence i has the tiles from cu_seqlens_q[i] * GROUP // ROWS + i on. Between two sequences this
-    leaves enough numbers for all rows, and at most one number too many.
+    Sequence i has the tiles from cu_seqlens_q[i] * GROUP // ROWS + i on. This gives each sequence
+    enough numbers for all its rows, and at most one number too many.
     """
     low = 0
     high = sequence_count
@@ -204,9 +204,10 @@ def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numb
     before, count, first_row, tree_start, window, GROUP: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the slots of the keys that a tile of rows sees: begin, at a tile's border, and end.
+    """Return the first and the end slot of the keys that a tile of rows sees.
 
-    The sequence's `count` tokens have the slots from `before` on.
+    The first slot is rounded down to the begin of a tile of keys. The sequence's `count` tokens
+    have the slots from `before` on.
     """
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
     begin = tl.full((), 0, tl.int32)
@@ -229,7 +230,7 @@ def _attend_keys(  # type: ignore[no-untyped-def]  # the arguments are Triton te
     """Attend for a tile of rows over the keys in the slots from `begin` to `end`, see `_fold`.
 
     `sink` is each row's first score, whose weight goes to no key; -inf without one.
-    The pages of a tile of keys are read one tile ahead. So no address depends on a load of its own
+    The pages of a tile of keys are read one tile ahead. So no address depends on a load in the same
     turn of the loop, and Triton loads several tiles of keys and values ahead of their use.
     """
     key_lanes = tl.arange(0, KEY_LANES)

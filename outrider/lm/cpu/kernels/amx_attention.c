@@ -2,7 +2,7 @@
 // paged_attention.c, in less time if several tokens are verified.
 //
 // Scores are keys · queries rather than queries · keys. So keys are read as they lie in the cache,
-// and the softmax of 16 queries runs down the lanes of one vector each, with no sum or maximum
+// and a vector has one key's scores for 16 queries, so that the softmax needs no sum or maximum
 // across lanes. The softmax is updated for each chunk of keys (Dao et al., arXiv 2205.14135).
 // Chunks begin at the same positions for every query, so a query's result does not depend on the
 // other queries.
@@ -10,13 +10,13 @@
 // A token of a tree sees the tokens of its path at successive positions, whatever their slots. All
 // queries' scores are computed slot by slot, then moved to the positions of each query's path. The
 // values at these positions differ from path to path, so each token adds up the values of its own
-// path. A row of a tree therefore has the bits of the chain that its path is.
+// path. A row of a tree therefore has the same bits as if its path were a chain.
 
 #include "amx_tiles.h"
 
 #define MOST_HEAD_SIZE 256
-// The numbers of tiles of queries, of keys of a chunk, and of keys of a block. One product
-// multiplies the weights of a block's keys with the values.
+// The numbers of tiles of queries, of keys in a chunk, and of keys in a block. One tile product
+// multiplies the weights of a block's keys with their values.
 #define QUERY_TILES (QUERY_ROWS / TILE_ROWS)
 #define CHUNK 128
 #define BLOCK TILE_DEPTH
@@ -34,25 +34,26 @@ struct work {
   // A tile's row has 16 dimensions of the values of a pair of keys.
   uint16_t values[CHUNK / BLOCK][MOST_HEAD_SIZE / TILE_ROWS][TILE_ROWS][TILE_DEPTH];
   float sums[QUERY_TILES * TILE_ROWS][MOST_HEAD_SIZE];
-  // Where the cache has each 16 positions of the chunk.
+  // The addresses in the cache of each 16 positions of the chunk.
   const uint16_t *keys[CHUNK / TILE_ROWS], *cached_values[CHUNK / TILE_ROWS + 1];
   vec max_score[QUERY_TILES], total[QUERY_TILES];
   ivec last[QUERY_TILES];  // the last position that a query sees, -1 for none
   // From slot `tree_start` on, a query's next position is the next slot with a bit in `paths`.
-  // Without a tree, both slots are INT64_MAX.
+  // Without a tree, `tree_start` and `tree_block` are INT64_MAX.
   int64_t tree_start;
   uint64_t paths[QUERY_TILES * TILE_ROWS];
-  // The values and scores of the slots from `tree_block` on, and for each position from there on
-  // the element of `slot_scores` that is a query's score at this position.
+  // `slot_values` and `slot_scores` have the values and scores of the slots from `tree_block` on.
+  // `places` has, for each position from there on, the index of each query's score in
+  // `slot_scores`.
   int64_t tree_block;
   const uint16_t *slot_values[TREE_SLOTS];
   float slot_scores[QUERY_TILES][TREE_SLOTS][TILE_ROWS];
   ivec places[QUERY_TILES][TREE_SLOTS];
-  // The first query's row in its slice, the number of queries, and the queries of a token.
+  // The first query's row in its slice, the number of queries, and the number of queries per token.
   int64_t first_row;
   int rows, group;
   int head_size, tiles;
-  int64_t stride;  // elements from one position's keys, or values, to the next one's
+  int64_t stride;  // elements from one position's keys (or values) to the next position's
   float scale;
 };
 
@@ -74,7 +75,8 @@ int outrider_fits_amx(const struct layer *layer) {
   return layer->is_bfloat16 && heads_fit && layer->page_size % TILE_ROWS == 0;
 }
 
-// Computes the scores of 16 keys. The second tile's scores begin `apart` floats after the first's.
+// Computes the scores of 16 keys. The scores of the second tile of queries begin `apart` floats
+// after those of the first.
 INLINE void score_keys(struct work *work, const uint16_t *keys, float *scores, int64_t apart) {
   compiler_fence();
   _tile_zero(0);
@@ -116,8 +118,8 @@ INLINE void pair_values(struct work *work, int block, int count) {
   }
 }
 
-// Hides the scores of keys after a query's own; returns each query's maximum so far. `count`
-// is a multiple of 4.
+// Hides the scores of keys after the last position that a query sees; returns each query's maximum
+// so far. `count` is a multiple of 4.
 INLINE vec mask_scores(struct work *work, int tile, int64_t start, int count) {
   vec most[4] = {work->max_score[tile], UNSEEN, UNSEEN, UNSEEN};
   for (int key = 0; key < count; key++) {
@@ -130,8 +132,8 @@ INLINE vec mask_scores(struct work *work, int tile, int64_t start, int count) {
   return largest(largest(most[0], most[1]), largest(most[2], most[3]));
 }
 
-// Computes a block's weights exp(score - most), rounded, as rows of queries; returns each query's
-// sum of them.
+// Computes a block's weights exp(scale * (score - most)), and stores them rounded, in one row for
+// each query; returns each query's sum of the unrounded weights.
 INLINE vec weigh_block(struct work *work, int tile, int block, vec most) {
   static const uint16_t alternate[32] = {ALTERNATE(16)};
   const __m512i order = _mm512_loadu_si512(alternate);
@@ -208,7 +210,7 @@ INLINE void prefetch(const struct work *work, const uint16_t *from) {
       _mm_prefetch(from + i * work->stride + d, _MM_HINT_T0);
 }
 
-// Returns where the cache has a head's key and value of a slot, in elements.
+// Returns the offset of a head's key, and of its value, for a slot in the cache, in elements.
 INLINE int64_t find_slot(const struct layer *layer, const int64_t *pages, int64_t kv_head,
                          int64_t slot) {
   int64_t page = pages[slot / layer->page_size];
@@ -256,8 +258,8 @@ INLINE void find_scores(struct work *work, int64_t start, int first, int end) {
 // Adds a block's weighted values to the sums of the queries from `first` to `end`, at most 16.
 INLINE void add_own_values(struct work *work, int block, int first, int end) {
   const int64_t row = sizeof work->sums[0], found_row = 2 * TILE_ROWS * sizeof(float);
-  // Sixteen rows follow `top`. The other queries' weights are 0, and their sums stay as they are:
-  // an infinite value, times 0, is a NaN.
+  // The product has the 16 rows from `top` on. The other queries' weights are 0, but their results
+  // are not copied to `sums`: an infinite value times 0 would make them NaN.
   int top = first < TILE_ROWS ? first : TILE_ROWS;
   uint16_t weights[TILE_ROWS][TILE_DEPTH] = {0};
   float found[TILE_ROWS][2 * TILE_ROWS];
@@ -280,8 +282,8 @@ INLINE void add_own_values(struct work *work, int block, int first, int end) {
   compiler_fence();
 }
 
-// Adds the weighted values of the blocks from `first` to `end` to the sums of the queries of one
-// token, `begin` to `after`. At positions of a tree, the values of the token's path are added.
+// Adds the weighted values of the blocks from `first` to `end` to the sums of one token's queries,
+// which are `begin` to `after`. At positions of a tree, the values of the token's path are added.
 INLINE void add_path(struct work *work, int64_t start, int first, int end, int begin, int after) {
   int64_t position = start + first * BLOCK, last = work->last[begin / TILE_ROWS][begin % TILE_ROWS];
   uint64_t left = work->paths[begin];
@@ -400,7 +402,7 @@ INLINE void store_output(const struct work *work, const struct layer *layer,
 void outrider_attend_amx(const struct layer *layer, const struct batch *batch,
                          const struct rows *query, void *out, float scale,
                          struct attention_item item) {
-  // Not initialized as a whole: most of it is room for the largest heads.
+  // The struct is not initialized as a whole: most of it is room for the largest heads.
   struct work work;
   work.head_size = (int)layer->head_size;
   work.stride = layer->kv_heads * layer->head_size;

@@ -1,8 +1,8 @@
 // The tile registers of AMX (Intel, Architecture Instruction Set Extensions Programming Reference,
 // chapter 3): eight registers of up to 16 rows of 64 bytes.
 //
-// A tile product adds A · B to an accumulator. A has rows of up to 32 bfloat16 or 64 int8. B has
-// pairs or fours of rows, the elements of a pair or four next to each other.
+// A tile product adds A · B to an accumulator. A has rows of up to 32 bfloat16 or 64 int8. The rows
+// of B are interleaved, element by element, in pairs of bfloat16 or in fours of int8.
 #pragma once
 
 #include "cpu_kernels.h"
@@ -31,7 +31,7 @@ INLINE void store_config(struct tile_config *config) {
 // Makes the compiler finish earlier stores: GCC does not know that a tile load reads memory.
 INLINE void compiler_fence(void) { __asm__ volatile("" ::: "memory"); }
 
-// oneDNN remembers which tile configuration it has loaded, so a kernel must restore that one.
+// oneDNN remembers which tile configuration it has loaded, so a kernel must restore it at its end.
 typedef struct tile_config saved_state;
 
 INLINE saved_state save_state(void) {
@@ -62,7 +62,7 @@ INLINE void configure_tiles(int rows, int row_bytes) {
   load_config(&config);
 }
 
-// Whether outrider_attend_amx supports a layer.
+// Returns 1 if outrider_attend_amx supports a layer, else 0.
 int outrider_fits_amx(const struct layer *layer);
 
 // Like outrider_attend, for one key/value head of a layer that fits; expects tiles configured for

@@ -12,14 +12,15 @@
 #include <arm_neon.h>
 #endif
 
-// Rows of an AMX tile register, and bfloat16 elements of a row. Tiled inputs of products keep as
-// many elements of a row together.
+// Rows of an AMX tile register, and bfloat16 elements of such a row. Tiled inputs of products keep
+// TILE_DEPTH elements of a row together.
 #define TILE_ROWS 16
 #define TILE_DEPTH 32
 
 #define INLINE static inline __attribute__((always_inline))
 
-// Numbers of a vector. Each kind of processor has its own build, so these numbers are constants.
+// The number of floats in a vector, and their numbers. Each kind of processor has its own build, so
+// these are constants.
 #if defined(__AVX512F__)
 #define LANES 16
 #define NUMBERED {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}

@@ -62,7 +62,7 @@ struct step {
 const int64_t NAME(line) = LINE;
 const int64_t NAME(pair) = PAIR;
 #if INT8
-// Whether draft models are kept in int8 by default: where int8 was measured to be faster.
+// 1 if draft models are kept in int8 by default: only where int8 was measured to be faster.
 #if defined(__AVX512VNNI__) && !defined(__AMX_BF16__)
 const int64_t NAME(default) = 1;
 #else
@@ -70,8 +70,8 @@ const int64_t NAME(default) = 0;
 #endif
 #endif
 
-// Computes out [rows, out] of x [rows, in]. Returns 1, or 0 if there is no memory for the rows in
-// int8.
+// Computes out [rows, out] = x [rows, in] · weights. Returns 1, or 0 if there is no memory for the
+// rows of x in int8.
 int64_t NAME(product)(const struct linear *linear, const element *x, int64_t rows, element *out) {
   struct thread_pool pool = {0};
   struct gemm_input input = {x, choose_tile_rows(rows), 0, NULL};
@@ -90,7 +90,7 @@ int64_t NAME(product)(const struct linear *linear, const element *x, int64_t row
 }
 
 // Root mean square norm (Zhang and Sennrich, arXiv 1910.07467) of `size` elements, a multiple of
-// 16. Parts of TILE_DEPTH elements go to places `step` elements apart.
+// 16. In `out`, successive parts of TILE_DEPTH elements begin `step` elements apart.
 INLINE void normalize(const element *x, const element *weight, int64_t size, float epsilon,
                       element *out, int64_t step) {
   vec squares = splat(0);
@@ -156,8 +156,8 @@ static void store_token(const struct decoder *decoder, const struct decoder_laye
   memcpy((char *)cache->values + slot * bytes, qkv + cache->heads * size + width, (size_t)bytes);
 }
 
-// The parts of the scratch memory, all [tokens, …]. `normed` and `gated` are tiled. `room` has a
-// product's rows in int8. NAME(scratch) returns their total size.
+// The parts of the scratch memory, all [tokens, …]. `normed` and `gated` are tiled. `room` has the
+// input rows of a product in int8. NAME(scratch) returns the total size of all parts.
 struct buffers {
   element *residual, *normed, *qkv, *attended, *gated, *room;
   float *cos_sin;
@@ -167,7 +167,8 @@ static int64_t qkv_width(const struct layer *cache) {
   return (cache->heads + 2 * cache->kv_heads) * cache->head_size;
 }
 
-// Returns the elements of a row of the widest product's input in int8.
+// Returns the number of elements that a row of the widest product's input takes in int8; 0 without
+// INT8.
 static int64_t room_width(const struct decoder *decoder) {
   int64_t attended = decoder->layers->cache.heads * decoder->layers->cache.head_size;
   int64_t widest = decoder->hidden > attended ? decoder->hidden : attended;
@@ -263,8 +264,9 @@ static void run_layer(const struct decoder *decoder, const struct decoder_layer 
   gemm(pool, gated, count, &layer->down, buffers->residual, ADD);
 }
 
-// Writes state `state` of all tokens to its places in `kept`. `residual` must hold it, or for
-// FINAL_STATE the output of the last layer. Nobody may change `residual` before the next barrier.
+// Writes state `state` of all tokens to its places in `kept`. `residual` must hold this state, or
+// for FINAL_STATE the output of the last layer. No thread may change `residual` before the next
+// barrier.
 static void keep_state(const struct decoder *decoder, const struct step *step, int64_t state,
                        const element *residual, int64_t count) {
   int64_t hidden = decoder->hidden;

@@ -12,7 +12,8 @@ INLINE vec rounded(vec x) {
   return load(half, 0, BFLOAT16);
 }
 
-// Returns LANES accumulators of a row, from `column` on, with the bias added and rounded.
+// Returns LANES results of a row, from `column` on: the accumulators, times the scales of int8
+// weights, plus the bias, rounded.
 INLINE vec add_bias(const float *acc, const struct linear *linear, int64_t column) {
   vec sum = load_float(acc);
 #if INT8
@@ -21,8 +22,8 @@ INLINE vec add_bias(const float *acc, const struct linear *linear, int64_t colum
   return rounded(linear->bias ? sum + load(linear->bias, column, BFLOAT16) : sum);
 }
 
-// How a product ends: STORE the result; ADD it to `out`; SWIGLU gates its second half by its first;
-// LOGITS stores it as float.
+// How a product ends: STORE stores the result; ADD adds it to `out`; SWIGLU gates the second half
+// of the columns by the first half; LOGITS stores the result as float.
 enum epilogue { STORE, ADD, SWIGLU, LOGITS };
 
 // Stores LANES numbers, or only the first `left` if the rest of the row has room for no more.

@@ -12,12 +12,12 @@ INLINE int64_t choose_tile_rows(int64_t rows) {
 // Prepares the tiles for products of `rows` rows.
 INLINE void configure_rows(int rows) { configure_tiles(rows, 2 * TILE_DEPTH); }
 
-// Columns of a line: one row of a tile.
+// Columns of a line of weights: one row of a tile.
 #define LINE 16
 // Prefetching the next block does not help: except in a long prompt, one call multiplies all rows
 // and leaves no time for it.
 #define PREFETCHES_NEXT(rows) 0
-// Distance in bytes at which weights are prefetched. One tile starts the processor's own
+// Distance in bytes at which weights are prefetched: one tile. This starts the processor's own
 // prefetching; larger distances were slower.
 #define PREFETCH_DISTANCE 1024
 
@@ -44,7 +44,7 @@ INLINE void gemm_tiles(struct gemm_input input, int64_t in, const char *weights,
       _mm_prefetch(x + TILE_ROWS * in + step + i * row_stride, _MM_HINT_T0);
     }
     // All loads come before the products. If another hardware thread shares the core, this is a
-    // tenth faster than alternating them.
+    // tenth faster than alternating loads and products.
     _tile_loadd(4, x, row_stride * 2);
     _tile_loadd(6, at, 64);
     _tile_loadd(7, at + 1024, 64);

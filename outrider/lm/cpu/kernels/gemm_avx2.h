@@ -4,8 +4,8 @@
 //
 // All rows are multiplied by a few tiles of weights before the next tiles. So the processor
 // computes while the weights of later tiles arrive, whatever the number of rows, and weights are
-// read from memory once, in order. For each of its sums, a row adds the same products in the
-// same order, whatever the other rows are and however many tiles are taken at once.
+// read from memory once, in order. Each sum of a row adds the same products in the same order,
+// whatever the other rows are and however many tiles are taken at once.
 #pragma once
 
 // Rows of one pass over some tiles. Five rows by two vectors of columns have ten sums. Two
@@ -13,11 +13,11 @@
 // the processor busy; with twelve the compiler ran out of registers.
 #define PASS_ROWS 5
 #define VECTORS (BLOCK / LANES)
-// Columns of a line: the whole block.
+// Columns of a line of weights: the whole block.
 #define LINE BLOCK
-// Bytes of the tiles that a pass takes, if it computes longer than they take to arrive: with one
-// tile at a time, nine rows took a twentieth more time. Fewer rows take one tile at a time: with
-// four tiles, three rows took a quarter more.
+// Bytes of the tiles that a pass takes for more than FEW_ROWS rows, which take longer to compute
+// than the tiles take to arrive: with one tile at a time, nine rows took a twentieth more time. Up
+// to FEW_ROWS rows take one tile at a time: with four tiles, three rows took a quarter more time.
 #define PASS_BYTES 8192
 #define FEW_ROWS 3
 // Distance in bytes at which weights are prefetched, in the next block if need be.
@@ -43,8 +43,8 @@ INLINE vec load_pair(const element *x) {
 }
 
 // Rows of an input and some tiles of weights. Rows are `row_stride` elements apart, and their parts
-// of TILE_DEPTH elements are `step` elements apart. Each line of weights prefetches as many bytes
-// from `ahead` on, unless it is null.
+// of TILE_DEPTH elements are `step` elements apart. For each line of weights, as many bytes are
+// prefetched from `ahead` on, unless `ahead` is null.
 struct pass {
   const element *x;
   int64_t row_stride, step, tiles;
@@ -82,8 +82,8 @@ INLINE void multiply(struct pass pass, float (*acc)[BLOCK], int n, int vectors) 
     for (int v = 0; v < vectors; v++) memcpy(acc[i] + v * LANES, &sums[i][v], sizeof(vec));
 }
 
-// Adds the products of `n` rows with the tiles to `acc`: of one or two rows with all columns at
-// once, of more rows with half of them.
+// Adds the products of `n` rows with the tiles to `acc`. One or two rows take all columns at once,
+// more rows take half of the columns after the other half.
 INLINE void multiply_rows(struct pass pass, float (*acc)[BLOCK], int n) {
   if (n <= 2) {
     multiply(pass, acc, n, VECTORS);

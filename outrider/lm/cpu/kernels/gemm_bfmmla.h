@@ -1,11 +1,11 @@
 // The matrix product of one block of columns by ARM's bfmmla; see gemm_block.h.
 //
-// bfmmla adds the products of 2 rows of 4 elements with 2 columns of 4 elements to 2 by 2 sums. All
-// numbers of rows use it, so that a row has the same bits beside any other rows. A single row is
-// multiplied twice at once, which takes no longer than bfdot would.
+// bfmmla adds the products of 2 rows of 4 elements with 2 columns of 4 elements to 2 by 2 sums. It
+// is used for any number of rows, so that a row's bits do not depend on the other rows. A single
+// row is paired with itself, which takes no longer than bfdot would.
 #pragma once
 
-// Columns of a line, and the vectors of weights in it: two columns each.
+// Columns of a line of weights, and the number of vectors in it: two columns each.
 #define LINE 16
 #define LINE_VECTORS (LINE / 2)
 // Pairs of rows whose sums for the columns of a line fit the registers.
@@ -25,8 +25,8 @@ INLINE int64_t choose_tile_rows(int64_t rows) {
 // The sums of two rows and two columns, by row.
 typedef float32x4_t sums_of_pair[BLOCK / LINE][LINE_VECTORS];
 
-// Adds one part of a tile of weights to the sums of `n` pairs of rows. x has the two rows of each
-// pair. Each line of weights prefetches a line far ahead if `cold`.
+// Adds the products with one part of a tile of weights to the sums of `n` pairs of rows. x has the
+// two rows of each pair. If `cold`, each line prefetches the weights PREFETCH_DISTANCE ahead of it.
 INLINE void add_part(const uint16_t *const (*x)[2], const char *weights, sums_of_pair *acc,
                      int part, int n, int cold) {
   float32x4_t sums[MOST_PAIRS][LINE_VECTORS];
@@ -54,7 +54,7 @@ INLINE void add_part(const uint16_t *const (*x)[2], const char *weights, sums_of
     for (int v = 0; v < LINE_VECTORS; v++) acc[i][part][v] = sums[i][v];
 }
 
-// Adds one tile of weights to the sums of `n` pairs of rows.
+// Adds the products with one tile of weights to the sums of `n` pairs of rows.
 INLINE void add_tile(const uint16_t *const (*x)[2], const char *weights, sums_of_pair *acc, int n,
                      int cold) {
   for (int part = 0; part < BLOCK / LINE; part++) add_part(x, weights, acc, part, n, cold);
@@ -81,7 +81,7 @@ INLINE void gemm_block(struct gemm_input input, int rows, const struct linear *l
   const uint16_t *x[ROWS / 2][2];
   sums_of_pair sums[ROWS / 2];
   for (int row = 0; row < 2 * pairs; row++) {
-    // The last row of an odd number stands for both rows of its pair.
+    // If the number of rows is odd, the last row is paired with itself.
     int64_t from = row < rows ? row : rows - 1;
     x[row / 2][row % 2] = input.tiled
                               ? tiled_row((element *)input.data, from, in, input.tile_rows)

@@ -11,7 +11,8 @@
 
 #if BFLOAT16
 typedef uint16_t element;
-// Rows of `in` that a line of weights interleaves, for LINE columns of `out`.
+// The number of elements of `in` that a line of weights has, next to each other, for each of its
+// LINE columns of `out`.
 #if INT8 && defined(__ARM_FEATURE_MATMUL_INT8)
 #define PAIR 8
 #elif INT8 && (defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD))
@@ -30,13 +31,14 @@ typedef float element;
 // block.
 #define BLOCK 32
 #define ROWS 32
-// Lines of weights for TILE_DEPTH elements of `in`, and the bytes that a block's lines take.
+// Lines of weights for TILE_DEPTH elements of `in`, and the bytes that a block of columns takes for
+// them.
 #define LINES (TILE_DEPTH / PAIR)
 #define DEPTH_BYTES (TILE_DEPTH * BLOCK * (INT8 ? 1 : (int)sizeof(element)))
 
 // A layer's weights of the shape [out, in]. Memory has them in the order [blocks of 32 out][blocks
-// of 32 in][parts of a line][lines][LINE columns][pair]. Zeros pad `out` to a whole block. The
-// bias, if any, and the factors of the columns of int8 weights are padded too.
+// of 32 in][parts of LINE columns][lines][columns][PAIR elements]. Zeros pad `out` to a whole
+// block. The bias, if any, and the scales of the columns of int8 weights are padded too.
 struct linear {
   const void *tiles;
   const element *bias;

@@ -1,4 +1,4 @@
-// The matrix product of one block of columns by integers; see gemm_block.h. Weights are int8
+// The matrix product of one block of columns in integers; see gemm_block.h. Weights are int8
 // with a scale for each column. Rows are quantised to int8 with a scale for each group of
 // TILE_DEPTH elements, because one scale for a whole row would lose the small elements beside a
 // few large ones.
@@ -8,8 +8,8 @@
 // group are exact, and groups are added in the same order for any number of rows.
 #pragma once
 
-// Rows whose sums fit the registers, and the parts of a block's columns that they cover one after
-// the other.
+// The number of rows whose sums fit the registers, and the number of parts of a block's columns
+// that these rows are multiplied with one after the other.
 #if PAIR == 8
 #define ACC_ROWS 6
 #elif LANES == 16
@@ -27,8 +27,8 @@
 // As in gemm_vector.h.
 #define PREFETCH_DISTANCE 8192
 
-// Weights are stored with 128 added. EXCESS is what a product still has of it: sdot multiplies
-// signed weights, from which the 128 is taken before.
+// Weights are stored with 128 added. EXCESS is the part of it that products still have: none with
+// sdot, which multiplies signed weights, after the 128 has been subtracted.
 #if PAIR == 4 && defined(__aarch64__)
 #define EXCESS 0
 #else
@@ -61,8 +61,8 @@ INLINE int64_t choose_tile_rows(int64_t rows) {
   return pass_rows == ACC_ROWS ? TILE_ROWS : pass_rows;
 }
 
-// Quantises TILE_DEPTH elements. Infinite elements and NaN make the group's scale NaN, and so all
-// products of the row.
+// Quantises TILE_DEPTH elements. An infinite element or a NaN makes the group's scale NaN, and this
+// makes all products of the row NaN.
 INLINE void quantize_group(const element *from, struct group *to) {
   vec parts[TILE_DEPTH / LANES], most = splat(0), nothing = splat(0);
   for (int i = 0; i < TILE_DEPTH / LANES; i++) {
@@ -159,8 +159,9 @@ INLINE weight_vec load_weights(const uint8_t *from) {
 #endif
 }
 
-// Multiplies `n` rows by a block of columns. Each line of weights prefetches a line far ahead if
-// `cold`. Each group's weights are read in parts of their columns, as in gemm_vector.h.
+// Multiplies `n` rows by a block of columns. If `cold`, each line prefetches the weights
+// PREFETCH_DISTANCE ahead of it. Each group's weights are read in parts of their columns, as in
+// gemm_vector.h.
 INLINE void gemm_rows(const struct group *x, int64_t groups, const uint8_t *weights,
                       float (*acc)[BLOCK], int n, int cold) {
   const int parts = n * COLUMN_PARTS <= ACC_ROWS ? 1 : COLUMN_PARTS;

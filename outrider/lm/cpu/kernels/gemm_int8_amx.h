@@ -1,5 +1,5 @@
 // The products of many int8 rows with a block of columns by AMX tiles; see gemm_int8.h. The sums of
-// a group are exact, so each row gets the bits that vectors give it.
+// a group are exact, so a row's result has the same bits as if vectors multiplied it.
 #pragma once
 
 #include "amx_tiles.h"
@@ -71,7 +71,7 @@ INLINE void multiply_tiles(const struct group *x, int64_t groups, const uint8_t 
       const uint8_t *tile = weights + k * DEPTH_BYTES;
       for (int at = 0; at < DEPTH_BYTES && cold; at += 64)
         __builtin_prefetch(tile + PREFETCH_DISTANCE + at, 0, 2);
-      // The tiles read what was stored as other types.
+      // Tile loads read memory that was written as other types.
       compiler_fence();
       if (rows > TILE_ROWS)
         multiply_group(x + k, groups, tile, sums[k % 2], 1);

@@ -1,21 +1,21 @@
 // The products of int8 rows with a block of columns by ARM's usmmla; see gemm_int8.h.
 //
 // usmmla adds the products of 2 columns of 8 unsigned weights with 2 rows of 8 signed numbers to 2
-// by 2 sums. A single row is multiplied twice at once, which takes no longer than usdot would.
+// by 2 sums. A single row is paired with itself, which takes no longer than usdot would.
 #pragma once
 
-// Vectors of weights in a line, two columns each, and how many of them are multiplied at once: so
-// the sums of ACC_ROWS rows fit the registers.
+// The number of vectors of weights in a line, two columns each, and how many of them are multiplied
+// at once, so that the sums of ACC_ROWS rows fit the registers.
 #define LINE_VECTORS (BLOCK / 2)
 #define AT_ONCE 8
 
-// Multiplies `n` rows by a block of columns. Each line of weights prefetches a line far ahead if
-// `cold`.
+// Multiplies `n` rows by a block of columns. If `cold`, each line prefetches the weights
+// PREFETCH_DISTANCE ahead of it.
 INLINE void gemm_rows(const struct group *x, int64_t groups, const uint8_t *weights,
                       float (*acc)[BLOCK], int n, int cold) {
   const int pairs = (n + 1) / 2;
   const struct group *rows[ACC_ROWS];
-  // The last row of an odd number stands for both rows of its pair.
+  // If the number of rows is odd, the last row is paired with itself.
   for (int i = 0; i < 2 * pairs; i++) rows[i] = x + (i < n ? i : n - 1) * groups;
   vec total[ACC_ROWS / 2][LINE_VECTORS];
   for (int i = 0; i < pairs; i++)

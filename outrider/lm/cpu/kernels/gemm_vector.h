@@ -1,8 +1,8 @@
 // The matrix product of one block of columns by vectors; see gemm_block.h.
 #pragma once
 
-// Rows whose accumulators fit the registers, and the parts of a block's columns that they cover one
-// after the other.
+// The number of rows whose sums fit the registers, and the number of parts of a block's columns
+// that these rows are multiplied with one after the other.
 #if LANES == 16
 #define ACC_ROWS 8
 #define COLUMN_PARTS 1
@@ -14,11 +14,11 @@
 #define COLUMN_PARTS 2
 #endif
 #define VECTORS (BLOCK / COLUMN_PARTS / LANES)
-// Columns of a line: the whole block, so that weights are read strictly in order.
+// Columns of a line of weights: the whole block, so that weights are read strictly in order.
 #define LINE BLOCK
-// More than ACC_ROWS rows take longer to compute than a block's weights take to arrive, and half of
-// that time leaves memory idle. So all rows together prefetch the next block, bit by bit. On an
-// EPYC (Zen 4) 16 rows then take 0.85 to 0.95 of the time.
+// More than ACC_ROWS rows take longer to compute than a block's weights take to arrive, and memory
+// would be idle for half of the time. So all rows together prefetch the next block, bit by bit. On
+// an EPYC (Zen 4) 16 rows then take 0.85 to 0.95 of the time.
 #define PREFETCHES_NEXT(rows) ((rows) > ACC_ROWS && (rows) <= ROWS)
 // With AVX-512 a single row needs no prefetching: on an EPYC (Zen 5) it made forwards of one thread
 // take 1.08 to 1.11 times as long.
@@ -29,9 +29,9 @@
 #define PREFETCH_DISTANCE 8192
 
 // Returns the tile_rows of an input with `rows` rows: the rows of one pass over the weights, about
-// the same number in each pass. A single row waits for the weights as long as six rows do, so 17
-// rows took a tenth more time as 8, 8 and 1. Full passes share tiles of TILE_ROWS: with 8 rows a
-// pass that took a tenth less time than tiles of 8.
+// the same number in each pass. A pass of one row waits for the weights as long as a pass of six
+// rows, so 17 rows in passes of 8, 8 and 1 took a tenth more time. Full passes share tiles of
+// TILE_ROWS rows: for passes of 8 rows this took a tenth less time than tiles of 8 rows.
 INLINE int64_t choose_tile_rows(int64_t rows) {
   int64_t passes = (rows + ACC_ROWS - 1) / ACC_ROWS;
   int64_t pass_rows = rows < 1 || rows > ROWS ? ACC_ROWS : (rows + passes - 1) / passes;
@@ -50,8 +50,8 @@ INLINE vec add_products(vec acc, vec weights, const element *x) {
 }
 
 // Multiplies `n` rows by a block of columns. Rows are `row_stride` elements apart, and their parts
-// of TILE_DEPTH elements are `step` elements apart. Each line of weights prefetches `bytes` from
-// `ahead` on.
+// of TILE_DEPTH elements are `step` elements apart. For each line of weights, the next `bytes` from
+// `ahead` on are prefetched.
 //
 // If the sums of all columns do not fit the registers, each tile of weights is read in parts of its
 // columns. The tile is in the L1 cache by then, so memory is read strictly in order. When each part

@@ -12,8 +12,9 @@
 
 #include <omp.h>
 
-// Grows with each change of a structure that Python fills, of the weights' order or of an exported
-// name; `LAYOUT` in ../library.py is the same number. Python loads no library with another number.
+// This number grows with each change of a structure that Python fills, of the weights' order or of
+// an exported name. `LAYOUT` in ../library.py is the same number; Python loads no library with
+// another number.
 const int64_t outrider_layout = 2;
 
 #define MOST_HEAD_SIZE 256
@@ -37,8 +38,9 @@ struct work {
   vec sums[QUERY_ROWS][MOST_HEAD_SIZE / LANES], weights[QUERY_ROWS], total[QUERY_ROWS];
   float queries[QUERY_ROWS][MOST_HEAD_SIZE], max_score[QUERY_ROWS];
   // A query sees the places from `first` to `last`. Before `tree_start` a place is a slot. From
-  // there on, the places hold the query's ancestors in their order, whatever their slots. So a row
-  // of a tree adds its keys in the blocks of the chain that its path is, and gets the chain's bits.
+  // there on, the places hold the query's ancestors in their order, whatever their slots. So the
+  // keys of a tree's row are in the same blocks as if its path were a chain, and its result has the
+  // same bits as in the chain.
   int64_t first[QUERY_ROWS], last[QUERY_ROWS], tree_start;
   uint64_t ancestors[QUERY_ROWS];
 };
@@ -101,8 +103,8 @@ INLINE void add_values(struct work *work, int row, int n, int count, int head_si
   }
 }
 
-// Calls something for up to eight rows at a time; `n` is a constant in each call, so the compiler
-// can unroll the loops.
+// Runs `call` for up to eight rows at a time; `n` is a constant in each call, so the compiler can
+// unroll the loops.
 #define BY_ROWS(rows, call)                     \
   for (int row = 0; row < (rows); row += 8) {   \
     switch ((rows) - row) {                     \
@@ -131,9 +133,9 @@ INLINE void pair_values(struct work *work, const uint16_t *values, const int64_t
 #endif
 
 // Keys and values to prefetch: rows of `bytes` bytes, `stride` bytes apart, at addresses that the
-// processor cannot predict. If it prefetched all keys and values at once, the processor would have
-// to wait for them. One prefetch beside each load of the present block lets the keys and values
-// arrive during the block's computation.
+// processor cannot predict. If all of them were prefetched at once, the processor would have to
+// wait for them. One prefetch beside each load of the present block lets them arrive while this
+// block is computed.
 struct prefetch {
   const char *keys, *values;
   int64_t column, bytes, stride;
@@ -149,8 +151,9 @@ INLINE void prefetch_some(struct prefetch *prefetch, int64_t bytes) {
   prefetch->values += prefetch->stride;
 }
 
-// Loads LANES keys from dimension `d` on, with zeros for those after `count`, and transposes them.
-// If `paired`, an element is a pair of bfloat16. Each load prefetches as many bytes.
+// Loads LANES keys from dimension `d` on, with zeros in place of keys after the first `count`, and
+// transposes them. If `paired`, an element is a pair of bfloat16. Each load also prefetches as many
+// bytes of the next block.
 INLINE void load_keys(const struct layer *layer, const int64_t at[LANES], int d, int count,
                       int paired, struct prefetch *prefetch, int is_bfloat16, vec block[LANES]) {
   int bytes = (paired ? 2 * LANES : LANES) * (is_bfloat16 ? 2 : 4);
@@ -314,8 +317,9 @@ INLINE void load_query(struct work *work, int64_t i, const struct rows *query, i
   work->max_score[i] = sink;
 }
 
-// Finds what a query of a slice's token sees: the last `window` places if `window` is above 0; if
-// it is below 0, the places of its own piece of a text that is cut every -`window` places.
+// Finds the places that a query of a slice's token sees, up to its own place: all if `window` is 0,
+// the last `window` places if it is above 0. If it is below 0, the text is cut into chunks of
+// -`window` places, and the query sees its own chunk.
 INLINE void find_view(struct work *work, int64_t i, const struct batch *batch, int64_t slice,
                       int64_t token, int64_t window) {
   int64_t place = batch->starts[slice] + token;
@@ -335,7 +339,7 @@ INLINE void attend_row_block(const struct layer *layer, const struct batch *batc
                              const struct rows *query, void *out, float scale, int64_t window,
                              const float *sinks, struct attention_item item, int64_t first_row,
                              int rows, int is_bfloat16) {
-  // Not initialized as a whole: most of it is room for the largest heads.
+  // The struct is not initialized as a whole: most of it is room for the largest heads.
   struct work work;
   work.by_dots = HAS_DOTS && is_bfloat16 && layer->head_size % (2 * LANES) == 0;
   work.scale = scale;
@@ -391,9 +395,9 @@ static void store_in_cache(const struct layer *layer, const struct batch *batch,
 }
 
 // Stores the batch's keys and values in the cache, then attends. `out` is [tokens, heads,
-// head_size]; only the slices' rows are written. A query sees the keys up to its own position, or
-// those that `window` leaves, see find_view; of a tree only its ancestors. `sinks` are one more
-// score for each query head, whose weight goes to no key; null without them.
+// head_size]; only the slices' rows are written. A query sees the keys up to its own position,
+// within `window` (see find_view); of a tree it sees only its ancestors. `sinks` are one more score
+// for each query head, whose weight goes to no key; null without sinks.
 void outrider_paged_attention(const struct layer *layer, const struct batch *batch,
                               struct rows query, struct rows key, struct rows value, void *out,
                               float scale, int64_t window, const float *sinks) {

@@ -1,10 +1,11 @@
 // A barrier and a work counter for OpenMP threads, which wait for each other some 200 times a
 // forward.
 //
-// OpenMP's own barriers spin for 16 ms before they sleep. If a third process wants one of two
-// cores, the spinning thread keeps it from running while the other thread waits for that process;
-// a forward then took four times as long. Shorter spinning everywhere (see outrider/__init__.py)
-// would slow down torch, whose loops are short.
+// OpenMP's own barriers spin for 16 ms before they sleep. Suppose that two threads use two cores,
+// and another process takes one of these cores. The thread on the other core then spins, so the
+// process cannot move there, and the first thread waits for the process: a forward took four times
+// as long. Shorter spinning everywhere (see outrider/__init__.py) would slow down torch, whose
+// loops are short.
 #pragma once
 
 #include <linux/futex.h>
