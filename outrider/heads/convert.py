@@ -26,7 +26,7 @@ _OF_TRAINING = (
     "rng_state*",
     "random_states*",
 )
-# A tensor that only a pickled file has: no safetensors file of its folder repeats it.
+# The name, without suffix, of a pickled file whose tensor is in no other file of the folder.
 _MASK = "mask_embedding"
 _SECONDS = 600
 

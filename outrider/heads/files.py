@@ -23,7 +23,7 @@ _LFS = b"version https://git-lfs"
 
 
 class Keys:
-    """The keys of a config.json, or of a section in it. Every reader checks the value's type."""
+    """The keys of a config.json, or of a section in it. Each method checks the value's type."""
 
     def __init__(self, path: Path, keys: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
@@ -39,7 +39,7 @@ class Keys:
         return bool(self._keys.get(name))
 
     def wrong(self, name: str, why: str) -> Exception:
-        """Return the error for a key; `why` continues the sentence that its name begins."""
+        """Return the error for a key; `why` continues the sentence that the key's name begins."""
         return refusal(self.path, f"{self._prefix}{name} {why}")
 
     def section(self, name: str) -> Keys:
@@ -253,7 +253,7 @@ def open_tensors(path: Path, field: str = "head") -> Iterator[Any]:
 def read_index(path: Path, field: str = "head") -> dict[str, str]:
     """Read an index of safetensors files, which maps a tensor's name to its file.
 
-    Raises OutriderError(INVALID_VALUE) that blames `field`, also for a file elsewhere.
+    Raises OutriderError(INVALID_VALUE) that blames `field`, also for a file in another folder.
     """
     try:
         places = json.loads(path.read_text())["weight_map"]

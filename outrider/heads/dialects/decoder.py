@@ -38,7 +38,7 @@ def read_decoder(
 ) -> Decoder:
     """Read the sizes of a head's layers, named "layers.{i}." in `weights`.
 
-    With `qwen3`, a head whose model_type is qwen3 must have its norms of queries and keys.
+    With `qwen3`, a head whose model_type is qwen3 must have norms of queries and keys.
     `by_transformers` is True if the head's code takes its rotary embedding from `transformers`.
     Raises OutriderError(INVALID_VALUE).
     """
@@ -187,10 +187,11 @@ def take_layers(
 def take_vocabulary(
     keys: Keys, weights: Weights, target: TargetShape, hidden: int, draft_size: int | None
 ) -> tuple[int, torch.Tensor | None]:
-    """Take embeddings, lm_head and the vocabulary map; return draft vocabulary and target ids.
+    """Take embeddings, lm_head and the vocabulary map; return draft vocabulary size and target ids.
 
-    `keys` has the head's own vocab_size and tie_word_embeddings. `draft_size` is the draft
-    vocabulary that the config states, None for the whole vocabulary.
+    `keys` has the head's own vocab_size and tie_word_embeddings. `draft_size` is the size of the
+    draft vocabulary that the config states, None for the whole vocabulary. The target ids of the
+    draft vocabulary are None if they are the draft's own ids.
     """
     whole = keys.integer("vocab_size", target.vocab_size)
     size = draft_size or whole
@@ -259,7 +260,7 @@ def _target_ids(weights: Weights, size: int, whole: int, vocab_size: int) -> tor
 
 
 def aux_layer_count(weights: Weights, target: TargetShape) -> int:
-    """Return how many auxiliary layers fc reads. Raises OutriderError for a broken number."""
+    """Return how many auxiliary layers fc reads. Raises OutriderError if it is no whole number."""
     width = weights.width("fc.weight")
     if width % target.hidden_size:
         why = (

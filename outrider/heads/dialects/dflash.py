@@ -140,8 +140,8 @@ def _causal(keys: Keys, own: Keys, decoder: Decoder) -> tuple[bool, ...]:
     """Return for each layer whether a block's rows see only the rows before them.
 
     A file may state this for all layers. Where a file states nothing, its layers with a window are
-    causal, as SpecForge and speculators train them; with a key of speculators, such layers see the
-    whole block too.
+    causal, as SpecForge and speculators train them. With speculators' key
+    sliding_window_non_causal, these layers see the whole block too.
     """
     for part, name in ((keys, "is_causal"), (own, "is_causal"), (own, "causal")):
         if name in part:

@@ -103,7 +103,7 @@ def _aux_layers(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the layers that fc reads, and others that the file may mean.
 
-    None for a head without fc.
+    Both are empty for a head without fc.
     """
     if not nested.flag("use_aux_hidden_state", True):
         return (), ()
