@@ -30,11 +30,11 @@ from outrider.lm.pages import KVSequence, PagePool
 from outrider.sampling.tensors import fetch, on
 
 Place = tuple[int, Sequence[int]]
-"""Where a token is guessed: after these guesses of the sequence with this number in the batch."""
+"""Where a token is guessed: a sequence's number in the batch, and the guesses before the token."""
 Rank = Callable[[Sequence[Place], torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Ranks the next tokens. It gets R places, scores [R, V] of all target ids and a width, and returns
-the first `width` target ids of each place and their shares, [R, width]. The first is chosen. A
-drafter with the verifier's noise draws with it here."""
+the first `width` target ids of each place and their shares, [R, width]. The first id is chosen. A
+drafter that draws with the verifier's noise does so here."""
 
 
 # The number of rows of guesses that have room after a full context.
@@ -136,9 +136,9 @@ class HeadModel(torch.nn.Module):
     pairs = True
     """True if a row holds the token after its feature."""
     siblings: ClassVar[Sequence[Sequence[str]]] = SIBLINGS
-    """The layers that a CPU computes as one product."""
+    """Groups of names of layers. A CPU computes each group as one product."""
     exact: tuple[str, ...] = ()
-    """Ends of the names of weights that are float32 in any type of computation."""
+    """Ends of the names of weights that stay float32 for every `dtype`."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -148,7 +148,10 @@ class HeadModel(torch.nn.Module):
 
     @property
     def projection_name(self) -> str:
-        """The projection to ask a verifier for; "" if other auxiliary layers are read."""
+        """The name of the projection that a verifier may apply in place of the head.
+
+        Empty if the head has no projection, or if `read_as` has changed the auxiliary layers.
+        """
         aux_layers, name = self._projection
         return name if aux_layers == self.spec.aux_layers else ""
 
@@ -184,7 +187,8 @@ class HeadModel(torch.nn.Module):
             for name, tensor in head.tensors.items()
         }
         own = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
-        # Without a copy, a tensor of this type is a view of its file, which may be overwritten.
+        # Without the copy, a tensor that has this type already would be a view of its file, which
+        # may be overwritten.
         theirs = target.embeddings, target.lm_head
         embeddings, matrix = map(_shared, own, theirs)
         self.embeddings = embeddings.to(device, dtype, copy=embeddings is not theirs[0])
@@ -323,8 +327,8 @@ class HeadModel(torch.nn.Module):
     def _page_ids(self, sequence: HeadSequence) -> list[int]:
         """Return ids that identify the contents of the sequence's pages, one for each row.
 
-        The last committed token has no such id. So the row of the feature before it, on which the
-        guesses rest, is always read anew.
+        The last id belongs to the row on which the guesses rest. `match_prefix` never covers the
+        last id, so this row is always read anew.
         """
         return sequence.tokens[1:] if self.pairs else sequence.tokens[:-1]
 

@@ -135,7 +135,7 @@ def _turn(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 
 class Attention(Module):
-    """The attention of one layer; `attend` and `attend_block` differ in what a row sees."""
+    """The attention of one layer; `forward` and `attend_blocks` differ in what a row sees."""
 
     def __init__(self, decoder: Decoder, input_size: int, window: int | None) -> None:
         super().__init__()
@@ -239,7 +239,8 @@ class Mlp(Module):
 class Layer(Module):
     """One decoder layer. The layer's attention reads `input_size` numbers for each row.
 
-    The caller adds up the residual: `attention` and `finish` are the two halves of the layer.
+    `self_attn` and `finish` are the two halves of the layer. A caller that uses them in place of
+    `forward` adds the result of `self_attn` to the residual stream itself.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class TargetsLayer(Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         config._attn_implementation = NAME
-        # This loops over the experts that the few rows of a draft choose.
+        # The eager implementation loops over only the experts that the few rows of a draft choose.
         config._experts_implementation = "eager"
         self.block = Glm4MoeDecoderLayer(config, 0)
 

@@ -70,7 +70,7 @@ def projection_name(head: Head) -> str:
 
 
 class ServedProjection:
-    """A head's projection at a verifier, which takes features of any type."""
+    """A head's projection at a verifier. It takes features of any float type."""
 
     def __init__(self, head: Head, device: torch.device) -> None:
         """Raises ValueError for a head that has no projection."""

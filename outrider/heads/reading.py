@@ -73,7 +73,7 @@ def read_target_config(target: str, trust_remote_code: bool = False) -> Any:
     With `trust_remote_code` the target's own code may run, if it brings any.
     """
     try:
-        # Without a value, `transformers` would ask on the terminal.
+        # Without a value for trust_remote_code, `transformers` would ask on the terminal.
         return AutoConfig.from_pretrained(pretrained(target), trust_remote_code=trust_remote_code)
     # `transformers` checks the configuration with errors of many types.
     except Exception as cause:
@@ -114,7 +114,7 @@ def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = 
 
 
 def with_reading(head: Head, number: int) -> Head:
-    """Return the head with interpretation `number` of its file, from 1 on. Raises OutriderError."""
+    """Return the head with interpretation `number` (from 1) of its file. Raises OutriderError."""
     readings = head.spec.readings
     if number > len(readings):
         why = f"is {number}, but the head's file may mean {len(readings)} things at most"

@@ -167,7 +167,7 @@ class _Trial:
     def _rank(self, length: int, counts: list[list[int]]) -> Rank:
         """Return a `Rank` that counts right guesses after `length` tokens.
 
-        The `Rank` goes on with the text's own tokens.
+        Whatever the guesses are, the `Rank` chooses the text's own tokens.
         """
 
         def rank(

@@ -189,7 +189,7 @@ class _Size:
             return
         row_count, choices = best_BRK.shape[1:]
         products_BRK = chosen.products[:, :row_count, None] * shares_BRK.double()
-        # A guess without a probability is followed last, and then the host leaves it out.
+        # A guess of probability 0 is followed last, and the host then leaves it out.
         worth_BN = products_BRK.masked_fill(shares_BRK <= 0.0, -1.0).flatten(1)
         worth_BN[:, 0].fill_(torch.inf)
         picks_BW = worth_BN.sort(dim=1, descending=True, stable=True).indices[:, : self._rows]

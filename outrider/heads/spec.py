@@ -78,7 +78,7 @@ class Decoder:
 class HeadSpec:
     """The computation of a head.
 
-    If only some kinds of heads have a field, its text begins with these kinds.
+    If only some kinds of heads have a field, its docstring begins with these kinds.
     """
 
     kind: Kind
@@ -129,7 +129,7 @@ class HeadSpec:
     """mtp: the `transformers` configuration of its layer, if that is the target's own kind of
     layer; None for a layer like Llama's."""
     block_counts: tuple[int, ...] = ()
-    """medusa: residual blocks of each of its heads; redrafter: of its only head."""
+    """medusa: the number of residual blocks in each of its heads; redrafter: in its only head."""
 
     @property
     def readings(self) -> list[HeadSpec]:

@@ -1,9 +1,9 @@
 """The shared part of EAGLE-3, EAGLE and MTP, which draft step by step from (feature, next token).
 
 The first guess comes from the row of the last true feature. Each later step takes the previous
-step's state in place of the feature that the target has not computed. Such a step's row comes right
-after the text, and the next row of a true feature overwrites it. Where trees are verified, each
-step follows several guesses.
+step's state in place of the feature that the target has not computed. A later step's row comes
+right after the text, and the next row of a true feature overwrites it. Where trees are verified,
+each step follows several guesses.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class AutoregressiveModel(HeadModel):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         if head.spec.decoder is None:
-            raise ValueError(f"a head of the kind {head.spec.kind} has decoder layers")
+            raise ValueError(f"a head of the kind {head.spec.kind} must have decoder layers")
         self.decoder: Decoder = head.spec.decoder
         self.graphs: RoundGraphs | None = None
-        """The rounds without a rank, after they were captured; None before."""
+        """The captured CUDA graphs of rounds without a `rank`; None before `capture`."""
 
     @property
     def caches(self) -> list[LayerCache]:
@@ -54,7 +54,7 @@ class AutoregressiveModel(HeadModel):
         """Return the float32 scores [B, draft vocabulary] of the next token."""
 
     def read_as(self, spec: HeadSpec) -> None:
-        """Do what HeadModel.read_as does, and drop the graphs of another interpretation."""
+        """Do what HeadModel.read_as does, and drop the graphs of the previous interpretation."""
         super().read_as(spec)
         self.graphs = None
 
@@ -85,7 +85,7 @@ class AutoregressiveModel(HeadModel):
         states = torch.stack([s.state for s in sequences if s.state is not None])
         tokens = pick(self.state_scores(states))
         for step in range(count - 1):
-            # The tokens stay on the device: the layout has only places.
+            # The tokens stay on the device: the slices serve only to find slots and positions.
             slices = [
                 SequenceSlice([0], s.kv.num_computed_tokens + step, s.kv.pages, 1)
                 for s in sequences

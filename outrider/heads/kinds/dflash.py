@@ -30,7 +30,7 @@ class DFlash(HeadModel):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         if head.spec.decoder is None:
-            raise ValueError("a head of the kind dflash has decoder layers")
+            raise ValueError("a head of the kind dflash must have decoder layers")
         decoder: Decoder = head.spec.decoder
         hidden, eps = decoder.hidden_size, decoder.norm_eps
         self.hidden_norm = RMSNorm(hidden, eps=eps)

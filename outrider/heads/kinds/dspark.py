@@ -32,7 +32,7 @@ class MarkovHead(Module):
     def step(
         self, before: torch.Tensor, states: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the correction [B, draft vocabulary] and the memory [B, rank] of the next row.
+        """Return the correction [B, draft vocabulary], and the memory [B, rank] for the next row.
 
         `before` are the embeddings [B, rank] of the tokens before the rows.
         """

@@ -79,9 +79,10 @@ class Tree:
         return new
 
     def slice(self, new: int) -> SequenceSlice:
-        """Return all rows; the forward reads out the last `new` rows.
+        """Return a slice of all rows, whose forward reads out only the last `new` rows.
 
-        A row of a tree sees only the text and rows of its own forward.
+        The earlier rows are repeated, because a row of a tree sees only the text and the rows of
+        its own forward.
         """
         kv = self._sequence.kv
         tokens = [node.path[-1] for node in self.rows]
