@@ -1,8 +1,8 @@
-"""Writes rules for a call's arguments in the styles that are no JSON: tags, and Gemma's objects.
+"""Writes rules for a call's arguments in the styles that are not JSON: tags, and Gemma's objects.
 
 The gateway's reader turns each text that a rule matches into a value of the schema. The reader
 decides by the schema's types whether a parameter is a string or JSON, so the rules leave out
-strings that it would read as JSON. Rules may be narrower than the schema, and never wider.
+strings that the reader would take for JSON. Rules may be narrower than the schema, but never wider.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tags:
     begin: str
     end: str
     trims: bool = False
-    """True if a line break next to a tag belongs to the layout."""
+    """True if a line break next to a tag belongs to the layout, not to the value."""
 
     @property
     def key_end(self) -> str:
@@ -81,7 +81,7 @@ class ArgumentRules:
         self._field, self._rules = field, rules
         self._root: Any = {}
         self._types = Types(self._root)
-        # All names that the alternatives of the schema have.
+        # The property names of all alternatives of the schema.
         self._names: list[str] = []
 
     def expression(self, schema: Json, style: str) -> str:
@@ -196,7 +196,7 @@ class ArgumentRules:
         return f'"\\n"? {inner} "\\n"? {end}' if tags.trims else f"{inner} {end}"
 
     def _named(self, terminal: str, tags: Tags) -> str:
-        """Return the name of the terminal without those texts that contain the closing tag.
+        """Return the name of a terminal for the texts of `terminal` without the closing tag.
 
         TEXT stays as it is: it ends at the closing tag anyway.
         """

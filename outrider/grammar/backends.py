@@ -14,12 +14,12 @@ from outrider.grammar.tokens import bytes_of, for_llguidance
 from outrider.tokenizer import load_tokenizer
 
 Mask = npt.NDArray[np.int32]
-# LLGuidance does not report a grammar's size. Measured with malloc, hardly any grammar of up to
-# 64,000 characters took more than this size.
+# LLGuidance does not report a grammar's size, so it is estimated. Measured with malloc, hardly any
+# grammar of up to 64,000 characters took more than this estimate.
 _LL_BYTES = 128 * 1024
 _LL_BYTES_PER_CHARACTER = 128
-# Beyond these limits the mask of one token is an error, which ends its request. 1,000 items take 50
-# us, 1,000 units of fuel 70 us, and a state 1 to 2 kB.
+# If computing a mask exceeds one of these limits, the mask is an error, which ends its request.
+# 1,000 items take 50 us, 1,000 units of fuel take 70 us, and a lexer state takes 1 to 2 kB.
 _LL_LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,

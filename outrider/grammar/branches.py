@@ -39,7 +39,7 @@ class Types:
         self._found: dict[str, frozenset[str]] = {}
 
     def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """Return a subset of ALL_TYPES; it also has `integer` where numbers have no fraction."""
+        """Return the types of values, out of ALL_TYPES or `integer` (numbers without fractions)."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return frozenset() if schema is False else ALL_TYPES
         found = ALL_TYPES
@@ -141,9 +141,9 @@ def _anchored(root: Any, name: str) -> Any:
 
 
 def alone(schema: Any, root: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the schema with all schemas to which it refers in its own $defs, without a root.
+    """Return the schema with all schemas to which it refers in its own $defs.
 
-    The names in $defs begin with `prefix`.
+    The result needs no root. The names in $defs begin with `prefix`.
     """
     moved = _Moved(root, prefix)
     found = moved.schema(schema if isinstance(schema, Mapping) else {})

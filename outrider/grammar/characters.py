@@ -1,7 +1,7 @@
 """Sets of characters, as Python's `re` and ECMAScript mean them.
 
-A set is a sorted tuple of ranges of code points, both ends included, without surrogates, since
-UTF-8 cannot write those.
+A set is a sorted tuple of ranges of code points, both ends included. It has no surrogates, since
+UTF-8 cannot write them.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class GrammarCompiler:
     async def compile_async(self, grammar: Grammar, tenant: str = "") -> Compiled:
         """Compile a grammar as `compile` does, off the event loop.
 
-        Raises OutriderError(OVERLOADED) too, if it gets no turn within `compile_seconds`.
+        Raises OutriderError(OVERLOADED) too, if the tenant gets no turn within `compile_seconds`.
         """
         cached = self.cache.get(grammar)
         if cached is not None:
@@ -121,7 +121,7 @@ class GrammarCompiler:
     ) -> TextMatcher:
         """Compile a grammar as above, and advance a matcher past these committed tokens.
 
-        Raises OutriderError as above, and INVALID_VALUE for a token that may not be there.
+        Raises OutriderError as above, and INVALID_VALUE for a token that `advanced` refuses.
         """
         compiled = await self.compile_async(grammar, tenant)
         if not committed:

@@ -28,7 +28,7 @@ from outrider.grammar.tags import translate_tag
 
 
 def translate(grammar: Grammar, specials: SpecialTokens) -> Grammar:
-    """Return the grammar with the Lark that LLGuidance must compile, so that it keeps its meaning.
+    """Return the grammar with its text translated to LLGuidance's Lark; its meaning is the same.
 
     Raises OutriderError(INVALID_VALUE) that names the grammar's field and the keyword or construct
     that cannot be enforced.

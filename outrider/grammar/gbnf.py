@@ -36,7 +36,7 @@ def translate_gbnf(text: str, field: str) -> str:
     names = re.findall(r"([\w-]+)\s*::=", _PARTS.sub(_name_alone, text))
     if len(set(names)) < len(names):
         raise invalid(field, "defines a rule twice")
-    # The root rule would be no regular expression.
+    # LLGuidance would not make the rule `root` a regular expression, so it gets another name.
     parts = _PARTS.sub(lambda part: _part(part, field), text)
     try:
         return gbnf_to_lark(f"{parts}\nroot ::= {_ROOT}\n")

@@ -60,7 +60,7 @@ class GemmaRules:
     ) -> dict[bool, str]:
         """Put this property before each of `tails`, the rules for the rest of the object.
 
-        The key of a rule is True if no property comes before the rule.
+        A rule's key in `tails` is True if no property comes before the rule.
         """
         if not re.fullmatch(_KEY, name):
             raise self._refused(f"has the property {name[:40]!r}")

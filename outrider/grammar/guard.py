@@ -42,8 +42,9 @@ class Guard:
     def check(self, compiled: Compiled, grammar: Grammar) -> None:
         """Check a few random texts; raise OutriderError(INVALID_VALUE) for a wrong text.
 
-        `grammar` is the request's. GBNF and structural tags have no independent check. After 0.25 s
-        no further text is started, but the check of a single text may never end.
+        `grammar` is the request's grammar, not a translation. GBNF and structural tags have no
+        independent check. After 0.25 s no further text is started, but the check of a single text
+        may never end.
         """
         is_right = check_of(grammar)
         if is_right is None:
@@ -76,8 +77,8 @@ class Walker:
         self._bytes = token_bytes
         kinds = np.fromiter(map(_kind, token_bytes), np.uint8, len(token_bytes))
         kinds[list(stop_token_ids)] = _END
-        # A bit for each token, as in a mask. To look at each token of a large vocabulary by itself
-        # would take longer than the mask.
+        # Each kind has a bit for each token, as in a mask. To look at each token of a large
+        # vocabulary by itself would take longer than the mask.
         self._of_kind = [self._packed(kinds == kind) for kind in range(_END + 1)]
         self._rest = self._packed(kinds != _END)
 
@@ -89,9 +90,9 @@ class Walker:
     def text(
         self, compiled: Compiled, rng: random.Random, deadline: float = float("inf")
     ) -> bytes | None:
-        """Return a text up to its end; None if it finds no end within tokens or deadline.
+        """Return a text up to its end; None if it has no end within `_MAX_TOKENS` and `deadline`.
 
-        `deadline` is of the thread's CPU time, in seconds. Raises DeadEnd.
+        `deadline` is a value of the thread's CPU time, in seconds. Raises DeadEnd.
         """
         free = rng.randint(0, _FREE_TOKENS)
         matcher = compiled.matcher()
@@ -125,7 +126,7 @@ class Walker:
                 kind = _CLOSING
             wanted = of_kind[kind]
         bits = np.unpackbits(allowed & wanted, bitorder="little")
-        # Counting bytes as truth values is several times as fast.
+        # With booleans, `flatnonzero` is several times as fast as with bytes.
         tokens = np.flatnonzero(bits.view(np.bool_))
         return int(tokens[rng.randrange(len(tokens))])
 

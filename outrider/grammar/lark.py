@@ -71,7 +71,10 @@ class SpecialTokens:
         self._names = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
     def split(self, text: str) -> list[str]:
-        """Split the text at the names of special tokens: text, name, text and so on; some empty."""
+        """Split at the names of special tokens; return text, name, text and so on.
+
+        Texts may be empty.
+        """
         return self._names.split(text)
 
     def __getitem__(self, name: str) -> int:
@@ -131,7 +134,10 @@ class LarkRules:
         return " ".join(parts)
 
     def until(self, terminal: str, mark: str) -> str:
-        """Return an expression for the terminal's text up to the first `mark`, or to its end."""
+        """Return an expression for the terminal's text and the first `mark` after it.
+
+        If `mark` is empty, return the terminal alone.
+        """
         if not mark:
             return terminal
         spelled = self._named(f"[lazy]: {terminal} {literal(mark)}", "r")
@@ -146,7 +152,7 @@ class LarkRules:
 def behind_thought(answer: str, thought: FreeThought, specials: SpecialTokens) -> str:
     """Return the grammar of a thought and the text of the grammar `answer` after it."""
     rules = LarkRules(specials)
-    # This grammar is nested in the other: its names and terminals are separate.
+    # The answer's grammar is nested in this grammar, so its names and terminals are separate.
     bound = rules.rule(f"%lark {{\n{answer}\n}}")
     ended = f"{rules.until(TEXT, thought.end)} {rules.mark(thought.after)} {bound}"
     if not thought.begin:

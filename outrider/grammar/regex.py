@@ -1,10 +1,10 @@
 r"""Translates regular expressions into a small dialect.
 
-Python's parser reads them, so that no construct passes unknown. The result is a full match: it has
+Python's parser reads them, so that no unknown construct passes. The result is a full match: it has
 literals, classes of ranges, groups, alternatives and counts, but no anchors, flags or shorthands.
 A pattern within a JSON schema is a search and is ECMAScript's; where Python and ECMAScript differ,
-the result matches only what both match, since validators are written in either language. A whole
-regular expression is Python's `re.fullmatch`.
+the result matches only what both match, since validators are written in either language. A regular
+expression that is a whole grammar means Python's `re.fullmatch`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from outrider.errors import OutriderError, invalid
 from outrider.grammar import characters as sets
 from outrider.grammar.characters import Ranges
 
-# A shorthand such as \w stands for 760 ranges, and a pattern may have 65,536 characters.
+# The limit of a translation's length. A shorthand such as \w becomes 760 ranges, and a pattern may
+# have 65,536 characters.
 _MAX_CHARACTERS = 1_000_000
 _CATEGORIES = {
     sre.CATEGORY_DIGIT: "d",
@@ -66,7 +67,7 @@ def full_match(pattern: str, field: str) -> str:
 def schema_pattern(pattern: str, field: str) -> str:
     """Translate a search within a string of a JSON schema; raise what `full_match` raises.
 
-    The result matches the string's characters.
+    The result matches the string's characters, not their escapes in JSON.
     """
     found = next((m for m in _ECMASCRIPT_ONLY.finditer(pattern) if m[1] or m[2]), None)
     if found:

@@ -13,8 +13,8 @@ from outrider.errors import invalid
 
 # The time for a mask grows with the count.
 MAX_REPETITIONS = 10_000
-# Unterminated parts match as well, so that one pass reads any text; LLGuidance refuses such
-# grammars, so that no count can hide in them. An escape may have braces of its own, as \u{1F600}.
+# Unterminated parts match as well, so that one pass reads any text. No count can hide in such a
+# part, because LLGuidance refuses the grammar. An escape may have braces of its own, as \u{1F600}.
 # A character class may begin with the bracket that elsewhere closes it.
 _PATTERN = re.compile(
     r"\\[pPuUxX]\{[^{}]{0,64}\}"

@@ -322,7 +322,7 @@ def _enforced_format(schema: Mapping[str, Any]) -> str | None:
 
 
 def _translate_bounds(schema: dict[str, Any]) -> None:
-    """Write an exclusive bound of 0 as the least number.
+    """Replace an exclusive bound of 0 by an inclusive bound, the number nearest to 0.
 
     LLGuidance allows 0 in a range that excludes 0 and ends below 1.
     """

@@ -99,9 +99,10 @@ class _Tag:
         return f"{found} {self._rules.mark(after)}"
 
     def _schemas(self, part: Mapping[str, Any], after: str) -> str:
-        """Return a rule for JSON of one of several schemas, with Python's blanks: our addition.
+        """Return a rule for JSON of one of several schemas, with Python's blanks.
 
-        If schemas whose texts begin alike had separate rules, the rules would exclude each other.
+        XGrammar has no such element. If schemas whose texts begin alike had separate rules, the
+        rules would exclude each other.
         """
         options: list[Any] = []
         definitions: dict[str, Any] = {}
@@ -140,7 +141,7 @@ class _Tag:
         return f"{self._rules.mark(begin)} {self.element(tag.get('content'), end + after)}"
 
     def _part(self, part: Mapping[str, Any], after: str) -> str:
-        """Return the element with this name in the tag's `parts`, which are our addition."""
+        """Return an expression for an element out of the tag's `parts`, which XGrammar lacks."""
         name = self._text(part, "name")
         if not isinstance(self._parts, Mapping) or name not in self._parts:
             raise invalid(self._field, f"has no part {name[:40]!r}")
@@ -169,7 +170,7 @@ class _Tag:
         return f"{first} {self._rules.mark(after) if stops else f'{once}* {rest}'}"
 
     def _text_and_tag(self, part: Mapping[str, Any], after: str) -> str:
-        """Return an expression for free text and the first of these tags: our addition."""
+        """Return an expression for free text and one tag after it; XGrammar has no such element."""
         options = []
         for tag in self._list(part, "tags"):
             begin = self._text({"type": "tag", **tag}, "begin")

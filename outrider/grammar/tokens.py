@@ -23,9 +23,9 @@ def for_llguidance(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequen
 def within_texts(described: str) -> str:
     """Return a tokenizer's JSON, changed so that it reads each text as the middle of a longer text.
 
-    LLGuidance tokenises what must follow. If a tokenizer puts a space before each text, the text
-    that must follow would begin with another token. And LLGuidance does not know that the decoder
-    Metaspace writes "▁" as a space.
+    LLGuidance tokenises the text that must follow. If a tokenizer puts a space before each text,
+    the text that must follow would begin with another token. And LLGuidance does not know that the
+    decoder Metaspace writes "▁" as a space.
     """
     parts = json.loads(described)
     for name in ("truncation", "padding"):
@@ -66,5 +66,6 @@ def token_bytes(model: str) -> list[bytes]:
 def bytes_of(loaded: Any, tokenizer: Tokenizer, count: int) -> list[bytes]:
     """Return the result of `token_bytes` for a loaded tokenizer and LLGuidance's form of it."""
     known = set(tokenizer.get_vocab(with_added_tokens=True).values())
-    # LLGuidance marks special tokens with the byte 0xFF, and so leaves it out of a token.
+    # LLGuidance marks special tokens with the byte 0xFF, so it returns no bytes for the token that
+    # is this byte.
     return [loaded.decode_bytes([i]) or b"\xff" if i in known else b"" for i in range(count)]

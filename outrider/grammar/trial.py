@@ -22,7 +22,8 @@ from outrider.grammar.kinds import Grammar
 # grammar compiles at once but may take seconds for a mask.
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 0.8
-# LLGuidance's messages with these beginnings name no keyword, or name an option of LLGuidance.
+# Our words for LLGuidance's messages with these beginnings, which name no keyword, or name an
+# option of LLGuidance.
 _PROBLEMS = {
     "oneOf constraints": "it has oneOf whose schemas may overlap; anyOf can",
     "patternProperty regexes": "it has patternProperties that may match the same name",
@@ -124,14 +125,14 @@ def _try_out(matcher: Matcher, field: str, vocab_size: int, stop_token_ids: Sequ
     choose = np.random.default_rng(0)
     seconds = 0.0
     for position in range(_TRIAL_TOKENS):
-        # The thread's CPU time, so that a busy machine makes no difference.
+        # The CPU time of the thread counts, so that a busy machine makes no difference.
         started = time.thread_time()
         matcher.fill(mask, 0)
         seconds += time.thread_time() - started
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if position == 0 and not len(allowed):
             raise invalid(field, "allows no text at all")
-        # LLGuidance aborts a mask that would take far too long.
+        # LLGuidance aborts a mask that would take far too long, which then allows no token.
         if seconds > _TRIAL_SECONDS or not len(allowed):
             limit = 1000 * _TRIAL_SECONDS / _TRIAL_TOKENS
             slow = f"masks for its tokens take longer than {limit:.0f} ms each"
