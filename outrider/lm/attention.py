@@ -25,7 +25,7 @@ _STATE = "outrider_layer_cache"
 
 
 class UnsupportedAttention(NotImplementedError):
-    """A model's attention has a part, named by the message, that the paged attention lacks."""
+    """A part of a model's attention, named by the message, is missing in the paged attention."""
 
 
 class PagedKernel(Protocol):
@@ -336,9 +336,10 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend for one layer; `transformers` calls this.
 
-    Maps query [1, H, T, D], key and value [1, KV heads, T, D] to output [1, T, H, D]. The visible
-    keys follow only from positions and window. Raises UnsupportedAttention for a mask, for a
-    position bias, for attention to later tokens, and for a module without the number of its layer.
+    Maps query [1, H, T, D], key and value [1, KV heads, T, D] to output [1, T, H, D]. Only the
+    layout and the window decide which keys a token sees. Raises UnsupportedAttention for a mask,
+    for a position bias, for attention to later tokens, and for a module without the number of its
+    layer.
     """
     if attention_mask is not None:
         raise UnsupportedAttention("an attention mask of its own")

@@ -40,7 +40,7 @@ _MOST_BY_CHANCE = 1.5
 
 
 Forward = Callable[[BatchLayout], torch.Tensor]
-"""Computes a layout's tokens, and returns the logits [T, V] of all."""
+"""Runs a forward of a layout's tokens, and returns the logits [T, V] of all tokens."""
 
 
 def worse_than_own(

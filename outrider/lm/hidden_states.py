@@ -69,7 +69,7 @@ class KeptStates:
         """Copy what `pick_states` returns to the host: row after row, little endian.
 
         The copy waits for the device once for every 1,024 rows, so that a long prompt needs little
-        memory there.
+        memory on the device.
         """
         pieces = [rows[at : at + _COPIED_ROWS] for at in range(0, len(rows), _COPIED_ROWS)]
         picked = (self.pick_states(states, piece, dtype, projection).cpu() for piece in pieces)

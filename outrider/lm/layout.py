@@ -1,6 +1,7 @@
 """Describes one packed batch as index tensors, built once a forward on the host for all layers.
 
-Uses lists rather than arrays: a typical batch has a few tokens, and this runs between forwards.
+The code builds lists rather than arrays, because a typical batch has a few tokens, and this work is
+done between forwards.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class ModelRunner(KeptStates):
                 "%s may answer otherwise when asked again: %s", self._name, self.rows_may_differ
             )
         self._compare(texts, own)
-        # Captured graphs are compared as well.
+        # `capture` compares the graphs too.
         self._trial = (texts, own) if self._graphs is not None else None
 
     def _read_model(self) -> None:
@@ -153,7 +153,7 @@ class ModelRunner(KeptStates):
             self._compare(texts, own)
             self._compare_rounding(fused)
         except OutriderError as cause:
-            log.warning("its own layers are used; with fused layers, %s", cause.message)
+            log.warning("the model's own layers are used; with fused layers, %s", cause.message)
             self.fused = None
 
     def _compare_rounding(self, fused: FusedForward) -> None:
@@ -298,7 +298,7 @@ class ModelRunner(KeptStates):
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Compute the slices and write their keys and values to the cache.
+        """Run a forward of the slices, and write their keys and values to the cache.
 
         Return float32 logits [R, V] for the last `logit_count` tokens of each slice, in order. The
         next call may overwrite them.
@@ -443,7 +443,7 @@ class ModelRunner(KeptStates):
         return max(1, min(budget // page_bytes, useful))
 
     def _gpu_cache_bytes(self, bounds: Bounds | None, memory_share: float, page_bytes: int) -> int:
-        """Return the cache's GPU memory; raise OutriderError(INVALID_VALUE) if no page fits."""
+        """Return the bytes for the cache on a GPU; raise INVALID_VALUE if no page fits."""
         step = 0
         if bounds is not None and self._takes_graphs():
             step = self._largest_step_bytes(bounds)

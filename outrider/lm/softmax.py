@@ -14,7 +14,7 @@ class Softmax:
 
     Scores are products times `scale`; with a `softcap` they are squashed to (-softcap, softcap).
     With a `window`, a token sees the last `window` positions of its text, its own included; if
-    `chunked`, the text is cut every `window` positions, and a token sees its own piece (Llama 4).
+    `chunked`, the text is cut every `window` positions, and a token sees its own chunk (Llama 4).
     `sinks` [H] are one more score for each query head, whose weight goes to no key (gpt-oss).
     """
 

@@ -183,7 +183,7 @@ def make_texts(
 def own_logits(model: Any, name: str, vocab_size: int, texts: trial.Texts) -> trial.OwnLogits:
     """Compute the texts with `transformers`' own attention; set the paged attention afterwards.
 
-    Raises OutriderError(INVALID_VALUE) if the model fails or its logits are not `vocab_size`.
+    Raises OutriderError(INVALID_VALUE) if the model fails, or has not `vocab_size` logits a token.
     """
     with refusals(name):
         # Eager attention is each model's own code; sdpa leaves out soft caps, for example.

@@ -106,7 +106,7 @@ def join_shards(shards: Sequence[Path], file: Path) -> None:
     architecture = first.fields["general.architecture"].contents()
     writer = GGUFWriter(file, architecture, use_temp_file=False)
     for name, field in first.fields.items():
-        # The writer has the architecture already, and the rest describes the file itself.
+        # The writer has the architecture already; the other skipped fields describe the file.
         if name == "general.architecture" or name.startswith(("GGUF.", "split.")):
             continue
         kind = field.types[0]

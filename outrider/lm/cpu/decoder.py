@@ -131,7 +131,7 @@ class CpuDecoder:
     def forward(
         self, layout: BatchLayout, states: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layout's tokens, and write to the caches.
+        """Run a forward of the layout's tokens, and write their keys and values to the caches.
 
         Return float32 logits [R, V] for the layout's `logits_indices`, and the hidden states
         [states, T, H] of all its tokens; `outrider.lm.hidden_states` explains `states`.

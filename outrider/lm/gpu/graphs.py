@@ -28,7 +28,8 @@ CaptureGraph = Callable[[Callable[[], object]], Replay]
 """Captures what a function launches; raises RuntimeError if it waits for the device."""
 
 # The sizes of decoding batches: numbers of sequences, and mean numbers of tokens a sequence.
-# Padding adds at most half to a number of 16 sequences or more, and to a mean of 2 or more.
+# Padding adds at most half to the number of sequences if there are 16 or more, and at most half to
+# the mean if it is 2 or more.
 _LARGE_BATCHES = tuple(
     size for power in range(4, 12) for size in (3 * 2 ** (power - 1), 2 ** (power + 1))
 )

@@ -77,11 +77,11 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]  # the arguments are Trit
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
     EPSILON: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of one token: queries to `query`, keys and values to the token's slot.
+    """Rotate some queries and keys of one token, and store them and some of its values.
 
-    A row of `heads` has the queries, the keys and the values of a token. With NORMS each query and
-    key is normed first. The lanes hold half a head, because each rotation combines both halves of a
-    head.
+    Queries go to `query`, keys and values to the token's slot. A row of `heads` has the queries,
+    the keys and the values of a token. With NORMS each query and key is normed first. The lanes
+    hold half a head, because each rotation combines both halves of a head.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _HEADS + tl.arange(0, _HEADS)[:, None]

@@ -38,8 +38,8 @@ def largest_step_bytes(forward: Callable[[], torch.Tensor], graph_count: int) ->
     """Measure the memory of the largest step beside the weights and the cache.
 
     `forward` runs the largest forward and returns its logits [T, V]. The graphs keep the memory of
-    their largest forward and of the logits in float32. A forward without a graph and the sampling
-    share the rest, one after the other.
+    their largest forward and of the logits in float32. Forwards without a graph need other memory,
+    and so does sampling; they follow one another, so only the larger of the two counts.
     """
     forward_bytes, logits_TV = _peak_bytes(forward)
     logits_TV = logits_TV.float()

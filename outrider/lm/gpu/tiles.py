@@ -96,7 +96,8 @@ def tiles(tokens: int, sequences: int, heads: Heads, card: Card) -> Tiles:
     """Return the tiles for a batch of `sequences` sequences with `tokens` tokens in all."""
     mean_rows = -(-tokens // sequences) * heads.group
     lanes = max(heads.key_lanes, heads.value_lanes)
-    # More rows would not fit the registers: float32 uses no tensor cores.
+    # More rows would not fit the registers, in float32, which uses no tensor cores, and for heads
+    # of more than 128 lanes.
     sizes = _ROWS[:1] if heads.dtype is torch.float32 else _ROWS[:2] if lanes > 128 else _ROWS
     rows = next((rows for rows in sizes if mean_rows <= rows), sizes[-1])
     keys = max(16, min(64, _TILE_BYTES // (lanes * heads.dtype.itemsize)))
@@ -124,9 +125,10 @@ def _stages(rows: int, keys: int, heads: Heads, card: Card) -> int:
 def grid(
     tokens: int, sequences: int, parts: int, rows: int, heads: Heads, card: Card
 ) -> tuple[int, int]:
-    """Return the tiles of query rows of all key/value heads, and the programs that share a tile.
+    """Return the number of tiles of query rows, and the number of programs that share a tile.
 
-    The tiles are numbered over the batch, see `triton_attention._tile_of`; some are empty.
+    The tiles of all key/value heads count. They are numbered over the batch, see
+    `triton_attention._tile_of`; some are empty.
     """
     row_tiles = (tokens * heads.group // rows + sequences) * heads.kv_heads
     wanted = card.multiprocessors * _PROGRAMS

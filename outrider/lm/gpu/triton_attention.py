@@ -57,8 +57,8 @@ def _is_seen(  # type: ignore[no-untyped-def]  # the arguments are Triton tensor
 ):
     """Return which keys in the slots `at` each row sees, as if no token belonged to a tree.
 
-    Among a tree's keys a row sees only its ancestors. An ancestor's slot is never before its
-    position, so no ancestor within the window is missing.
+    `_tile_scores` then hides the keys of a tree that are not ancestors. An ancestor's slot is never
+    before its position, so no ancestor within the window is missing.
     """
     seen = at[None, :] <= slot[:, None]
     if WINDOWED:
@@ -88,9 +88,10 @@ def _tile_scores(  # type: ignore[no-untyped-def]  # the arguments are Triton te
 def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     words, hidden
 ):
-    """Return each row's ancestor bitmask without its first `hidden` bits, outside of its window.
+    """Return each row's ancestor bitmask without its lowest `hidden` bits that are set.
 
-    Ancestors come before their descendants, so the lowest bits are the farthest.
+    The row's window leaves out these ancestors: ancestors come before their descendants, so the
+    lowest bits are the farthest.
     """
     # Nothing is cleared where the windows begin before the tree.
     for cleared in range(tl.max(hidden, 0)):
@@ -206,7 +207,7 @@ def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numb
 ):  # fmt: skip
     """Return the first and the end slot of the keys that a tile of rows sees.
 
-    The first slot is rounded down to the begin of a tile of keys. The sequence's `count` tokens
+    The first slot is rounded down to the start of a tile of keys. The sequence's `count` tokens
     have the slots from `before` on.
     """
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)

@@ -20,7 +20,7 @@
 #define QUERY_TILES (QUERY_ROWS / TILE_ROWS)
 #define CHUNK 128
 #define BLOCK TILE_DEPTH
-// The largest number of a tree's tokens, plus the slots before them in the first token's block.
+// The largest number of a tree's tokens, plus the slots before them in the block of the first.
 #define TREE_SLOTS (64 + BLOCK)
 
 // Up to QUERY_ROWS queries of one key/value head, one chunk of keys, and the state of the softmax.
@@ -69,7 +69,7 @@ struct work {
 // scores is never a NaN.
 #define UNSEEN splat(-1e30f)
 
-// 16 positions must lie in one page, and a head must be whole tiles.
+// Each tile of 16 positions must lie in one page, and a head must fill whole tiles.
 int outrider_fits_amx(const struct layer *layer) {
   int heads_fit = layer->head_size % TILE_DEPTH == 0 && layer->head_size <= MOST_HEAD_SIZE;
   return layer->is_bfloat16 && heads_fit && layer->page_size % TILE_ROWS == 0;

@@ -19,8 +19,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-// The number of floats in a vector, and their numbers. Each kind of processor has its own build, so
-// these are constants.
+// The number of floats (lanes) in a vector, and the numbers of the lanes. Each kind of processor
+// has its own build, so these are constants.
 #if defined(__AVX512F__)
 #define LANES 16
 #define NUMBERED {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
@@ -46,8 +46,8 @@ static const ivec lanes = NUMBERED;
 #define IN_VECTOR(value) "+w"(value)
 #endif
 
-// The cache of one layer, [pages, page_size, kv_heads, head_size] each: bfloat16 if `is_bfloat16`,
-// else float. `heads` is the number of query heads.
+// The cached keys and values of one layer, each [pages, page_size, kv_heads, head_size]: bfloat16
+// if `is_bfloat16`, else float. `heads` is the number of query heads.
 struct layer {
   void *keys, *values;
   int64_t heads, kv_heads, head_size, page_size, is_bfloat16;
@@ -69,7 +69,7 @@ struct batch {
   const uint64_t *ancestors;
 };
 
-// Returns the slot of a slice's first tree token, or a larger number than any slot.
+// Returns the slot of a slice's first tree token; without a tree, a number above the slice's slots.
 INLINE int64_t find_tree_start(const struct batch *batch, int64_t slice) {
   return batch->tree_starts ? batch->tree_starts[slice] : INT64_MAX;
 }
@@ -200,8 +200,9 @@ INLINE vec exponential(vec x) {
   return y * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
 }
 
-// The attention that one thread computes at once: of one slice and `kv_heads` key/value heads from
-// `kv_head` on, every `parts`-th block of QUERY_ROWS rows from block `part` on.
+// A part of the attention, which one thread computes at once. It has one slice, `kv_heads`
+// key/value heads from `kv_head` on, and every `parts`-th block of QUERY_ROWS rows from block
+// `part` on.
 struct attention_item {
   int64_t slice, kv_head, kv_heads, part, parts;
 };
@@ -213,9 +214,9 @@ struct attention_split {
 };
 
 // Splits a batch for `threads` threads. The key/value heads of a position are adjacent in the
-// cache, so a thread reads several heads faster together. An item therefore has several heads if
-// they have few rows and all threads still have enough items. A long prompt's rows are divided
-// among items.
+// cache, so to read several heads together is faster. An item therefore has several heads if they
+// have few rows and all threads still have enough items. A long prompt's rows are divided among
+// items.
 INLINE struct attention_split split_attention(const struct layer *layer, const struct batch *batch,
                                               int64_t threads) {
   int64_t longest = 1;

@@ -42,10 +42,10 @@ struct decoder {
 };
 
 // One forward of a `struct batch`: its tokens and positions, the rows that need logits, scratch
-// memory, and the output. NAME(continue) runs several forwards; the output of each begins
-// `logits_stride` floats after the previous one, 0 to overwrite it. `kept` [state_count, tokens,
-// hidden] gets the hidden states in `states`: k for the input of layer k, layer_count for the
-// output of the last layer, FINAL_STATE for the state after the final norm.
+// memory, and the output. NAME(continue) runs several forwards. The output of each begins
+// `logits_stride` floats after the previous output, and overwrites it if `logits_stride` is 0.
+// `kept` [state_count, tokens, hidden] gets the hidden states in `states`: k for the input of layer
+// k, layer_count for the output of the last layer, FINAL_STATE for the state after the final norm.
 struct step {
   const int64_t *token_ids, *positions, *logits_indices;
   int64_t logits_count;

@@ -63,7 +63,8 @@ INLINE void store_swiglu(float gates[ROWS][BLOCK], float ups[ROWS][BLOCK], int r
     for (int64_t at = 0, column = block * BLOCK; at < BLOCK; at += LANES, column += LANES) {
       vec x = add_bias(gates[i] + at, linear, column);
       vec up = add_bias(ups[i] + at, linear, half + column);
-      // The sigmoid is 1 / (1 + e) for positive x, else e / (1 + e), so that exp never overflows.
+      // With e = exp(-|x|), which cannot overflow, the sigmoid is 1 / (1 + e) for positive x, else
+      // e / (1 + e).
       vec e = exponential(-largest(x, -x));
       ivec positive = x >= splat(0);
       vec numerator = (vec)(((ivec)splat(1) & positive) | ((ivec)e & ~positive));

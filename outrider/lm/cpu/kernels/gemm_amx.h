@@ -38,7 +38,8 @@ INLINE void gemm_tiles(struct gemm_input input, int64_t in, const char *weights,
     // Rows after the first ROWS find the weights in the cache.
     for (int i = 0; i < DEPTH_BYTES && cold; i += 64)
       _mm_prefetch(at + PREFETCH_DISTANCE + i, _MM_HINT_T1);
-    // More than 16 rows do not stay in the L1 cache from one block of weights to the next.
+    // More than 16 rows do not stay in the L1 cache from one block of weights to the next, so their
+    // next elements are prefetched.
     for (int i = 0; i < TILE_ROWS && two; i++) {
       _mm_prefetch(x + step + i * row_stride, _MM_HINT_T0);
       _mm_prefetch(x + TILE_ROWS * in + step + i * row_stride, _MM_HINT_T0);

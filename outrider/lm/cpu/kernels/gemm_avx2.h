@@ -83,7 +83,7 @@ INLINE void multiply(struct pass pass, float (*acc)[BLOCK], int n, int vectors) 
 }
 
 // Adds the products of `n` rows with the tiles to `acc`. One or two rows take all columns at once,
-// more rows take half of the columns after the other half.
+// more rows take one half of the columns, then the other half.
 INLINE void multiply_rows(struct pass pass, float (*acc)[BLOCK], int n) {
   if (n <= 2) {
     multiply(pass, acc, n, VECTORS);

@@ -8,8 +8,8 @@
 // group are exact, and groups are added in the same order for any number of rows.
 #pragma once
 
-// The number of rows whose sums fit the registers, and the number of parts of a block's columns
-// that these rows are multiplied with one after the other.
+// The number of rows whose sums fit the registers, if a block's columns are divided into
+// COLUMN_PARTS parts, which are multiplied one after the other.
 #if PAIR == 8
 #define ACC_ROWS 6
 #elif LANES == 16
@@ -82,7 +82,7 @@ INLINE void quantize_group(const element *from, struct group *to) {
   ivec sums = {0};
   for (int i = 0; i < TILE_DEPTH / LANES; i++) {
     vec steps = parts[i] * factor;
-    steps = (vec)((ivec)steps & (steps == steps));  // NaN is no integer
+    steps = (vec)((ivec)steps & (steps == steps));  // 0 for NaN, which is no integer
     ivec whole = __builtin_convertvector((steps + magic) - magic, ivec);
     sums += whole;
     number_vec numbers = __builtin_convertvector(whole, number_vec);

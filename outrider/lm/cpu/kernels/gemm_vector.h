@@ -1,8 +1,8 @@
 // The matrix product of one block of columns by vectors; see gemm_block.h.
 #pragma once
 
-// The number of rows whose sums fit the registers, and the number of parts of a block's columns
-// that these rows are multiplied with one after the other.
+// The number of rows whose sums fit the registers, if a block's columns are divided into
+// COLUMN_PARTS parts, which are multiplied one after the other.
 #if LANES == 16
 #define ACC_ROWS 8
 #define COLUMN_PARTS 1
