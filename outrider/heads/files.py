@@ -54,7 +54,7 @@ class Keys:
     ) -> int:
         """Return a whole number from `least` to `most`.
 
-        Raises OutriderError, also if the key is missing.
+        Raises OutriderError for another value, and for a missing key without a `default`.
         """
         value = self._keys.get(name)
         value = default if value is None else value
@@ -68,7 +68,7 @@ class Keys:
     def number(self, name: str, default: float | None = None, *, zero: bool = False) -> float:
         """Return a number above 0, or from 0 on with `zero`.
 
-        Raises OutriderError, also if the key is missing.
+        Raises OutriderError for another value, and for a missing key without a `default`.
         """
         value = self._keys.get(name)
         value = default if value is None else value

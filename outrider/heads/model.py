@@ -37,7 +37,7 @@ the first `width` target ids of each place and their shares, [R, width]. The fir
 drafter that draws with the verifier's noise does so here."""
 
 
-# The number of rows of guesses that have room after a full context.
+# The number of rows that the cache has room for after a full context, for guesses.
 _ROWS_AFTER = 64
 
 
@@ -157,7 +157,7 @@ class HeadModel(torch.nn.Module):
 
     @property
     def projected_width(self) -> int:
-        """The size of a feature row after the projection, if the head has a projection."""
+        """The size of a feature row after the projection; without a projection `feature_width`."""
         if self.projection is None:
             return self.spec.feature_width
         return self.projection.fc.out_features

@@ -111,7 +111,7 @@ class HeadCache:
 
     @property
     def can_capture(self) -> bool:
-        """True if forwards can be graphs: they use the GPU kernel, and all cosines are known."""
+        """True if forwards can be graphs: they use the GPU kernel, and frequencies are fixed."""
         rope = self._rope.get("rope_type", "default")
         turns_are_fixed = rope not in ("dynamic", "longrope")
         return turns_are_fixed and all(one.supports_kernel(self._device) for one in self.layers)

@@ -25,7 +25,7 @@ from outrider.tokenizer import check_model_folder
 
 log = logging.getLogger(__name__)
 
-# Architectures in config.json, as a set for each reader that understands such files.
+# For each reader, the architectures in config.json that it understands.
 _EAGLE3 = {
     "Eagle3Speculator",
     "Eagle3DraftModel",
@@ -188,6 +188,6 @@ def _kind_by_weights(keys: Keys, weights: Weights) -> str:
         return "medusa"
     why = (
         f"is {keys.names('architectures')}, and neither that nor the names of its weights are those"
-        f" of a head that is read; a whole model drafts in the family model"
+        f" of a head that can be read; to draft with a whole model, use the family model"
     )
     raise keys.wrong("architectures", why)

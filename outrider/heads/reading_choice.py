@@ -99,7 +99,7 @@ def choose_reading(
 ) -> ReadingChoice:
     """Compare the guesses of each interpretation of a head with the target's likeliest tokens.
 
-    `text` has T tokens, some 256. `states` maps each state of `states_of` to the target's rows [T,
+    `text` has T tokens, about 256. `states` maps each state of `states_of` to the target's rows [T,
     hidden size]. `answers` [T] has the target's likeliest token after each token. A guess is made
     after every `stride`-th token. Logs the choice, and as a warning if the choice is not clear. The
     model needs pages for the text with each set of auxiliary layers, else it raises NoPages.
@@ -197,7 +197,7 @@ def _decide(found: list[Matches], tried: int) -> ReadingChoice:
         f"{words}: {each.first}" + (f" and {each.later} later" if each.later else "")
         for words, each in zip(choice.shown, found, strict=True)
     )
-    text = "of %d first guesses the head was right, by what its file may mean: %s; it reads %s"
+    text = "right out of %d first guesses, by what the head's file may mean: %s; it reads %s"
     log.log(
         logging.INFO if clear else logging.WARNING,
         text if clear else f"{text}, which is not clear: set it with --head-reading if you know it",

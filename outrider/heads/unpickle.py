@@ -59,6 +59,6 @@ if __name__ == "__main__":
     try:
         _limit(paths[0].stat().st_size * 4 + _SPARE_BYTES)
         convert(*paths)
-    # Any error of a file that anybody may have written is a reason to refuse it.
+    # Anybody may have written the file, so any error is a reason to refuse it.
     except Exception as error:  # noqa: BLE001
         sys.exit(_one_line(error))

@@ -1,1 +1,1 @@
-"""Readers of published heads' files, which say what a head computes: a module for each group."""
+"""Readers for the files of published heads, one module for each group of dialects."""

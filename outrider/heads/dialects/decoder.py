@@ -125,10 +125,10 @@ def partly_turned(keys: Keys, decoder: Decoder) -> Decoder | None:
 
 
 def _yarn_scales(stated: Keys, numbers: Mapping[str, Any], by_transformers: bool) -> dict[str, Any]:
-    """Return how yarn cuts off its range of frequencies, and its factor for cosines and sines.
+    """Return yarn's `truncate`, and what the file states about the factor for cosines and sines.
 
-    The factors of DeepSeek's formula may be 0. `transformers` then leaves both out; SpecForge's
-    EAGLE-3 computes with them.
+    Files state this factor by two numbers of DeepSeek's formula, which may be 0. If one is 0,
+    `transformers` leaves both out; SpecForge's EAGLE-3 computes with them.
     """
     found: dict[str, Any] = {"truncate": stated.flag("truncate", True)}
     if not ("mscale" in stated and "mscale_all_dim" in stated) or "attention_factor" in numbers:

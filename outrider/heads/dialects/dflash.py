@@ -73,8 +73,8 @@ def read_dflash(
     confidence: Confidence = "none"
     if is_dspark:
         confidence = _take_confidence(keys, own, weights, hidden, rank)
-    # Files of DeepSpec and SpecForge are DSpark's own, and there the anchor predicts; a speculators
-    # file says whether the anchor predicts.
+    # In DSpark's own files, by DeepSpec and SpecForge, the anchor predicts. A speculators file says
+    # whether the anchor predicts.
     anchor = is_dspark and not by_speculators
     spec = HeadSpec(
         kind="dspark" if is_dspark else "dflash",
@@ -102,13 +102,13 @@ def read_dflash(
 
 
 def _plain_name(name: str) -> str:
-    """Return the tensor's name in most dialects; SpecForge's early files have prefixes."""
+    """Return the usual name of a tensor; SpecForge's early files and ModelOpt's have others."""
     name = name.removeprefix("model.").removeprefix("logit_head.")
     return _FLAT.get(name, name)
 
 
 def _refuse_variants(keys: Keys, own: Keys) -> None:
-    """Raise OutriderError for corrections and attention that are not DFlash's or DSpark's."""
+    """Raise OutriderError for variants whose computation is neither DFlash's nor DSpark's."""
     for part in (own, keys):
         projector = part.text("projector_type", "dflash")
         if projector not in ("dflash", "dspark"):

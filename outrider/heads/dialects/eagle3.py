@@ -112,7 +112,7 @@ def _aux_layers(
 
 
 def _refuse_modelopt(nested: Keys) -> None:
-    """Raise OutriderError for variants of ModelOpt's that no published head has."""
+    """Raise OutriderError for variants of ModelOpt that no published head uses."""
     for name, supported in _MODELOPT.items():
         if nested.flag(name, supported) is not supported:
             raise nested.wrong(name, f"must be {str(supported).lower()}; the rest is unsupported")

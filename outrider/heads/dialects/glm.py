@@ -1,6 +1,6 @@
 """The MTP layer of GLM-4.5 and 4.6 (glm4_moe): a layer of `transformers`, with experts.
 
-The target's own files contain the MTP layer, as one layer more than the target has.
+The target's own files contain the MTP layer, numbered as one more layer after the target's layers.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _plain_name(name: str, blocks: int) -> str:
 
 
 def _token_map(keys: Keys, weights: Weights, target: TargetShape) -> torch.Tensor | None:
-    """Return the target's ids of a reduced vocabulary in vLLM's form.
+    """Return the target ids of a reduced vocabulary, which vLLM's files list in token_map.
 
     Return None for the whole vocabulary.
     """

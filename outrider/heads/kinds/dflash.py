@@ -1,8 +1,8 @@
 """DFlash: a block of masks after the text, filled by one forward.
 
 Features become keys and values without any layer running over them: row i of the cache depends only
-on feature i. A block has the last committed token, its anchor, and masks. Its rows see all
-committed tokens and each other, and nothing of a block stays in the cache.
+on feature i. A block has its anchor, which is the last committed token, and then masks. Its rows
+see all committed tokens and each other, and nothing of a block stays in the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DFlash(HeadModel):
             self.mask_embedding = Parameter(torch.empty(hidden))
 
     def read_rows(self, slices: list[SequenceSlice], features: torch.Tensor) -> torch.Tensor:
-        """Read rows as HeadModel.read_rows does; the states only mark that rows were read."""
+        """Read rows as HeadModel.read_rows does; the result only marks that rows were read."""
         rows = self.rows(slices)
         context: torch.Tensor = self.hidden_norm(features)
         for attention, arrays in self._attentions():

@@ -56,7 +56,7 @@ class Tree:
         self._sequence = sequence
         self._last: list[Node] = []
         self.branches: list[Branch] = []
-        """The guesses beside the chain that are deeper than one token."""
+        """The guesses that follow a guess beside the chain."""
 
     def add(self, row: int, tokens: Sequence[int], shares: Sequence[float]) -> None:
         """Add the guesses after a row, the main guess first."""
@@ -71,7 +71,7 @@ class Tree:
                 self.branches.append(Branch(at, node.path[at:], node.shares[at:]))
 
     def follow(self) -> list[Node]:
-        """Make rows of the last level's best guesses. The chain's guess is the first row."""
+        """Turn the last level's best guesses into rows; return them, the chain's guess first."""
         main, *others = self._last
         new = [main, *nlargest(WIDTH - 1, others, key=lambda node: prod(node.shares))]
         self.rows += new
