@@ -39,7 +39,7 @@ class Types:
         self._found: dict[str, frozenset[str]] = {}
 
     def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """Return the types of values, out of ALL_TYPES or `integer` (numbers without fractions)."""
+        """Return the types of the schema's values: of ALL_TYPES, or `integer` for whole numbers."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return frozenset() if schema is False else ALL_TYPES
         found = ALL_TYPES

@@ -126,7 +126,7 @@ class GrammarCompiler:
         compiled = await self.compile_async(grammar, tenant)
         if not committed:
             return compiled.matcher()
-        # Thousands of tokens take as long as several steps of the engine.
+        # Thousands of tokens take as long as several steps of the engine, so a thread reads them.
         return await self._in_turn(tenant, grammar.field, partial(advanced, compiled, committed))
 
     async def _in_turn(self, tenant: str, field: str, work: Callable[[], _Result]) -> _Result:

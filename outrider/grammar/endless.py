@@ -48,7 +48,10 @@ class _Finite:
         return id(schema) in self._known if isinstance(schema, Mapping) else schema is not False
 
     def _parts(self, schema: Mapping[str, Any]) -> bool:
-        """Return whether all schemas that apply to the same value are finite."""
+        """Return whether the schemas that apply to the same value are finite.
+
+        Of alternatives, one finite schema suffices.
+        """
         reference = schema.get("$ref")
         if isinstance(reference, str) and not self._is(self._find(reference)):
             return False

@@ -73,7 +73,7 @@ class GemmaRules:
         return {first: self._rules.rule(each) for first, each in found.items()}
 
     def _value(self, schema: Any) -> str:
-        """Return the name of a rule for a schema's values. A schema may hold itself."""
+        """Return the name of a rule for a schema's values. A schema may contain itself."""
         return self._rules.recursive(f"gemma {json.dumps(schema)}", lambda: self._values(schema))
 
     def _values(self, schema: Any) -> str:

@@ -1,4 +1,4 @@
-"""Walks random texts of a compiled grammar to their end, and checks them independently.
+"""Writes random texts of a compiled grammar up to their end, and checks them independently.
 
 LLGuidance is large and young. If Python's `json`, `jsonschema` or `re` rejects a text that
 LLGuidance allows, LLGuidance interprets the grammar differently, and the request is refused.

@@ -124,7 +124,8 @@ class LarkRules:
     def mark(self, text: str) -> str:
         """Return an expression for only this text.
 
-        A special token in it may be that token, or be spelled with other tokens.
+        Where the text has a special token's name, the output may have that token, or spell the name
+        with other tokens.
         """
         first, *more = self._specials.split(text)
         parts = [literal(first)] if first else []

@@ -33,12 +33,12 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _DROPPED = ("x-guidance", "$id", "id", "format", "propertyNames", "uniqueItems")
 # The largest count that most implementations take.
 _MAX_COUNT = 2**31 - 1
-# Beyond these numbers a 64-bit float is no exact integer, or its decimal fraction is so long that
-# LLGuidance cannot compile a range.
+# Above the first number a 64-bit float is no exact integer. Below the second number a decimal
+# fraction is so long that LLGuidance cannot compile a range.
 _MAX_NUMBER = 2**53
 _MIN_NUMBER = 1e-15
-# The number of a mask's states grows with the multiple, and LLGuidance keeps a common multiple in
-# 32 bits.
+# The number of states that a mask needs grows with the multiple, and LLGuidance keeps a common
+# multiple in 32 bits.
 _MAX_MULTIPLE = 1024
 _MAX_COMMON_MULTIPLE = 2**31 - 1
 _MAX_NESTING = 64

@@ -25,7 +25,7 @@ _TRIAL_SECONDS = 0.8
 # Our words for LLGuidance's messages with these beginnings, which name no keyword, or name an
 # option of LLGuidance.
 _PROBLEMS = {
-    "oneOf constraints": "it has oneOf whose schemas may overlap; anyOf can",
+    "oneOf constraints": "it has oneOf whose schemas may overlap; use anyOf",
     "patternProperty regexes": "it has patternProperties that may match the same name",
     "min/maxProperties": "it has minProperties or maxProperties beside optional properties",
     "circular references": "it has $ref beside other keywords in a circle of references",

@@ -156,7 +156,7 @@ def _zeros(words_RW: torch.Tensor) -> torch.Tensor:
     """Return whether each bit of int32 masks [R, W] is zero, lowest first: bool [R, 32 W]."""
     bytes_RB = words_RW.view(torch.uint8)
     if words_RW.device.type == "cpu":
-        # For few rows NumPy takes half the time of the table.
+        # For few rows, NumPy takes half the time of a look-up in the table below.
         return torch.from_numpy(_unpacked(~bytes_RB.numpy()))
     return functional.embedding(bytes_RB.int(), _zeros_of_bytes(words_RW.device)).flatten(1)
 

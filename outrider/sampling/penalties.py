@@ -101,7 +101,7 @@ class TokenCounts:
     def _free_row(self, most: int) -> int:
         """Return a free row for a new sequence.
 
-        Beyond `most` rows, this is the row of the least recent sequence.
+        If `most` rows or more are in use, this is the row of the least recently used sequence.
         """
         if len(self._texts) < most:
             return len(self._texts)

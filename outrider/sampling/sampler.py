@@ -268,10 +268,11 @@ def _min_p(logits_RV: torch.Tensor, shares_R1: torch.Tensor) -> torch.Tensor:
 def _nucleus(
     logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [R, V], -inf outside of the nucleus among the `count` likeliest tokens.
+    """Return logits [R, V] with -inf outside of the nucleus.
 
-    The nucleus has the likeliest tokens up to a mass (Holtzman et al., arXiv 1904.09751). If tokens
-    tie at its edge, the lowest ids stay. Also returns whether `count` tokens were enough, bool [R].
+    The nucleus has the likeliest tokens up to a mass (Holtzman et al., arXiv 1904.09751); it is
+    looked for among the `count` likeliest tokens. If tokens tie at its edge, the lowest ids stay.
+    Also returns whether `count` tokens were enough, bool [R].
     """
     ordered, ids = _likeliest(logits_RV, count)
     probs = logits_RV.softmax(-1).gather(-1, ids)
