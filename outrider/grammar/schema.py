@@ -349,7 +349,7 @@ def _add(schema: dict[str, Any], keyword: str, parts: Sequence[Any] | None) -> N
 
 
 def _unescaped(part: str) -> str:
-    """Return a part of a JSON pointer in a URI's fragment, without its escapes."""
+    """Return a part of a JSON pointer in a URI's fragment, with all escapes decoded."""
     from urllib.parse import unquote
 
     return unquote(part).replace("~1", "/").replace("~0", "~")

@@ -94,7 +94,7 @@ class RoundGraphs:
 
 @dataclass(slots=True)
 class _Chosen:
-    """Tensors about the rows after which the next level guesses: W rows of each of B sequences.
+    """The rows that the next level reads, as tensors: W rows of each of B sequences.
 
     CUDA graphs need these tensors at fixed addresses.
     `states` [B, W, C] are the states of the rows' parents. `products` [B, W], float64, are the

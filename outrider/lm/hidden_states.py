@@ -114,7 +114,7 @@ class HiddenStates:
         return self._parameter.new_empty(token_count, self._size)
 
     def put(self, state: int, rows: torch.Tensor) -> None:
-        """Keep a state [T, H] if it is watched. Forwards that do not call the layers call this."""
+        """Keep a state [T, H] if it is watched, for forwards that bypass the model's layers."""
         if state in self.watched:
             self._kept[state] = rows
 

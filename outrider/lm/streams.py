@@ -27,10 +27,10 @@ def use_own_stream(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedRows:
-    """Rows of a tensor that one thread computed, for a thread with another stream.
+    """Rows of a tensor that one thread computed, for use by a thread with another stream.
 
-    `ready` is an event that follows the last kernel that writes the rows, in the maker's stream;
-    None on a CPU, where every operator is done when it returns.
+    `_ready` is an event in the maker's stream, after the last kernel that writes the rows; None on
+    a CPU, where every operator is done when it returns.
     """
 
     _tensor: torch.Tensor

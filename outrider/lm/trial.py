@@ -25,7 +25,7 @@ Longer texts would make the start of a large model slow on a CPU.
 FEWEST_TOKENS = 12
 """The minimum number of tokens of a text."""
 SPARE_TOKENS = 4
-"""Tokens by which the first text's last slot exceeds its last position."""
+"""The number of extra slots of the first text, which in the trial ends with both branches."""
 # Longer than two pages of the usual size, and not a multiple of the page size.
 _TOKENS = 43
 _PAST_WINDOW = 20

@@ -66,7 +66,7 @@ class TokenCounts:
         for key in keys:
             known = self._texts.pop(key, None)
             if known is not None:
-                self._texts[key] = known  # after the sequences that this batch does not have
+                self._texts[key] = known  # now behind all sequences of other batches
         fresh: list[int] = []
         rows: list[int] = []
         added: list[int] = []

@@ -171,7 +171,7 @@ def add_norm(
 
 
 def norm_warps(lanes: int) -> int:
-    """Return how many warps norm a row of `lanes` numbers; `lanes` is a power of two."""
+    """Return the number of warps for the norm of a row of `lanes` numbers, a power of two."""
     return max(1, min(_MOST_WARPS, lanes // (_NORM_NUMBERS * _WARP)))
 
 

@@ -26,7 +26,7 @@ INLINE vec add_bias(const float *acc, const struct linear *linear, int64_t colum
 // of the columns by the first half; LOGITS stores the result as float.
 enum epilogue { STORE, ADD, SWIGLU, LOGITS };
 
-// Stores LANES numbers, or only the first `left` if the rest of the row has room for no more.
+// Stores LANES numbers, or only the first `left` of them if the row has room for no more.
 INLINE void store_some(vec value, char *to, int64_t left, int is_bfloat16) {
   if (left >= LANES) {
     store(value, to, 0, is_bfloat16);

@@ -31,8 +31,8 @@ typedef float element;
 // block.
 #define BLOCK 32
 #define ROWS 32
-// Lines of weights for TILE_DEPTH elements of `in`, and the bytes that a block of columns takes for
-// them.
+// The number of lines of weights for TILE_DEPTH elements of `in`, and the bytes that the weights of
+// a block of columns take for these elements.
 #define LINES (TILE_DEPTH / PAIR)
 #define DEPTH_BYTES (TILE_DEPTH * BLOCK * (INT8 ? 1 : (int)sizeof(element)))
 

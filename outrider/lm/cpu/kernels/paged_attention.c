@@ -207,8 +207,9 @@ INLINE int block_keys(int64_t place, int64_t page_size, int64_t last) {
   return (int)(count > last - place + 1 ? last - place + 1 : count);
 }
 
-// Adds a block of `count` keys from `place` on to the sums of `some` rows of each head, from row
-// `begin` of the head's `rows` on. `slots` are the keys' slots in the cache.
+// Adds a block of `count` keys, which begin at `place`, to the sums of some rows of each head. Each
+// head has `rows` rows, of which `some` rows from `begin` on are used. `slots` are the keys' slots
+// in the cache.
 INLINE void attend_block(const struct layer *layer, struct work *work, int rows, int begin,
                          int some, int64_t kv_head, int64_t heads, int64_t place, int count,
                          const int64_t slots[LANES], struct prefetch *prefetch, int is_bfloat16) {
