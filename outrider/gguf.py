@@ -1,8 +1,8 @@
-"""Finds the checkpoint to which a GGUF file was unpacked, and first has a new file unpacked.
+"""Finds the checkpoint that a GGUF file was unpacked to; has a new file unpacked first.
 
 No engine of ours computes GGUF's blocks. So the file's weights are dequantised once into a
-directory that every process reads like any other model. `outrider.lm.unpack_gguf` does that in a
-process of its own: the processes without torch need the directory too.
+directory that every process reads like any other model. `outrider.lm.unpack_gguf` does this in a
+process of its own, because processes that do not import torch need the directory too.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def pretrained(model: str) -> str:
 def unpacked(file: str) -> Path:
     """Return the directory with the model, tokenizer and chat template of a GGUF file.
 
-    If a file is in shards, `file` is any of them. The hash of the content names the directory, so a
-    changed file is unpacked anew. One process unpacks, and others wait. Raises OutriderError:
+    If the model is in shards, `file` is any shard. The hash of the content names the directory, so
+    a changed file is unpacked anew. One process unpacks, and others wait. Raises OutriderError:
     MODEL_NOT_FOUND if the file is missing, INVALID_VALUE if it cannot be unpacked.
     """
     shards = _shards(file)
@@ -81,7 +81,7 @@ def _cache() -> Path:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as cause:
         why = f"{place} cannot be made ({cause.strerror}); set XDG_CACHE_HOME to another directory"
-        raise invalid("model", f"a GGUF file is unpacked into a cache: {why}") from cause
+        raise invalid("model", f"is a GGUF file, which is unpacked into a cache: {why}") from cause
     return place
 
 

@@ -64,7 +64,7 @@ class DraftStream:
         self.heard(None)
 
     async def _write(self, context: Any) -> None:
-        """Send queued messages until `end`, and end the call with the status that it was given."""
+        """Send queued messages until `end`; then end the call with the status that `end` got."""
         while (message := await self._outbox.get()) is not None:
             if isinstance(message, status_pb2.Status):
                 await context.abort_with_status(rpc_status.to_status(message))
@@ -75,7 +75,8 @@ class DraftStream:
 class ScriptedVerifier:
     """GetModel returns `model`, and each drafter gets a Welcome; a test sends all other messages.
 
-    `silent` accepts streams and never sends Welcome. `stops_reading` reads nothing after a Hello.
+    If `silent`, it accepts streams but never sends Welcome. If `stops_reading`, it reads nothing
+    after a Hello.
     """
 
     def __init__(
@@ -89,13 +90,13 @@ class ScriptedVerifier:
         self.silent = silent
         self.stops_reading = stops_reading
         self.answers: list[bytes] = []
-        """Raw messages that GetModel answers first, in place of `model`."""
+        """Raw messages that GetModel returns first, in place of `model`."""
         self.refusal: status_pb2.Status | None = None
         """While a refusal is set, each new stream ends with it."""
         self.refuses_every_call = False
         """True if GetModel ends with the refusal too, as it does for a wrong certificate."""
         self.attempts: list[float] = []
-        """Times at which streams were opened, and of calls that were refused."""
+        """When streams were opened and calls of GetModel were refused, by time.monotonic."""
         self.streams: asyncio.Queue[DraftStream] = asyncio.Queue()
         self.port = 0
         self._server: rpc.Server | None = None
@@ -121,13 +122,13 @@ class ScriptedVerifier:
         return DraftStream(hello)
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """Return the size of each feature for this drafter; 0 if it gets no features."""
+        """Return how many numbers a feature has for this drafter; 0 if it gets no features."""
         return 0
 
     def check_first(
         self, first: verifier_pb2.StreamDraftsRequest | None, peer: Peer | None
     ) -> None:
-        """Check a stream's first message; None if no message came. May raise OutriderError."""
+        """Check a stream's first message, None if no message came. May raise OutriderError."""
         if first is not None and first.hello.tokenizer_fingerprint != self._fingerprint:
             theirs = first.hello.tokenizer_fingerprint
             message = f"the drafter's tokenizer is {theirs}, not {self._fingerprint}"

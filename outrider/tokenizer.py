@@ -34,10 +34,10 @@ _HUB_TIMEOUT_S = 5.0
 def model_file(model: str, name: str) -> Path | None:
     """Return the path of a model's file; None when the model has no file of this name.
 
-    `model` is a directory, a GGUF file or a Hugging Face hub id. Without the hub, a model whose
-    config.json is cached has the files that are cached too. Raises OutriderError(MODEL_NOT_FOUND)
-    if `model` is no directory, no GGUF file and no model of the hub, cached or online; and what
-    `outrider.gguf.unpacked` raises.
+    `model` is a directory, a GGUF file or a Hugging Face hub id. If the hub cannot be reached, a
+    model whose config.json is cached has only the files that are cached. Raises
+    OutriderError(MODEL_NOT_FOUND) if `model` is no directory, no GGUF file and no model of the hub,
+    cached or online; and what `outrider.gguf.unpacked` raises.
     """
     directory = Path(pretrained(model))
     if directory.is_dir():
@@ -84,7 +84,7 @@ def _not_found(message: str) -> OutriderError:
 def _look_for_hub() -> None:
     """If the hub does not answer, turn on offline mode for this process and its children.
 
-    Online, the hub's library retries for half a minute before it reads its cache.
+    In online mode the hub's library would retry for half a minute before it reads its cache.
     """
     import httpx
 
@@ -113,7 +113,7 @@ def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
 
     The log names the tokens.
 
-    The generation config comes first, then the configuration, then the tokenizer's eos_token. The
+    generation_config.json comes first, then config.json, then the tokenizer's eos_token. The
     default end token of the model's type never counts, because in this model that id may stand for
     any token. Ids of `vocab_size` or above are left out. Raises OutriderError(MODEL_NOT_FOUND) when
     there is no such model, and OutriderError(INVALID_VALUE) when a file has something else in place
@@ -156,10 +156,9 @@ def _object_of(model: str, name: str) -> dict[str, object]:
 def token_ids(place: str, *found: object) -> tuple[int, ...] | None:
     """Return the ids of a configuration: the first entry of `found` that is not None.
 
-    `place` names the place in errors.
-
-    The value is an id or a list of ids; a negative id stands for none. Returns None if all are
-    None. Raises OutriderError(INVALID_VALUE) for any other value.
+    This entry is an id or a list of ids; negative ids are left out. Returns None if all entries are
+    None. Raises OutriderError(INVALID_VALUE), with a message that begins with `place`, for any
+    other value.
     """
     first = next((each for each in found if each is not None), None)
     if first is None:
@@ -182,7 +181,7 @@ def _json_of(path: Path, place: str) -> object:
 
 
 def _object(found: object, place: str) -> dict[str, object]:
-    """Return a JSON object; null counts as an empty object. Raises OutriderError(INVALID_VALUE)."""
+    """Return a JSON object, empty for null. Other values raise OutriderError(INVALID_VALUE)."""
     if found is None:
         return {}
     if not isinstance(found, dict):

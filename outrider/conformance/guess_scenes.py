@@ -71,7 +71,7 @@ def _misplaced(token: int, found: int, before: int) -> str:
     text = f"your branch has {token} after {found}, where the text has it after {before}"
     if _BEFORE.get(before) == found:
         return (
-            f"{text}: it begins with its own parent's child. Are parents counted from 0? "
+            f"{text}: one too shallow. Are parents counted from 0? "
             "0 is the base, and j is token_ids[j - 1]"
         )
     if _BEFORE.get(found) == before:

@@ -173,9 +173,9 @@ class Kit:
                     self.verifier.streams.get_nowait()
 
     def _cause(self, broken: Broken) -> tuple[str, str]:
-        """Return the broken rule and why.
+        """Return the broken rule and the reason.
 
-        If the end of the stream cut off an answer, return the rule that the end broke.
+        If no answer came because the stream ended, the rule is `keeps-the-stream`.
         """
         if not broken.ended or not broken.rule.startswith("answers-"):
             return broken.rule, broken.reason

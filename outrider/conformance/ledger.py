@@ -44,7 +44,7 @@ class TrackedSequence:
     """Base length, tokens and parents of each proposal with parents."""
 
     def valid_guess(self) -> list[int]:
-        """Return the longest path of guesses that agrees with the committed tokens and goes on."""
+        """Return the guesses after the committed tokens on the longest path that agrees with these."""
         best: list[int] = []
         for base, path in self.paths:
             text = [*self.committed[:base], *path]
@@ -184,7 +184,8 @@ class Ledger:
                 self._complain("valid-distributions", "distributions without a request for them")
             return
         if len(given) not in (0, count):
-            self._complain("valid-distributions", f"{len(given)} of them for {count} tokens")
+            text = f"{len(given)} distributions for {count} tokens"
+            self._complain("valid-distributions", text)
         for token, one in zip(proposal.token_ids, given, strict=False):
             weights = dict(zip(one.token_ids, one.probabilities, strict=False))
             is_normal = abs(sum(weights.values()) - 1) <= SUM_TOLERANCE

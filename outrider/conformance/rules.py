@@ -62,11 +62,11 @@ RULES: dict[str, Rule] = {
         "0 is the base; j is the j-th token, counted from 1.",
     ),
     "trees": Rule(
-        "A tree's branches are where the text has them.",
+        "In a tree, a branch follows the token that it follows in the text.",
         "parents names each token's parent: 0 is the base, j is token_ids[j - 1].",
     ),
     "valid-distributions": Rule(
-        "SPARSE: has the distribution that each token was sampled from; otherwise none.",
+        "For SPARSE, a proposal has the distribution of each sampled token; otherwise it has none.",
         "Send distributions only where Opened.distribution is SPARSE.",
     ),
     "valid-confidences": Rule(
@@ -79,7 +79,7 @@ RULES: dict[str, Rule] = {
     ),
     "knows-its-sequences": Rule(
         "Sends nothing for unknown sequences, and nothing later than 0.5 s after Closed.",
-        "Drop a sequence with Closed, and all of them when the stream ends.",
+        "Drop a sequence at Closed, and all sequences when the stream ends.",
     ),
     "falls-silent": Rule(
         "Falls silent once the window is full or nothing is left to offer.",
@@ -91,11 +91,11 @@ RULES: dict[str, Rule] = {
         "once a second.",
     ),
     "many-at-once": Rule(
-        "Accepts a step that opens, continues and closes several sequences, also the same one.",
-        "Apply opened, then verdicts, then closed; then answer those that are open.",
+        "Accepts a step that opens, continues and closes several sequences, or one sequence.",
+        "Apply opened, then verdicts, then closed; then answer the open sequences.",
     ),
     "repeated-verdicts": Rule(
-        "A verdict that comes twice, or overlaps with what is known, changes nothing.",
+        "Ignores a repeated verdict, and the known tokens of a verdict that overlaps.",
         "Append only the tokens up to committed_length that you lack.",
     ),
     "unknown-values": Rule(
@@ -119,12 +119,12 @@ RULES: dict[str, Rule] = {
         "Window and draft_tokens hold from the verdict that has them.",
     ),
     "predictions": Rule(
-        "Takes prediction_token_ids as a guess of the output from its first token.",
+        "Takes prediction_token_ids as a guess of the output, from the output's first token.",
         "The output begins after prompt_token_count tokens.",
     ),
     "features": Rule(
         "Takes features in parts, before the verdict of their tokens, and after a gap.",
-        "first_position says which token a row belongs to; missing features never come.",
+        "first_position says which token the first row belongs to; missing features never come.",
     ),
     "serves-while-draining": Rule(
         "Continues to guess after the verifier's Draining, until the stream ends.",
@@ -159,4 +159,4 @@ NOTES: dict[str, str] = {
     "beyond-the-window": "The verifier cuts off what its window has no room for.",
     "implausible-durations": "draft_duration is the time that this proposal's guesses took.",
 }
-"""Hints for habits that the contract allows and that make drafts worth less."""
+"""Hints about behaviour that the contract allows but that makes drafts less useful."""

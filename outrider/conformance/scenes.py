@@ -38,7 +38,7 @@ _IDLE_S = 2.5
 
 
 async def rounds(stage: Stage) -> None:
-    """Commit hits and misses of the drafter's guesses alternately."""
+    """Commit the drafter's own guesses and tokens that it did not guess, in turn."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     stage.passed("answers-opened")
@@ -56,7 +56,7 @@ async def rounds(stage: Stage) -> None:
 
 
 async def silence(stage: Stage) -> None:
-    """Send nothing and wait until the drafter is silent. Too frequent pings are found here."""
+    """Send nothing and wait until the drafter is silent. Also find pings that come too often."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     quiet = False
@@ -69,7 +69,7 @@ async def silence(stage: Stage) -> None:
     stage.passed("falls-silent")
     if await link.until(lambda: link.ended, _IDLE_S):
         raise Broken(
-            "keeps-the-stream", "the stream ended in silence, as too frequent pings make it"
+            "keeps-the-stream", "the stream ended in silence; pings that come too often cause this"
         )
     stage.passed("keeps-the-stream")
     await go_on(link, known, "answers-verdicts", [21])

@@ -22,8 +22,7 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.testing import DraftStream, ScriptedVerifier
 from outrider.v1 import drafts_pb2, verifier_pb2
 
-# Only this many last tokens of a prompt get features. With more tokens, a long prompt would make a
-# long message.
+# Only the last 32 tokens of a prompt get features, so that a long prompt makes no long message.
 _PROMPT_FEATURES = 32
 Note = Callable[[str, dict[str, Any]], None]
 """Takes the sender's name and its message, for the transcript."""
@@ -61,7 +60,7 @@ class Link(DraftStream):
         self._changed = asyncio.Event()
 
     def step(self, **fields: Any) -> None:
-        """Send a StepBatch with these fields; add its tokens' features unless a field has them."""
+        """Send a StepBatch with these fields; add its tokens' features unless `fields` has some."""
         batch = drafts_pb2.StepBatch(**fields)
         if "features" not in fields:
             for opened in batch.opened:
@@ -81,7 +80,7 @@ class Link(DraftStream):
             batch.features.append(self.features(sequence_id, first, end))
 
     def features(self, sequence_id: int, first: int, end: int) -> drafts_pb2.Features:
-        """Return random features of the tokens from position `first` to `end`."""
+        """Return random features of the tokens at positions `first` to `end - 1`."""
         self._featured[sequence_id] = end
         shape = (end - first, self.feature_width)
         numbers = self._random.standard_normal(shape).astype("<f4")
@@ -108,7 +107,7 @@ class Link(DraftStream):
         self.close()
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait for the condition; return whether it holds. Each message triggers a check."""
+        """Check the condition at each message until it holds, for at most `seconds`; return it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition() and not self.ended:
@@ -158,7 +157,7 @@ class KitsVerifier(ScriptedVerifier):
         return Link(hello, ledger, self._note, self.feature_width(hello))
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """Return the size of a feature: all features of a known type are granted."""
+        """Return how many numbers a feature has; 0 unless the drafter asks for a known type."""
         request = hello.feature_request
         is_known = request.dtype in drafts_pb2.FeatureDtype.values()
         if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities or not is_known:

@@ -62,7 +62,10 @@ def verdict(
 
 
 async def answered(link: Link, known: TrackedSequence, rule: str) -> None:
-    """Wait for an answer at the committed length, or for enough valid guesses; raise Broken."""
+    """Wait for an answer at the committed length, or for enough valid guesses.
+
+    Raises Broken with `rule` if neither comes within 5 s, or if the stream ends first.
+    """
 
     if await link.until(lambda: known.is_answered, ANSWER_S):
         return
@@ -71,7 +74,7 @@ async def answered(link: Link, known: TrackedSequence, rule: str) -> None:
 
 
 async def settled(stage: Stage, link: Link, known: TrackedSequence) -> None:
-    """Remark on an answer with too few guesses and no Skip, for which a verifier would wait."""
+    """Remark if there are too few guesses and no Skip after 0.5 s: a verifier would wait on."""
     if not await link.until(lambda: known.is_settled, SKIP_S):
         depth = len(known.valid_guess())
         text = f"{depth} guesses one after the other, where draft_tokens is {known.draft_tokens}"

@@ -28,7 +28,7 @@ class DraftSequence:
         self.draft_tokens = opened.draft_tokens
         """The number of the chain's guesses that the verifier can use in its next step."""
         self.tree_tokens = opened.tree_tokens
-        """The number of guesses in branches that are worth sending for the next step."""
+        """The number of guesses, in chain and branches, that are worth sending for a step."""
         self.window = opened.window
         self.traceparent = opened.traceparent
         self.abandoned = False
@@ -106,7 +106,7 @@ class DraftSequence:
         """The number of tokens to guess now.
 
         If the verifier's next step lacks guesses, `num_wanted` is the number that it lacks; else it
-        is the number of guesses that a step takes.
+        is the number of guesses that a step takes. It is never more than `remaining_window`.
         """
         wanted = self.draft_tokens
         if self.urgent:

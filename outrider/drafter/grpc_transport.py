@@ -40,9 +40,9 @@ async def wait_until_ready(
 ) -> ModelInfo:
     """Poll GetModel until the verifier is READY; return its model.
 
-    `tls` has the files that the channel was made with. Never times out. Raises OutriderError for an
-    answer that is invalid, or when the files change, since the channel keeps the old files; and
-    AioRpcError when the verifier refuses the call for good.
+    `tls` has the files that the channel was made with. Never times out. Raises AioRpcError if the
+    verifier refuses the call for good. Raises OutriderError if an answer is invalid, or if the
+    files change, since the channel goes on using the old files.
     """
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)
     logged = ""
@@ -155,7 +155,7 @@ class _Call:
             raise StreamEnded(OutriderError(Reason.VERIFIER_UNAVAILABLE, message)) from failure
 
     async def _receive(self) -> verifier_pb2.StreamDraftsResponse | None:
-        """Return the next message; None at an end with the status OK."""
+        """Return the next message, or None if the call has ended with the status OK."""
         try:
             response = await self._call.read()
         except _CALL_OVER:
@@ -167,7 +167,7 @@ class _Call:
         return message
 
     async def _raise_status(self) -> None:
-        """Raise StreamEnded with the status of the call, which is over, unless the status is OK."""
+        """Raise StreamEnded with the status of the ended call, unless the status is OK."""
         code = await self._call.code()
         if code is not grpc.StatusCode.OK:
             initial = await self._call.initial_metadata()
@@ -181,7 +181,7 @@ def _messages(batch: DraftBatch) -> Iterator[DraftBatch]:
     """Split a batch into messages of at most 512 entries and MAX_BATCH_TOKENS tokens.
 
     A batch that fits stays whole, because the verifier divides the drafting time of a message by
-    its longest run.
+    the length of the longest draft in that message.
     """
     token_count = sum([len(proposal.token_ids) for proposal in batch.proposals])
     entry_count = len(batch.proposals) + len(batch.skips)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from outrider.protocol.draft_messages import Proposal, SparseDistribution
 
-# Each commit's weight in the acceptance estimate falls by this factor with the next commit.
+# Each commit multiplies the weight of all earlier commits in the acceptance estimate by this.
 _DECAY = 0.9
-# Confidences are above 0 on the wire, in float32.
+# On the wire a confidence is a float32 and must be above 0.
 _LEAST_CONFIDENCE = 1e-6
 
 
@@ -44,9 +44,9 @@ class GuessTree:
         self.confidences: list[float] = []
         """The confidence of each guess of the chain."""
         self.unsent: list[SparseDistribution | None] = []
-        """The distributions of the chain's last guesses, which no proposal has had."""
+        """For each of the chain's last guesses, not yet in a proposal: its distribution or None."""
         self.branch_count = 0
-        """Guesses of all branches together."""
+        """The number of guesses in all branches together."""
         # The first guesses of the branches, keyed by place, then by token.
         self._branches: dict[int, dict[int, _Guess]] = {}
         self._unsent_branches = False
@@ -56,7 +56,7 @@ class GuessTree:
 
     @property
     def acceptance(self) -> float:
-        """The estimated probability that a chain's guess is committed after right guesses."""
+        """The estimated probability that a chain's guess is committed if all before it are."""
         return (self._hits + 2.0) / (self._hits + self._misses + 3.0)
 
     @property
@@ -70,7 +70,10 @@ class GuessTree:
         distributions: Sequence[SparseDistribution],
         confidences: Sequence[float],
     ) -> None:
-        """Add the guesses of `run` to the chain, with all their distributions or none."""
+        """Add the guesses of `run` to the chain.
+
+        `distributions` and `confidences` are each empty, or have an entry for each guess.
+        """
         self.chain += run
         self.confidences += [_valid(given) for given in confidences] or [0.0] * len(run)
         self.unsent += distributions or [None] * len(run)
@@ -80,8 +83,9 @@ class GuessTree:
     ) -> None:
         """Add `run` after the chain's first `place` guesses; at most `room` guesses are new.
 
-        The part of `run` that agrees with the chain or with a branch merges with it. The run ends
-        where the chain ends. Raises IndexError if the chain has no guess at `place`.
+        The part of `run` that agrees with the chain or with a branch merges with it. If `run`
+        agrees with the chain up to the chain's end, nothing is added. Raises IndexError if the
+        chain has no guess at `place`.
         """
         first = 0
         expected = self.chain[place]

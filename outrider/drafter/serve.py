@@ -35,7 +35,7 @@ def serve(
     tokenizer_fingerprint: str = "",
     tls: Tls | None = None,
 ) -> None:
-    """Draft for one or several verifiers until SIGTERM or SIGINT; reconnects after restarts.
+    """Draft for one or several verifiers until SIGTERM or SIGINT; reconnect when one restarts.
 
     A `verifier` is host:port, unix:/path, or dns:NAME:PORT for all addresses that NAME has at the
     time. `draft` is a function (text, count) → tokens, or a Strategy class; each connection makes
@@ -44,8 +44,9 @@ def serve(
     for drafters that work with any ids. `tls` has the files of mutual TLS, which verifiers with TLS
     require; the drafter's id then begins with the common name of its certificate.
 
-    Exits with status 1 and a message when every verifier refuses this drafter for good, unless
-    further verifiers may join under a name. Raises ValueError for an invalid `dns:` address.
+    Exits with status 1 and a message when every verifier refuses this drafter for good, unless a
+    `dns:` address may still bring further verifiers. Raises ValueError for an invalid `dns:`
+    address.
     """
     telemetry.setup_logging("info")
     verifiers = [verifier] if isinstance(verifier, str) else list(verifier)
@@ -100,7 +101,7 @@ async def _serve(
 class DraftStreams:
     """Serves several verifiers and reconnects when a verifier restarts; `stop` ends all streams.
 
-    Verifiers come and go with the addresses of names.
+    The verifiers of a `dns:` address come and go with the addresses of its name.
     """
 
     def __init__(self, addresses: Addresses, make: Callable[[str], DraftStream]) -> None:
@@ -124,9 +125,9 @@ class DraftStreams:
     async def run(self) -> None:
         """Serve until `stop`, or until every verifier has refused this drafter for good.
 
-        Raises OutriderError with all reasons in the second case. As long as there are names,
-        further verifiers may join, so that refusals end nothing. An exception of one of the
-        strategy's `fatal` types ends all streams.
+        Raises OutriderError with all reasons in the second case. With a `dns:` address further
+        verifiers may join, so refusals do not end `run`. An exception of one of the strategy's
+        `fatal` types ends all streams.
         """
         await self._take(self._addresses.now)
         works: list[Awaitable[None]] = [self._over]
@@ -149,8 +150,8 @@ class DraftStreams:
     async def _take(self, addresses: Sequence[str]) -> None:
         """Start a stream to each new address, and stop dialling an address that is gone.
 
-        A stream that is registered at a verifier with such an address goes on until the verifier
-        ends it.
+        If the verifier at a gone address has registered the stream, the stream goes on until the
+        verifier ends it.
         """
         if self._is_stopping:
             return

@@ -49,7 +49,7 @@ class DraftSession:
         self._logged: set[tuple[type[Exception], str, int]] = set()
 
     def welcome(self, welcome: Welcome) -> None:
-        """Take the verifier's answer to the Hello; raise the strategy's OutriderError."""
+        """Take the verifier's answer to the Hello. Raises OutriderError if the strategy does."""
         request = self._strategy.feature_request
         if request is not None:
             self._feature_bytes = welcome.feature_width * request.dtype.size

@@ -7,11 +7,11 @@ import asyncio
 from outrider.protocol.draft_messages import StepBatch
 
 MAX_FEATURE_BYTES = 16 * 2**20
-"""Beyond this, further steps lose their features until some are read."""
+"""While the unread features take more bytes than this, further steps lose their features."""
 
 
 class StepQueue(asyncio.Queue[StepBatch | None]):
-    """A bounded queue; each side of a draft stream has one, since either may be the slower side.
+    """A bounded queue. Verifier and drafter each have one, since steps may wait at either end.
 
     When features are dropped, the drafter sees a gap in them. The drafter's guesses may be worse;
     nothing else changes. A None in the queue is no step, but wakes the reader.

@@ -60,7 +60,7 @@ class Strategy(ABC):
         """
 
     def features(self, sequence: DraftSequence, first_position: int, rows: FeatureRows) -> None:
-        """Take the features of the tokens from `first_position` on, if some were requested.
+        """Take the features of the tokens from `first_position` on, if the strategy wants features.
 
         Features come before the call of `committed` for their tokens. A prompt's features come in
         parts. `rows` has the features of one token after the other, little endian, of the requested

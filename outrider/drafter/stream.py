@@ -47,14 +47,14 @@ class Observer:
         """Note that the stream and its sequences have ended."""
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
-        """Note that the session made a batch in this time and is about to send it."""
+        """Note that the session made `batch` in `seconds`, and that the batch is sent next."""
 
     def following(self, sequence_count: int, abandoned_count: int) -> None:
         """Note at the end of a round how many sequences are open, and how many were abandoned."""
 
 
 class DraftStream:
-    """Serves one verifier and reconnects when it restarts; `stop` ends it.
+    """Drafts for one verifier until `stop`, and reconnects when the verifier restarts.
 
     `rejoin` replaces the connection by a new one, with a new strategy.
     """
@@ -77,7 +77,7 @@ class DraftStream:
         self._observer = observer
         self._clock = clock
         self._stopping = asyncio.Event()
-        # This event asks the present connection to end, and the other says that there is none.
+        # `_leaving` asks the present connection to end; `_left` says that there is no connection.
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
         self._left.set()
@@ -97,7 +97,7 @@ class DraftStream:
         await self._left.wait()
 
     async def run(self) -> None:
-        """Serve until `stop`; raise OutriderError when the verifier refuses it for good."""
+        """Serve until `stop`; raise OutriderError if the verifier refuses this drafter for good."""
         while not self._stopping.is_set():
             try:
                 await self._connect()
@@ -191,7 +191,7 @@ async def _close(strategy: Strategy) -> None:
     try:
         async with asyncio.timeout(_CLOSE_S):
             await strategy.aclose()
-    except Exception:  # it must not hide why the stream ended
+    except Exception:  # a failed close must not hide why the stream ended
         log.exception("closing the strategy %s failed", strategy.name)
 
 
@@ -287,7 +287,7 @@ class _Connection:
 
 
 def _raise_first(*tasks: asyncio.Task[None]) -> None:
-    """Raise the exception of a task; if both have one, raise our own error, not the verifier's."""
+    """Raise the exception of a task; if both failed, raise our own error, not StreamEnded."""
     done = [task for task in tasks if task.done()]
     for task in sorted(done, key=lambda task: isinstance(task.exception(), StreamEnded)):
         task.result()

@@ -16,7 +16,7 @@ _READ_WHOLE = {".json", ".jinja", ".txt", ".model", ".py", ".yaml"}
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the bytes of a regular file.
 
-    Raises OSError, whose `strerror` says what is wrong with it.
+    Raises OSError, whose `strerror` says what is wrong with the file.
     """
     # Opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -40,7 +40,7 @@ def check_folder(folder: Path) -> None:
     Weights may have any size. Raises OSError, whose `filename` is the file.
     """
     for path in folder.iterdir():
-        # A link to nothing is a file that is missing.
+        # A link to a missing file counts as a missing file.
         if not path.exists() or path.is_dir():
             continue
         _check(path.stat(), path, MOST_BYTES if path.suffix in _READ_WHOLE else 0)

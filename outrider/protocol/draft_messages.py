@@ -1,6 +1,6 @@
 """The draft stream's messages as plain data, without protobuf, grpc or torch.
 
-`outrider.protocol.wire.drafts` checks every message that it makes.
+`outrider.protocol.wire.drafts` checks every message that comes in.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ _AUTO_LARGE_BATCH_TOKENS = 3
 class DraftTokensPolicy:
     """The rule for the number of a sequence's draft tokens that a step verifies.
 
-    `goodput` takes the fastest number by measured acceptance and costs, from 0 to
-    `max_draft_tokens`. `auto` is TensorRT-LLM's heuristic: 5 up to a batch of 4, 3 up to 32, 0
-    above. `fixed` always takes `max_draft_tokens`.
+    `goodput` takes the number from 0 to `max_draft_tokens` that promises the highest goodput, by
+    measured acceptance and costs. `auto` is TensorRT-LLM's heuristic: 5 up to a batch of 4, 3 up to
+    32, 0 above. `fixed` always takes `max_draft_tokens`.
     """
 
     kind: Literal["goodput", "auto", "fixed"] = "goodput"
@@ -49,7 +49,7 @@ class DraftTokensPolicy:
         raise invalid("draft_tokens", message)
 
     def limit(self, batch: int) -> int:
-        """Return the maximum number of a sequence's draft tokens among `batch` sequences.
+        """Return the maximum number of draft tokens per sequence in a batch of `batch` sequences.
 
         Prompts do not count towards the batch, because they come and go.
         """

@@ -20,13 +20,13 @@ class Versions(NamedTuple):
 
 
 SPOKEN = Versions(1, 1)
-"""The versions that this release speaks: the newest, and during rolling updates the one before."""
+"""This release's versions: the newest, and the version before it if rolling updates need both."""
 
 
 def agree(gateway: Versions, verifier: Versions) -> int:
     """Return the newest version that both sides speak.
 
-    Raises OutriderError(NOT_READY) without such a version.
+    Raises OutriderError(NOT_READY) if there is no such version.
     """
     newest = min(gateway.newest, verifier.newest)
     if newest < max(gateway.oldest, verifier.oldest):

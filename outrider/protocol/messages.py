@@ -17,7 +17,7 @@ from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_RELAXED_TOP_K, MIN_TE
 
 
 class DraftDistribution(IntEnum):
-    """The distributions that a drafter sends with its proposals; they decide the rule."""
+    """The kind of distribution that a drafter sends with proposals; it decides the rule."""
 
     ONE_HOT = 1
     SPARSE = 2
@@ -25,7 +25,7 @@ class DraftDistribution(IntEnum):
 
 
 class TokenSource(IntEnum):
-    """The writer of a committed token."""
+    """How a step came to commit a token."""
 
     PLAIN = 1
     ACCEPTED = 2
@@ -36,7 +36,7 @@ class TokenSource(IntEnum):
 
     @property
     def is_accepted(self) -> bool:
-        """True if a drafter wrote the token."""
+        """True if the token is an accepted draft token."""
         return self in (TokenSource.ACCEPTED, TokenSource.ACCEPTED_SIDE)
 
 
@@ -153,7 +153,7 @@ SAMPLING_RANGES = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
 }
-"""Numbers of SamplingParams whose range no model changes. gRPC and HTTP take and check them."""
+"""Numbers of SamplingParams whose range is equal for all models. gRPC and HTTP check them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +188,11 @@ SPECULATION_RANGES = {
 class TokenRequest:
     """One sequence to generate.
 
-    `top_logprobs` is the number of likeliest tokens to report with each generated token,
-    `prompt_logprobs` is the number to report with each token of the prompt; None asks for no
-    report. The output continues after `committed`. `noise_seed` seeds the random numbers if
-    `sampling` has no seed. A verifier of another `model_fingerprint` refuses the request; an empty
-    fingerprint suits any verifier.
+    `top_logprobs` is the number of likeliest tokens to report with each generated token, and
+    `prompt_logprobs` the number to report with each prompt token; None asks for no report. The
+    output continues after `committed`. `noise_seed` seeds the random numbers if `sampling` has no
+    seed. A verifier of another `model_fingerprint` refuses the request; an empty fingerprint suits
+    any verifier.
     """
 
     prompt: list[int]
@@ -276,7 +276,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class TokenChunk:
-    """The tokens that one engine step committed for one sequence.
+    """Tokens that one or several engine steps committed for one sequence.
 
     `draft_token_count` is the number of draft tokens verified, `side_draft_token_count` the number
     of those that lie beside the main path. The last chunk has a finish reason and statistics.
@@ -297,11 +297,11 @@ class TokenChunk:
 
     @property
     def accepted_count(self) -> int:
-        """The number of tokens that drafters wrote."""
+        """The number of accepted draft tokens."""
         return sum([source.is_accepted for source in self.sources])
 
     def joined(self, after: TokenChunk) -> TokenChunk:
-        """Merge this chunk with the next chunk."""
+        """Return one chunk with the tokens of this chunk and of the next chunk, `after`."""
         return replace(
             after,
             token_ids=[*self.token_ids, *after.token_ids],

@@ -29,7 +29,7 @@ class Placement:
     numa_node: int | None = None
     architecture: str = ""
     gpu_uuid: str = ""
-    """As NVIDIA's driver names the GPU in all processes and containers; empty on a CPU."""
+    """The UUID of NVIDIA's driver, equal in all processes and containers; empty on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class ModelInfo:
     """A hash of weights, dtype, settings and version: equal if verifiers continue each other's
     answers."""
     graph_count: int = 0
-    """CUDA graphs of the target's forward; 0 on a CPU."""
+    """The number of CUDA graphs of the target's forward; 0 on a CPU."""
     graph_memory_bytes: int = 0
     """Device memory that the graphs took."""
     engine: str = "native"

@@ -14,7 +14,7 @@ from outrider.protocol.messages import Acceptance, TokenRequest
 
 
 class _Refusal(NamedTuple):
-    """The field that the error names, the reason, and the test for requests to refuse."""
+    """The field that the error names, and the reason; `asks` is true for a request to refuse."""
 
     field: str
     reason: str
@@ -72,8 +72,8 @@ def check_supported(
 ) -> None:
     """Raise OutriderError(UNSUPPORTED_PARAMETER) for a request that an engine does not support.
 
-    `unsupported` has the names of GetModel; the verifier itself refuses requests for unknown names.
-    `grammar_field` is the caller's name of the grammar.
+    `unsupported` has the names from GetModel. A name that this version does not know is ignored:
+    the verifier itself refuses such requests. `grammar_field` stands for `grammar` in the error.
     """
     if not unsupported:
         return

@@ -31,7 +31,7 @@ def check_address(address: str) -> None:
 
 
 class Addresses:
-    """The addresses of a list, whose names are resolved repeatedly."""
+    """A list of addresses. Its `dns:` names are resolved repeatedly."""
 
     def __init__(
         self, entries: Sequence[str], on_failure: Callable[[str], object] | None = None

@@ -18,7 +18,7 @@ _V1 = "grpc.reflection.v1"
 def serve_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
     """Serve gRPC's reflection of these services, given by full name, in both of its versions.
 
-    The messages are the same, and grpcio-reflection has only the older name.
+    Both versions have the same messages; grpcio-reflection itself serves only the older version.
     """
     names = (*services, reflection.SERVICE_NAME, f"{_V1}.ServerReflection")
     pool = _described(names)

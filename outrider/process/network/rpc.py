@@ -24,14 +24,14 @@ from outrider.process.security.tls import Tls
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_REFUSED_BYTES = 64 * 1024 * 1024
-"""Up to this size a server reads a message that is too large, and refuses it. Beyond, gRPC itself
-answers, without error details."""
+"""Up to this size a server reads a message that is too large, and refuses it. A larger message is
+answered by gRPC itself, without error details."""
 MAX_STREAMS = 4096
 
 # Both ends notice within 12 s that the other has vanished: after 4 s without data they send a ping,
 # and wait 8 s for its answer. gRPC also sends pings that measure the link. The time-out of such
 # pings is 60 s by default, and no other ping is sent while a ping is in flight, so their time-out
-# must be as short. The server must allow frequent pings: by default it answers pings more frequent
+# must be 8 s too. The server must allow frequent pings: by default it answers pings more frequent
 # than every 5 minutes with GOAWAY "too_many_pings".
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -94,7 +94,7 @@ class Server:
         self,
         *services: str,
         max_request_bytes: int = MAX_MESSAGE_BYTES,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # as above
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs
     ) -> None:
         """`services` are full names, for health and reflection. The interceptors run first."""
         self.services = services

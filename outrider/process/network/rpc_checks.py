@@ -27,7 +27,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _is_no_leaving(record: logging.LogRecord) -> bool:
-    """Return False for a record that a write of gRPC failed because the peer has left."""
+    """Return False for the record of a gRPC write that failed because the peer has left."""
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 

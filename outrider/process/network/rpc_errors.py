@@ -99,7 +99,7 @@ def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderEr
 
 
 def _describe(error: OutriderError, info: error_details_pb2.ErrorInfo) -> None:
-    """Set the error's reason to the peer's; if this version lacks it, set its retry class."""
+    """Take the peer's reason; if this version does not know it, take only its retry class."""
     metadata = dict(info.metadata)
     named = metadata.pop(_RETRY_KEY, "")
     if info.reason in Reason.__members__:
@@ -111,7 +111,7 @@ def _describe(error: OutriderError, info: error_details_pb2.ErrorInfo) -> None:
 
 
 def _cut(text: str) -> str:
-    """Return a string's beginning, cut to the room that a call's metadata has."""
+    """Return the text's first 1024 bytes, so that it fits into a call's metadata."""
     return text.encode()[:_MAX_ERROR_BYTES].decode(errors="ignore")
 
 

@@ -67,7 +67,7 @@ class _PatientCall:
             raise
 
     async def send_receive_close(self) -> None:
-        """Half-close. Does nothing if the call has ended: grpc.aio would cancel it."""
+        """Half-close. Does nothing if the call has ended, since grpc.aio would cancel the call."""
         with suppress(grpc.aio.InternalError):
             await self._call.send_receive_close()
 

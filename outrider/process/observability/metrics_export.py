@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # Nobody needs a further time series with the creation time of each counter.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
 
-# The library gives each connection a thread. A silent connection must not hold it for ever.
+# The library gives each connection a thread. A silent connection must not hold a thread for ever.
 _SILENT_S = 10.0
 # Maps a metric's type to Prometheus's names of its series. Outrider has no other types.
 _SERIES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}

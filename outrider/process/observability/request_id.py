@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 
 HEADER = "x-request-id"
-"""The header over HTTP, and the metadata over gRPC."""
+"""The name of the HTTP header, and of the gRPC metadata."""
 _OWN = re.compile(r"[!-~]{1,96}")
 
 

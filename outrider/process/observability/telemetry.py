@@ -30,7 +30,7 @@ from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.process.runtime import exit_now
 
-# OpenTelemetry's names. No setting of ours repeats these names, since collectors document them.
+# OpenTelemetry's own variables, which collectors document. So no setting of ours repeats them.
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 LAST_SEND_S = 3.0

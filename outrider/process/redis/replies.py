@@ -12,8 +12,8 @@ from redis.exceptions import InvalidResponse
 
 # The longest valid reply answers a lookup for some thousand sequences.
 _MAX_REPLY_BYTES = 16 * 2**20
-# The head of a list of a million elements or more. Such a head cannot occur in a value: four ASCII
-# digits read as a token id exceed every vocabulary.
+# The head of a list of a million elements or more. A value holds token ids of 4 bytes, and cannot
+# contain such a head: four ASCII digits would be a token id beyond every vocabulary.
 _VAST_LIST = re.compile(rb"[*%~>|]\d{7}")
 _HEAD_BYTES = 8
 

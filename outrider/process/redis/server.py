@@ -152,7 +152,7 @@ class RedisServer:
 def _parsed(url: str) -> dict[str, Any]:
     """Return redis-py's arguments for a URL.
 
-    Raises OutriderError(INVALID_VALUE) if the text is no such URL, or has options other than TLS's.
+    Raises OutriderError(INVALID_VALUE) if the text is no Redis URL, or has options other than TLS's.
     """
     try:
         parts, parsed = urlsplit(url), dict(parse_url(url))
@@ -183,8 +183,8 @@ def _tls(use_tls: bool, tls: Tls | None) -> dict[str, Any]:
 def _check_authorities(file: str | None) -> None:
     """Read the authorities' certificates, one of which must have signed Redis's certificate.
 
-    redis-py would read it only for the first connection. Raises OutriderError(INVALID_VALUE) that
-    names the file.
+    redis-py would read the file only for the first connection. Raises OutriderError(INVALID_VALUE)
+    that names the file.
     """
     if file is None:
         return
@@ -197,7 +197,7 @@ def _check_authorities(file: str | None) -> None:
 
 
 def _credentials(user: str, password: str, password_file: Path | None) -> dict[str, Any]:
-    """Return redis-py's argument for the URL's user and the password; empty without both."""
+    """Return redis-py's argument for user and password; empty if neither is given."""
     if password_file is not None and password:
         raise invalid("redis-password-file", "must not be given where the URL has a password")
     provider = Credentials(user, password, password_file)

@@ -15,7 +15,7 @@ _Message = TypeVar("_Message", bound=Message)
 def take_batch(unsent: list[_Message]) -> tuple[list[_Message], int]:
     """Take from the front of `unsent` as many messages as fit, at least the first if there is one.
 
-    Returns them and their size in bytes.
+    Returns these messages and their size in bytes.
     """
     count = 0
     byte_count = 0

@@ -1,6 +1,6 @@
 """Converts the messages of the draft stream between proto and domain.
 
-Both directions check what they receive and raise an OutriderError that names field and limit.
+Every `*_from_proto` checks its message, and raises an OutriderError that names field and limit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | No
     """Check and convert a Hello's request for features.
 
     Return None without such a request, and for a type of numbers that only a later version knows.
-    The number of the target's layers is not known here. Raises OutriderError(INVALID_VALUE).
+    Whether the target has these layers is checked elsewhere. Raises OutriderError(INVALID_VALUE).
     """
     if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
         return None

@@ -18,10 +18,10 @@ from outrider.protocol.limits import MAX_MESSAGES
 def check_known_fields(message: Message, path: str = "") -> None:
     """Check a message and all messages in it.
 
-    Raises OutriderError(UNKNOWN_PARAMETER). Its field is the path of the message at fault with the
-    field's number, such as `sampling.99`; 99 alone is a field of the request itself. A list of
-    more than MAX_MESSAGES messages is refused unread (INVALID_VALUE): a million empty messages
-    fit into a request, and reading them would take seconds.
+    Raises OutriderError(UNKNOWN_PARAMETER), whose `field` has the path of the message at fault and
+    the unknown field's number, such as `sampling.99`; 99 alone is a field of the request itself.
+    A list of more than MAX_MESSAGES messages is refused unread (INVALID_VALUE): a million empty
+    messages fit into a request, and reading them would take seconds.
     """
     unknown = UnknownFieldSet(message)
     if len(unknown):

@@ -16,7 +16,7 @@ _MAX_DRAFTER_BYTES = 4 * 2**20
 
 
 def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
-    """Convert the model's description; of the drafters, keeps the first that fit in 4 MiB."""
+    """Convert the model's description; keep only as many drafters as fit in 4 MiB."""
     response = verifier_pb2.GetModelResponse(
         model_id=info.model_id,
         stage=proto_enum(info.stage.value),
@@ -91,7 +91,7 @@ def _drafter_to_proto(drafter: DrafterInfo) -> verifier_pb2.DrafterInfo:
 
 
 def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
-    """Check the placements and convert; raise OutriderError(INVALID_VALUE).
+    """Convert the model's description; raise OutriderError(INVALID_VALUE) for a wrong placement.
 
     A stage that only a later version knows counts as LOADING, so that the verifier gets no
     requests.

@@ -26,7 +26,7 @@ from outrider.protocol.wire.settings import (
 )
 from outrider.v1 import common_pb2, verifier_pb2
 
-# A look-up here happens for each token, and takes a third of the time of a call of the enum.
+# Each token needs a lookup in a table; calling the enum would take three times as long.
 _SOURCES = {source.value: source for source in m.TokenSource}
 _RULES = {rule.value: rule for rule in m.AcceptanceRule}
 _ID_LISTS = ("prompt_token_ids", "stop_token_ids", "prediction_token_ids", "committed_token_ids")
@@ -154,7 +154,7 @@ def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
 
 
 def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk:
-    """Convert. A later version's source counts as PLAIN, and its finish reason as STOP."""
+    """Convert a chunk. An unknown source counts as PLAIN, and an unknown finish reason as STOP."""
     finish_reason = None
     if proto.finish_reason:
         finish_reason = known(m.FinishReason, proto.finish_reason, m.FinishReason.STOP)

@@ -154,14 +154,14 @@ def proto_enum(value: int) -> Any:
 
 
 def duration(time_s: float | None) -> Duration | None:
-    """Convert seconds; None stays None."""
+    """Convert seconds to a Duration; None stays None."""
     if time_s is None:
         return None
     return Duration(seconds=int(time_s), nanos=int(time_s % 1 * 1e9))
 
 
 def seconds(proto: Duration | None) -> float | None:
-    """Convert seconds, into 0 to `_MAX_DURATION_S`; None stays None."""
+    """Convert a Duration to seconds, clamped to [0, `_MAX_DURATION_S`]; None stays None."""
     if proto is None:
         return None
     return min(max(proto.seconds + proto.nanos / 1e9, 0.0), _MAX_DURATION_S)
