@@ -14,15 +14,15 @@ trap 'kill "${servers[@]}" 2>/dev/null || true; wait; rm -rf "$work"' EXIT
 
 [ "${1:-}" = --built ] || ./install.sh "$@"
 
-# Tests that run beside this choose ports from 20000 to 31999. One of them could take a port that is
-# chosen there before the stack listens on it.
+# These ports are below the range 20000 to 31999, from which tests that run beside this script
+# choose: a test could take a port of that range before the stack listens on it.
 next=19000
 port() { printf -v "$1" '%s' $((next++)); }
 cd "$root"
 certs=$work/certs
 "$PYTHON" -m outrider_cli.main certs "$certs" >/dev/null
 declare -A gateway verifier lonely
-# start NAME FLAG...: a stack, and a gateway without a verifier for the check "unavailable".
+# start NAME FLAG...: starts a stack, and a gateway without a verifier for the check "unavailable".
 start() {
   local public=() http lonely_http
   port "gateway[$1]" && port "verifier[$1]" && port "lonely[$1]" && port http && port lonely_http

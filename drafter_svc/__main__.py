@@ -71,7 +71,7 @@ def run(settings: DrafterSettings) -> None:
         metrics = DrafterMetrics(own_id(name, settings.tls), family)
         telemetry.setup(SERVICE_NAME, instance=metrics.drafter_id)
         # Apply the placement before torch is imported: torch sizes its thread pools by the cores
-        # that it sees, and memory stays on the NUMA node that first touched it.
+        # that it sees, and memory stays on the NUMA node of the core that first touched it.
         place = plan(settings.cores, settings.numa_node, settings.threads)
         place.apply()
         uvloop.run(serve(settings, place, metrics))

@@ -41,7 +41,7 @@ def fan_out(acceptance: float, depth: int, budget: int) -> list[int]:
 class Branch:
     """A branch: the tokens `run` that may follow the first `at` guesses of a chain.
 
-    The first `shared` tokens are also in branches before this one.
+    The first `shared` tokens of `run` are also in earlier branches.
     """
 
     at: int

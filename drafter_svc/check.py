@@ -33,7 +33,7 @@ def check_int8(settings: Any, *, on_cpu: bool = False) -> None:
 
 
 def check(settings: DrafterSettings) -> None:
-    """Raise OutriderError that names a setting with which this machine or its files do not work."""
+    """Raise OutriderError that names a setting that does not suit this machine or its files."""
     for address in settings.verifier:
         check_address("verifier", address)
     check_address("listen", settings.listen)
@@ -45,7 +45,7 @@ def check(settings: DrafterSettings) -> None:
             check_model(name, model)
     if head := getattr(settings, "head", None):
         check_file("head", Path(head) / "config.json")
-    # A family's settings are mixed into the settings of every drafter.
+    # `settings` also has the family's own settings, which its declared type does not show.
     family: Any = settings
     if isinstance(family, RedisSettings) and family.redis_server() is not None:
         read_secret(family.pool_secret_file)

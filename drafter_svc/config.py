@@ -60,7 +60,7 @@ class DrafterSettings(TlsSettings, ScrapedSettings):
     loaded once and drafts for all of them."""
 
     uds: list[Path] = Field(default_factory=list)
-    """Unix socket of the verifier, used instead of the address if it exists on this host. For
+    """Unix socket of the verifier, used instead of the address if it accepts connections. For
     several verifiers, give one socket for each, in the same order."""
 
     id: str = ""

@@ -56,5 +56,5 @@ def main(arguments: list[str], program: str = "drafter erase") -> None:
     print(f"{count} n-grams and texts erased")
     if count == 0:
         whose = "the public pool" if settings.is_public_pool else f"tenant {settings.tenant!r}"
-        hint = "another name or another --pool-secret-file is another pool"
+        hint = "is the name right, and the --pool-secret-file the one that the drafters use?"
         print(f"{program}: Redis has none of {whose}; {hint}", file=sys.stderr)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Seconds of processor time. Each mask may take `_FREE_S`. The time beyond that, added over all
-# masks of a sequence, may be at most `_MOST_S`. Usual masks take 0.05 to 0.5 ms. Other sequences'
-# drafts wait meanwhile.
+# masks of a sequence, may be at most `_MOST_S`. Usual masks take 0.05 to 0.5 ms. While a mask is
+# computed, the drafts of other sequences wait.
 _FREE_S = 0.005
 _MOST_S = 0.1
 

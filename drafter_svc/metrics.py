@@ -29,7 +29,7 @@ class DrafterMetrics:
         self.registry = CollectorRegistry()
         self._labels = {"drafter": drafter_id, "family": family}
         self._draft_seconds = self._histogram(
-            "drafter_draft_seconds", "Drafting for all sequences that have room, once."
+            "drafter_draft_seconds", "One round of drafting, for all sequences that have room."
         )
         self._tokens = self._counter("drafter_proposed_tokens", "Tokens proposed.")
         self._skips = self._counter(
@@ -92,8 +92,8 @@ class _RedisCollector(Collector):
         )
         yield self._family(
             "redis_lookups",
-            "Commands that look up sequences or texts: sent; of those late (after 5 ms), "
-            "failed or malformed; and skipped while Redis is down or late.",
+            "Commands that look up sequences or texts: sent; late (after 5 ms), failed or "
+            "malformed among those sent; and skipped while Redis is down or late.",
             "event",
             sent=counters.lookups,
             late=counters.late,

@@ -68,7 +68,7 @@ def _read(path: Path) -> str:
 def _not_grace(sys_root: Path) -> str | None:
     """Return why the CPU is not Grace; None on a Grace CPU.
 
-    Other makers build on the same core, so the maker's name is checked as well.
+    Other makers use the core Neoverse V2 too, so the maker's name is checked as well.
     """
     register = _read(sys_root / "devices/system/cpu/cpu0/regs/identification/midr_el1")
     if not register:
@@ -155,8 +155,8 @@ def plan(
 
     Without cores and node, the system places the process (`local`). With cores, the process runs on
     these cores; with a node alone, on all cores of the node (`cpu`). `grace` stands for the cores
-    of a Grace CPU's node, by default of the first node. Raises OutriderError(INVALID_VALUE) that
-    names the setting at fault and the possible values.
+    of a Grace CPU's node, by default of the first node that has cores. Raises
+    OutriderError(INVALID_VALUE) that names the setting at fault and the possible values.
     """
     if cores is None and numa_node is None:
         return PlacementPlan("local", (), None, threads)

@@ -46,7 +46,7 @@ class ServedWeights:
         self._asked.set()
 
     async def follow(self, rejoin: Callable[[], Awaitable[None]]) -> None:
-        """Replace the weights for ever, whenever asked.
+        """Replace the weights each time that `ask` is called; never return.
 
         `rejoin` replaces the connections, and returns when the former connections are closed.
         """
@@ -56,7 +56,7 @@ class ServedWeights:
             await self._replace(rejoin)
 
     async def _replace(self, rejoin: Callable[[], Awaitable[None]]) -> None:
-        """Load and swap; if the files cannot be used, log why and change nothing."""
+        """Load and use new weights; if the files cannot be used, log why and change nothing."""
         present = "the earlier weights"
         try:
             family = self.make(_NO_VERIFIER)
@@ -89,6 +89,6 @@ def _check_same_kind(old: Loaded, new: Loaded) -> None:
 
 
 def _states(loaded: Loaded) -> FeatureRequest | None:
-    """Return which of the target's states a family reads; a verifier need not project them."""
+    """Return the family's request for states, without the projection, which is optional."""
     request = loaded.make(_NO_VERIFIER).feature_request
     return request and replace(request, projection="")

@@ -14,7 +14,7 @@ def guess(text, count)
   []
 end
 
-# The message for one sequence: a guess after its committed tokens, and a skip if it is short.
+# The message for one sequence: a guess after its committed tokens, and a skip if the guess is short.
 def answer(id, text, count)
   found = count.positive? ? guess(text, count) : []
   place = { sequence_id: id, base_length: text.length }
@@ -52,7 +52,7 @@ def draft(verifier, fingerprint, outbox)
   end
 end
 
-# How long to wait after an error, as errors.proto has it; exits where there is no use in coming back.
+# The seconds to wait after an error, as errors.proto says; exits if the error's retry is never.
 def pause(error, backoff)
   details = error.to_rpc_status&.details.to_a
   unpacked = ->(type) { details.find { |any| any.is(type) }&.unpack(type) }

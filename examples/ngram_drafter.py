@@ -1,4 +1,4 @@
-"""A whole drafter. It guesses the tokens that followed the text's last tokens earlier in the text.
+"""A whole drafter. It finds the text's last tokens earlier in the text, and guesses what followed.
 
 python examples/ngram_drafter.py 127.0.0.1:50051
 """
@@ -23,7 +23,7 @@ def guess(text: Sequence[int], count: int) -> Sequence[int]:
 def followers(text: Sequence[int], size: int, count: int) -> Sequence[int]:
     """The tokens that followed an earlier occurrence of the last `size` tokens.
 
-    Take the newest occurrence that `count` tokens follow, or the one that most tokens follow.
+    The newest occurrence that `count` tokens follow decides, or else the one that most follow.
     """
     best: Sequence[int] = []
     for start in range(len(text) - size - 1, -1, -1):

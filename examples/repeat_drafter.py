@@ -1,4 +1,4 @@
-"""A whole family of drafters. The family proposes the tokens that followed the last tokens earlier.
+"""A whole family. It finds the text's last tokens earlier in the text, and proposes what followed.
 
 From the directory that holds `examples`:
 

@@ -1,7 +1,8 @@
 """Learns and guesses the blanks between the words of a structured text.
 
-A grammar mostly allows blanks at each joint of a JSON text, and a model mostly writes the same
-blanks each time. The family therefore learns the blanks from the text so far.
+A grammar mostly allows blanks at each joint of a JSON text, which is a place between two words or
+marks. A model mostly writes the same blanks at joints of one kind. The family therefore learns the
+blanks from the text so far.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class CachedDraft:
     target's; the first round makes it. The KV cache then holds the draft model's tokens, and all
     other fields count and hold the target's tokens. Each guess is one token in both vocabularies.
 
-    The event loop and the model's thread both use it, but never at the same time: the thread may
-    touch it only between `DraftModel.grow` and the end of that round.
+    The event loop and the model's thread both use this object, but never at the same time: the
+    thread may touch it only between `DraftModel.grow` and the end of that round.
     """
 
     sequence: DraftSequence
@@ -87,9 +87,9 @@ class CachedDraft:
     draw_count: int = 0
     """Tokens sampled so far: a part of the random counter, so that no number is used twice."""
     round_start_count: int = 0
-    """Guesses when this round began."""
+    """The number of guesses when this round began."""
     goal: int = 0
-    """Guesses that this round should reach."""
+    """The number of guesses that this round should reach."""
     stuck: bool = False
     """True if no token may follow, so that there is nothing more to guess."""
 
@@ -169,10 +169,7 @@ class CachedDraft:
             self.goal = self.at + 1 + self.sequence.draft_tokens
 
     def unread(self, limit: int) -> list[int]:
-        """Return the first of the draft model's tokens that are not in the KV cache yet.
-
-        There are at most `limit`.
-        """
+        """Return the draft model's first `limit` tokens that are not in the KV cache yet."""
         start = self.kv.num_computed_tokens
         committed = self.committed
         guessed = self.guessed
@@ -183,7 +180,7 @@ class CachedDraft:
         return [*committed[start : start + limit], *guessed][:limit]
 
     def extend(self, guesses: Sequence[Guess]) -> None:
-        """Add guesses. All guesses have distributions, or none has; so too with `shares`."""
+        """Add guesses, which all have a distribution or all have none; likewise for `shares`."""
         tokens = [guess.token for guess in guesses]
         distributions = [guess.distribution for guess in guesses if guess.distribution is not None]
         self.draw_count += len(distributions)

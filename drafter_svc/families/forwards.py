@@ -403,7 +403,7 @@ def _fetch(*tensors: torch.Tensor) -> Iterator[Any]:
 
 
 def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.Tensor:
-    """Set the logits of ids that a draft's target does not know to -inf, or leave them out."""
+    """Give ids that a draft's target does not know the logit -inf, or leave these ids out."""
     logits_RV = logits_RV[:, : max(draft.vocab_size for draft in drafts)]
     narrow = [i for i, draft in enumerate(drafts) if draft.vocab_size < logits_RV.shape[-1]]
     if narrow:

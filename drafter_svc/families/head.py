@@ -106,7 +106,7 @@ class HeadFamily(Family):
         if welcome.feature_width != wanted:
             message = (
                 f"the head reads features of {wanted} numbers, and the verifier's have"
-                f" {welcome.feature_width}: it was made for another target"
+                f" {welcome.feature_width}: the head was made for another target"
             )
             raise OutriderError(Reason.INVALID_VALUE, message)
         made = "projected by the verifier" if self._projected else "as the target has them"

@@ -95,12 +95,12 @@ class HeadDraft:
     projected: bool
     """True if the features are after the head's projection."""
     told: int = 0
-    """Committed tokens that the head's thread was told of."""
+    """The number of committed tokens that the head's thread was told of."""
     kept: list[tuple[int, SharedRows]] = field(default_factory=list)
-    """Features that the head's thread was not told of, each with the first token's position."""
+    """Features that the head's thread was not told of yet, with the first token's position."""
     read: HeadSequence | None = None
     reading: Future[None] | None = None
-    """The work on the last features that were read before a draft needed them."""
+    """The work of the last call of `HeadWorker.read`, until the next draft has checked it."""
     failed: bool = False
     """True if a forward failed, so that the head has to be told of the whole text again."""
     grammar: GrammarState | None = None
@@ -197,7 +197,7 @@ class HeadWorker:
         if reading is not None:
             found = with_reading(found, reading)
         elif len(options) > 1:
-            text = "its file may mean something else, too (it is read as: %s): try check-head"
+            text = "the head's file may mean something else, too (read as: %s): try check-head"
             log.info(text, described(options[0], options))
         numbers: torch.dtype
         if dtype == "auto":

@@ -32,8 +32,8 @@ _MIN_BRANCHES = 4
 class _Text:
     """The n-grams of one sequence's tokens.
 
-    The first `indexed_count` tokens are in the pools of this process. The n-grams that end within
-    the first `shared_count` tokens were offered to Redis under `tenant`'s keys.
+    The first `indexed_count` tokens are in the pools of this process. The n-grams that end at
+    positions below `shared_count` were offered to Redis under `tenant`'s keys.
     """
 
     pool: MemoryPool
@@ -191,7 +191,7 @@ class NgramFamily(Family):
 
         If the draft fails at a place, a branch there is the next draft, and is already known.
         """
-        # Where the verifier verifies trees, `_extend` has offered them.
+        # Where the verifier verifies trees, `_extend` has offered the branches.
         if sequence.wants_tree:
             sequence.give_up_branches()
             return

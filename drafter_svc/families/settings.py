@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.process.redis.server import RedisServer
 
 INT8: Mapping[Weights, bool | None] = {"auto": None, "int8": True, "dtype": False}
-"""Whether weights are in int8, keyed by the setting `weights`; None means where int8 is faster."""
+"""Whether weights are in int8, by the setting `weights`; None means int8 where it is faster."""
 
 
 class FamilySettings(BaseModel):
@@ -29,7 +29,7 @@ class FamilySettings(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     reads_states: ClassVar[bool] = False
-    """Whether the family reads the target's hidden states. It then belongs beside the target."""
+    """True if the family reads the target's hidden states, and so belongs beside the target."""
 
 
 class RedisSettings(FamilySettings):
@@ -164,8 +164,8 @@ class HeadSettings(FamilySettings):
     input of layer k, from 0 on, and the number of layers for the last layer's output."""
 
     head_reading: int | None = Field(None, ge=1)
-    """What the head's file means, where it may mean several things: a number of the list that
-    `outrider check-head` prints."""
+    """Which meaning of the head's file to use, if the file can mean several things: a number of the
+    list that `outrider check-head` prints."""
 
     dtype: Dtype = "auto"
     """Type of the computation; auto is bfloat16, and float32 on a CPU without kernels for it."""
@@ -173,7 +173,7 @@ class HeadSettings(FamilySettings):
     weights: Weights = "auto"
     """How the weights of linear layers are kept, except the projection's. int8, on a CPU only,
     takes half the memory of bfloat16, and computes in bfloat16; dtype keeps them in the type of the
-    computation. auto is int8 for bfloat16 on the processors where a draft model's weights are."""
+    computation. auto is int8 for bfloat16 on processors where it is int8 for a draft model too."""
 
     device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""

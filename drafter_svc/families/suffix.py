@@ -50,7 +50,7 @@ class SuffixFamily(Family):
     """Drafts for the sequences of one connection with suffix trees.
 
     `corpora` are the trees that connections share; unless given, the family makes its own and
-    raises as Corpora does. An event loop must run if they share texts by Redis.
+    raises as Corpora does. An event loop must run if the trees share texts by Redis.
     """
 
     name = "suffix"
@@ -72,7 +72,8 @@ class SuffixFamily(Family):
         by_tokenizer: dict[tuple[str, int], Corpora] = {}
 
         def make(info: ModelInfo) -> SuffixFamily:
-            # A verifier that gives a wrong size must not bring its ids to others, nor bound theirs.
+            # A verifier that gives a wrong vocabulary size must not bring its ids to the trees of
+            # other verifiers, nor bound their ids.
             key = (info.tokenizer_fingerprint, info.vocab_size)
             if key not in by_tokenizer:
                 by_tokenizer[key] = _corpora(settings, make_pool(info))

@@ -109,7 +109,7 @@ class TokenTable:
             found.length += 1
 
     def _encode_text(self, text: str, found: _Encoding, *, lead: bool) -> None:
-        """Encode a text. With `lead`, a character is put before it, and its tokens are left out."""
+        """Encode a text. With `lead`, put a character before it, and leave out its tokens."""
         skipped = 0
         if lead:
             # No token contains both this character and the beginning of the text, because one of
@@ -125,7 +125,7 @@ class TokenTable:
             if (lead and end <= skipped) or token >= len(self.token_bytes):
                 continue
             if start == last_start:
-                # All tokens of a character have its offsets.
+                # If several tokens make up a character, each has the character's offsets.
                 found.add(token, -1, is_word=False)
                 continue
             found.add(token, begin + places[start], is_word=word != last_word)

@@ -30,18 +30,18 @@ MAX_TREE_DEPTH = 64
 """The maximum number of tokens of a matched suffix."""
 # The maximum number of tenants with trees. A new tenant replaces the least recently seen tenant.
 _MAX_CORPORA = 64
-# The task looks this often for tenants that changed. A tenant without changes is compared with
-# Redis after the second time, so that texts of other replicas come, and erased texts go.
+# The task looks for tenants that changed every `_SYNC_S` seconds. It compares a tenant without
+# changes with Redis every `_IDLE_S`, so that texts of other replicas come, and erased texts go.
 _SYNC_S = 0.5
 _IDLE_S = 10.0
-# The time after a failure of Redis.
+# The wait after a failure of Redis.
 _RETRY_S = 2.0
 # The maximum number of ended texts of a tenant that wait for Redis.
 _MAX_UNWRITTEN = 256
 # The maximum number of texts that are read at once, and in one comparison of a tenant with Redis.
 _READ_BATCH = 32
 _MAX_READ = 256
-# A text that is read is inserted in slices of this many tokens. Drafting goes on between slices.
+# A text from Redis is inserted in slices of this many tokens. Drafting goes on between slices.
 _SLICE_TOKENS = 64
 
 
@@ -106,7 +106,7 @@ class TenantTrees:
         return name is None or name in self.cache.cached_requests
 
     async def keep_only(self, digests: Collection[bytes]) -> None:
-        """Drop all ended texts but these, and those that wait for Redis. Other tasks run too."""
+        """Drop ended texts that are neither in `digests` nor unwritten. Other tasks run between."""
         for digest in self._names.keys() - digests:
             if digest not in self.unwritten:
                 self._drop(digest)
@@ -149,7 +149,7 @@ class TenantTrees:
 class Corpora:
     """The trees of each tenant, for the ids of one tokenizer. Connections share them.
 
-    With `pool`, texts are shared by Redis between `join` and `leave` of a connection. Raises
+    With `pool`, texts are shared by Redis as long as a connection has joined and not left. Raises
     OutriderError(INVALID_VALUE) if the package arctic-inference is not installed.
     """
 
@@ -286,7 +286,7 @@ async def _compare(trees: TenantTrees, pool: TextPool, client: RedisClient) -> b
     """Write the texts that ended, read texts of other replicas, and drop texts that are gone.
 
     Returns False if there are more texts to read. Raises an exception if Redis fails. If Redis
-    refuses only the write, the rest is done before.
+    refuses only the write, the texts are read and dropped before the exception is raised.
     """
     if (keys := trees.keys) is None:
         return True

@@ -163,10 +163,10 @@ class MemoryPool:
         return (found,) if isinstance(found, tuple) else found
 
     def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
-        """Return the `length` tokens after the newest occurrence that `length` tokens follow.
+        """Return `length` tokens after the newest occurrence that so many tokens follow.
 
-        If no occurrence has so many, return the tokens after the occurrence that most tokens
-        follow.
+        If there is no such occurrence, return all tokens after the occurrence that is followed by
+        the most tokens.
         """
         best: list[int] = []
         for text, end in reversed(occurrences):

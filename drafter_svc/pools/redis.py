@@ -188,7 +188,7 @@ class RedisPool:
         return self._keys.tenant(name, self._fingerprint)
 
     async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
-        """Return for each query the continuation of its first known n-gram; empty without one.
+        """Return for each query the continuation of its first known n-gram; empty if none is known.
 
         Never raises, and returns soon after `budget_s` at the latest. A late command is not
         cancelled: it ends on its own connection, so no other command can get its reply.
@@ -324,7 +324,7 @@ class RedisPool:
         breaker.record_failure()
 
     def _renew(self) -> None:
-        """Connect anew if the certificate has changed; redis-py's connections keep theirs."""
+        """Connect anew if the certificate has changed; redis-py's connections keep the old one."""
         stamp = self._server.tls and self._server.tls.stamp()
         if stamp != self._stamp:
             self._stamp = stamp

@@ -57,7 +57,7 @@ def token_ids(value: object, most: int, vocab_size: int) -> list[int]:
 
 
 def _checked_list(reply: Any) -> list[Any]:
-    """Return a reply that is a list. Raises InvalidResponse for any other, which may be vast."""
+    """Return a reply that is a list; for any other, which may be vast, raise InvalidResponse."""
     if not isinstance(reply, list):
         raise InvalidResponse(f"a reply is no list, but of the type {type(reply).__name__}")
     return reply

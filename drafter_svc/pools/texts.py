@@ -62,7 +62,7 @@ class TextPool:
         """Return the digests of a tenant's texts, the oldest first."""
         self.counters.lookups += 1
         found = await client.newest(keys.index, self.ttl_s, self.max_texts)
-        # Redis may be hostile.
+        # A hostile Redis may send more than was asked for.
         found = found[: self.max_texts][::-1]
         return [each for each in found if isinstance(each, bytes) and len(each) == DIGEST_BYTES]
 

@@ -44,7 +44,7 @@ class TrackedSequence:
     """Base length, tokens and parents of each proposal with parents."""
 
     def valid_guess(self) -> list[int]:
-        """Return the guesses after the committed tokens on the longest path that agrees with these."""
+        """Return the guesses beyond the committed tokens, on the longest path that agrees."""
         best: list[int] = []
         for base, path in self.paths:
             text = [*self.committed[:base], *path]

@@ -46,8 +46,8 @@ const (
 	pollTimeout  = 10 * time.Second
 )
 
-// Serve drafts at every verifier until ctx is done, and reconnects when a verifier restarts. Then
-// it says goodbye and returns nil. It returns early with an error that a retry cannot cure.
+// Serve drafts for every verifier until ctx is done; then it says goodbye and returns nil. It
+// reconnects when a verifier restarts, and returns early with an error that a retry cannot cure.
 func Serve(ctx context.Context, config Config) error {
 	if err := config.complete(); err != nil {
 		return err
@@ -138,8 +138,8 @@ func (c Config) once(ctx context.Context, verifier pb.VerifierServiceClient) err
 	})
 }
 
-// ready returns the model once the verifier serves it. Any other stage passes, FAILED too: the
-// verifier may be started again.
+// ready waits until the verifier serves its model, and returns the model. It waits at any other
+// stage, even at FAILED: the verifier may be started again.
 func ready(ctx context.Context, verifier pb.VerifierServiceClient) (*pb.GetModelResponse, error) {
 	for {
 		asking, cancel := context.WithTimeout(ctx, pollTimeout)

@@ -15,8 +15,8 @@ const (
 	goodStream = time.Minute
 )
 
-// Reasons that errors.proto marks "Retry: never" and that a drafter can get, for a verifier whose
-// errors do not say `retry`.
+// The reasons that a drafter can get and that errors.proto marks "Retry: never". They decide if a
+// verifier's error does not say `retry`.
 var final = map[string]bool{
 	"CERTIFICATE_NOT_ALLOWED": true, "INVALID_VALUE": true, "MALFORMED_REQUEST": true,
 	"TOKENIZER_MISMATCH": true, "UNSUPPORTED_PARAMETER": true,
@@ -49,7 +49,7 @@ func explain(err error, pause time.Duration) (time.Duration, bool) {
 	return wait, false
 }
 
-// isFinal returns whether a retry cannot cure the error, also one with an unknown reason.
+// isFinal returns whether a retry cannot cure the error, even if its reason is unknown.
 func isFinal(info *errdetails.ErrorInfo) bool {
 	if rule := info.Metadata["retry"]; rule != "" {
 		return rule == "never"

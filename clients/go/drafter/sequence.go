@@ -32,8 +32,8 @@ func open(opened *pb.Opened, strategy Strategy) *sequence {
 	}
 }
 
-// follow applies a verdict. A verdict without new tokens changes nothing. It returns false for a
-// verdict that leaves a gap.
+// follow applies a verdict, and returns false if the verdict leaves a gap. A verdict without new
+// tokens changes nothing.
 func (s *sequence) follow(verdict *pb.Verdict) bool {
 	fresh := int(verdict.CommittedLength) - len(s.committed)
 	if fresh > len(verdict.NewTokenIds) {
@@ -89,8 +89,8 @@ func (s *sequence) urgent() bool {
 	return len(s.guesses) < s.wanted && s.room() > 0
 }
 
-// extend asks the strategy for the guesses that the verifier's next step lacks. If it lacks none,
-// it asks for the guesses of one more step.
+// extend asks the strategy for the guesses that the verifier's next step lacks. If the step lacks
+// none, extend asks for the guesses of one more step.
 func (s *sequence) extend() {
 	count := s.wanted
 	if s.urgent() {

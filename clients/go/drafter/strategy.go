@@ -27,8 +27,8 @@ type Branch struct {
 	Confidences []float32 // as in Guesses
 }
 
-// Brancher is a strategy that also offers branches beside the chain of guesses. With them the chain
-// is a tree.
+// Brancher is a strategy that also offers branches beside the chain of guesses. Chain and branches
+// form a tree.
 type Brancher interface {
 	// Branch returns branches with at most room tokens together.
 	Branch(committed, guesses []uint32, room int) []Branch

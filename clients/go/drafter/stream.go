@@ -69,7 +69,7 @@ func (c Config) stream(
 			}
 			continue
 		}
-		// The error of a failed send has no reason. The receiver gets it.
+		// The error of a failed send has no reason. The receiver gets the reason.
 		drafts := &pb.StreamDraftsRequest_Drafts{Drafts: batch}
 		if call.Send(&pb.StreamDraftsRequest{Message: drafts}) != nil {
 			return reason(steps, ended)

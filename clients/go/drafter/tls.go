@@ -12,7 +12,7 @@ import (
 const verifierName = "verifier.outrider"
 
 // Files reads the PEM files of mutual TLS: this drafter's certificate, its key, and the authorities
-// of the verifier's.
+// that sign the verifier's certificate.
 func Files(cert, key, authorities string) (*tls.Config, error) {
 	own, err := tls.LoadX509KeyPair(cert, key)
 	if err != nil {

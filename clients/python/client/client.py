@@ -86,7 +86,7 @@ def check(name: str, *facts: bool) -> None:
 
 
 def check_texts(text: generation_pb2_grpc.GenerationServiceStub) -> None:
-    """Stream a text, cancel one, and let a deadline pass."""
+    """Stream a text, cancel a call, and let a deadline pass."""
     # Stream a text. The last message has the token counts and the finish reason.
     parts = list(text.GenerateText(request()))
     whole = "".join(part.text for part in parts)

@@ -58,8 +58,8 @@ rescue GRPC::Cancelled
   check("cancel", call.cancelled?)
 end
 
-# Set a deadline. The server stops at it as well. If it passes before the first response, this gem
-# raises CallError instead, so a slow machine gets more time.
+# Set a deadline. The server stops at it as well. If the deadline passes before the first response,
+# this gem raises CallError instead, so a slow machine gets more time.
 seconds = 0.05
 begin
   code, = failure { text.generate_text(request(max_tokens: 1900), deadline: Time.now + seconds).to_a }

@@ -152,7 +152,7 @@ class RedisServer:
 def _parsed(url: str) -> dict[str, Any]:
     """Return redis-py's arguments for a URL.
 
-    Raises OutriderError(INVALID_VALUE) if the text is no Redis URL, or has options other than TLS's.
+    Raises OutriderError(INVALID_VALUE) if `url` is no Redis URL, or has options other than TLS's.
     """
     try:
         parts, parsed = urlsplit(url), dict(parse_url(url))

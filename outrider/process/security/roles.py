@@ -115,7 +115,7 @@ def peer_of_ssl(certificate: Mapping[str, Any] | None) -> Peer:
 
 
 def peer_of(name: str, uris: Iterable[str]) -> Peer:
-    """Return the peer with a certificate of these alternative names.
+    """Return the peer whose certificate has this common name and these alternative URIs.
 
     Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for an unknown role or several roles.
     """

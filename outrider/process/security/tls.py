@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 _Loaded = TypeVar("_Loaded")
 
-# Files that do not fit are tried again at this interval: a new mode or link does not change their
-# stamp.
+# Bad files are tried again at this interval, since for example a new file mode does not change
+# their stamp.
 _RETRY_S = 1.0
 
 SOCKET_NAME = "localhost"
@@ -68,8 +68,8 @@ class Tls:
     def of(cls, cert: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
         """Return the three files; None if no file is named.
 
-        Raises OutriderError(INVALID_VALUE) if only some are named, if a name is not a file's, or if
-        the key does not belong to the certificate.
+        Raises OutriderError(INVALID_VALUE) if only some are named, if a file cannot be read or
+        holds no PEM, or if the key does not belong to the certificate.
         """
         given = {"tls-cert": cert, "tls-key": key, "tls-ca": ca}
         if cert is None or key is None or ca is None:
@@ -228,7 +228,7 @@ class WatchedTls(Generic[_Loaded]):
         self._files = files
         self._load = load
         self._stamp = files.stamp()
-        # The stamp of files that do not fit, and the time when to try them again.
+        # The stamp of the last files that were bad, and the time when to try them again.
         self._failed: tuple[object, ...] | None = None
         self._retry_at = 0.0
         self.current = load(files)
@@ -237,9 +237,9 @@ class WatchedTls(Generic[_Loaded]):
     def refresh(self) -> bool:
         """Load changed files; return whether `current` is new.
 
-        Files that do not fit, as halfway through a replacement, leave `current` in place. Such
-        files are loaded again when they have changed, and otherwise at most once a second, because
-        any stranger's handshake calls this.
+        Bad files, as halfway through a replacement, leave `current` in place. Bad files are loaded
+        again when they have changed, and otherwise at most once a second, because any stranger's
+        handshake calls this.
         """
         stamp = self._files.stamp()
         now = time.monotonic()

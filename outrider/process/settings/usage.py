@@ -1,6 +1,7 @@
-"""Runs click commands, and prints one line per wrong argument, not the usage. Loads little.
+"""Runs click commands, and prints one line per wrong argument in place of click's usage text.
 
-Help shows every default, and the flags of a command with many settings in groups.
+Help shows every default, and the flags of a command with many settings in groups. This module
+imports nothing but click and the standard library.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class WorkerSource:
         self._control = own
         self._loaded = False
         own.settimeout(_LOAD_S)
-        # The worker has our import path, but its working directory is not part of it.
+        # The worker has our import path; -P keeps the working directory out of that path.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-P", "-m", wire.__name__, str(other.fileno()), self._program]
         process = subprocess.Popen(

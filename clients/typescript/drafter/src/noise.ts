@@ -14,7 +14,7 @@ export function noiseKey(seed: bigint, position: bigint): bigint {
   return c[0] | (c[1] << 32n);
 }
 
-/** Output number `token` of SplitMix64 with the state `key`, counted from 0. */
+/** The output of SplitMix64 from the state `key` whose number, from 0 on, is `token`. */
 export function output(key: bigint, token: number): bigint {
   let z = BigInt.asUintN(64, key + BigInt(token + 1) * 0x9e3779b97f4a7c15n);
   z = BigInt.asUintN(64, (z ^ (z >> 30n)) * 0xbf58476d1ce4e5b9n);

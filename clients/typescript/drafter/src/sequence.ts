@@ -32,7 +32,7 @@ export type Branch = { at: number; tokens: number[]; confidences?: number[] };
 export interface Strategy {
   /** At most `count` tokens that may follow the text. The text ends with the guesses so far. */
   guess(text: readonly number[], count: number): Guesses;
-  /** Branches beside the chain, at most `room` tokens together. With them the chain is a tree. */
+  /** Branches beside the chain, at most `room` tokens together. Chain and branches form a tree. */
   branch?(committed: readonly number[], guesses: readonly number[], room: number): Branch[];
 }
 
@@ -104,8 +104,8 @@ export class Sequence {
   }
 
   /**
-   * Asks the strategy for the guesses that the verifier's next step lacks. If it lacks none, asks
-   * for the guesses of one more step.
+   * Asks the strategy for the guesses that the verifier's next step lacks. If the step lacks none,
+   * asks for the guesses of one more step.
    */
   extend(): void {
     const lacking = this.urgent ? this.wanted - this.guesses.length : this.wanted;

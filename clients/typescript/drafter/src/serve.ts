@@ -15,8 +15,8 @@ const [FIRST_MS, LONGEST_MS, GOOD_MS] = [100, 2000, 60_000];
 const [POLL_MS, POLL_TIMEOUT_MS] = [250, 10_000];
 // The longest RetryInfo that is followed.
 const LONGEST_RETRY_MS = 60_000;
-// Reasons that errors.proto marks "Retry: never" and that a drafter can get, for a verifier whose
-// errors do not say `retry`.
+// The reasons that a drafter can get and that errors.proto marks "Retry: never". They decide if a
+// verifier's error does not say `retry`.
 const FINAL = [
   "CERTIFICATE_NOT_ALLOWED",
   "INVALID_VALUE",
@@ -37,8 +37,8 @@ export interface Options {
   /** A strategy that keeps no state for a sequence. */
   guess?: (text: readonly number[], count: number) => Guesses;
   /**
-   * Mutual TLS: this drafter's certificate, its key, and the authorities of the verifier's, as PEM.
-   * The id then begins with the certificate's common name.
+   * Mutual TLS: this drafter's certificate, its key, and the authorities that sign the verifier's
+   * certificate, as PEM. The id then begins with the common name of the drafter's certificate.
    */
   tls?: { cert: string; key: string; ca: string };
   /** Instead of `guess`: makes the strategy of each sequence. */
@@ -52,7 +52,7 @@ export interface Options {
 }
 
 /**
- * Drafts until it is told to stop, and reconnects when the verifier restarts. Then it says goodbye.
+ * Drafts until it is told to stop, and then says goodbye. Reconnects when the verifier restarts.
  * Throws an error that a retry cannot cure.
  */
 export async function serve(options: Options): Promise<void> {
@@ -115,8 +115,8 @@ function ownId(id: string, cert?: string): string {
 type Verifier = ReturnType<typeof createClient<typeof VerifierService>>;
 
 /**
- * The model, once the verifier serves it. Any other stage may pass, FAILED too: the verifier may be
- * started again.
+ * Waits until the verifier serves its model, and returns the model. Waits at any other stage, even
+ * at FAILED: the verifier may be started again.
  */
 async function ready(verifier: Verifier, signal: AbortSignal) {
   for (;;) {
@@ -135,7 +135,7 @@ function wait(error: ConnectError, pause: number): number {
   return Math.min(wanted ?? pause * (0.5 + Math.random() / 2), LONGEST_RETRY_MS);
 }
 
-/** Whether a retry cannot cure the error, also one with an unknown reason. */
+/** Whether a retry cannot cure the error, even if its reason is unknown. */
 function isFinal({ metadata, reason }: ErrorInfo): boolean {
   return metadata.retry ? metadata.retry === "never" : FINAL.includes(reason);
 }
