@@ -23,8 +23,8 @@ def fan_out(acceptance: float, depth: int, budget: int) -> list[int]:
     `acceptance`, a, is the probability that a token is accepted if all tokens before it are. Thus
     exactly j tokens are accepted with probability a^j (1 - a), and the whole draft with a^depth.
     The hit rate is highest when the count at place j is proportional to that probability to the
-    power 1 / (1 + r), and so falls as a^(j / (1 + r)) (Saguaro, in SSD, arXiv 2603.03251). Counts
-    are rounded by largest remainders.
+    power 1 / (1 + r), so that counts fall as a^(j / (1 + r)) (Saguaro, in SSD, arXiv 2603.03251).
+    Counts are rounded by largest remainders.
     """
     a = min(max(acceptance, 0.01), 0.99)
     probs = [a**j * (1 - a) for j in range(depth)] + [a**depth]

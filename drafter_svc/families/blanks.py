@@ -16,8 +16,8 @@ BLANKS = b" \t\n\r"
 _MARKS = b"{}[],:"
 # The number of bytes that are kept of a text, to tell the indentation of the text's last line.
 _KEPT_BYTES = 1024
-# How far one outcome at a joint moves the trust in the joint's blanks, and the trust after the
-# first outcome.
+# Each outcome at a joint moves the trust in the joint's blanks by the part `_STEP` towards 0 or 1.
+# After the first outcome the trust is `_FIRST_TRUST`.
 _STEP = 0.5
 _FIRST_TRUST = 0.9
 
@@ -72,7 +72,7 @@ class Place:
 
 
 class AfterThought:
-    """Removes the thought before an answer: its blanks say nothing about the answer's blanks."""
+    """Removes the thought before an answer: a thought's blanks say nothing about the answer's."""
 
     def __init__(self, thought: FreeThought | None) -> None:
         """Without a `thought` all text is the answer."""

@@ -57,9 +57,10 @@ class CachedDraft:
     is the alternative to a guess, and the draft model guesses the others. Ids from `vocab_size` on
     are unknown to the target.
 
-    `own_text` has the committed text as the draft model's tokens, if its vocabulary is not the
-    target's; the first round makes it. The KV cache then holds the draft model's tokens, and all
-    other fields count and hold the target's tokens. Each guess is one token in both vocabularies.
+    If the draft model's vocabulary is not the target's, `own_text` has the committed text as the
+    draft model's tokens, from the first round on. The KV cache then holds the draft model's tokens,
+    and all other fields count and hold the target's tokens. Each guess is one token in both
+    vocabularies.
 
     The event loop and the model's thread both use this object, but never at the same time: the
     thread may touch it only between `DraftModel.grow` and the end of that round.

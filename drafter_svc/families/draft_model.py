@@ -93,8 +93,8 @@ class DraftModel:
         """Start a round. The event loop calls this; the forwards run on the model's thread.
 
         The round ends when every draft has reached its goal, or after the forward in which
-        `interrupted` became true. Only then is the future done, and no forward touches these drafts
-        any more. If a forward for these drafts failed, the future has its exception; tokens guessed
+        `interrupted` became true. Then the future is done, and no later forward touches these
+        drafts. If a forward for these drafts failed, the future has its exception; tokens guessed
         before are kept.
         """
         arrived = _Round(drafts, urgent, interrupted)

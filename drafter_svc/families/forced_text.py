@@ -96,7 +96,7 @@ class ForcedText:
         return sorted([*found, *waiting], key=lambda path: -path.chance)
 
     def _grow(self, path: Path, layout: Layout, most_bytes: int) -> list[Path]:
-        """Add the text that must follow to a path; where there is a choice, return all paths."""
+        """Extend a path by the text that must follow; where there is a choice, return all paths."""
         forced = path.matcher.jump_forward()[: max(0, most_bytes - len(path.text))]
         if forced:
             path.matcher = path.matcher.fork()
@@ -158,7 +158,7 @@ class Speller:
         A tokenizer may join the end of the context with the text. The context's tokens are
         committed already, so then the text is encoded without its context.
         """
-        # The text may continue a cut character, and then it begins within that character.
+        # If the context ends within a character, the text begins within the same character.
         whole = text.decode(errors="ignore")
         wanted = whole.encode()
         if not text.startswith(wanted):

@@ -71,7 +71,7 @@ class Forwards:
         return [draft for draft in drafts if self._wants_more(draft)]
 
     def grow(self, drafts: list[CachedDraft]) -> None:
-        """Guess the next token of each draft; `wanting` has returned all of them.
+        """Guess the next token of each draft; all drafts must come from `wanting`.
 
         A draft that has not read its whole prompt reads the prompt's next chunk instead. Prompts
         are read in the order of the drafts. If one forward of a PARD model, or one call of the

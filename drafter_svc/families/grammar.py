@@ -151,8 +151,8 @@ class GrammarFamily(Family):
         self._grammars = grammars
         self._cpu_clock = cpu_clock
         self._clock = clock
-        # Maps a tenant to the time when it will have regained the time that its guesses took beyond
-        # the free time.
+        # Maps a tenant to the time when it will have regained all processor time that its guesses
+        # took beyond the free time.
         self._repaid: dict[str, float] = {}
         self._texts: dict[int, _Text] = {}
 

@@ -255,7 +255,7 @@ class HeadWorker:
         )
 
     def width(self, *, projected: bool) -> int:
-        """Return the size of a feature, before or after the head's projection."""
+        """Return how many numbers a feature has, before or after the head's projection."""
         return self._model.projected_width if projected else self.spec.feature_width
 
     def begin(self, sequence: DraftSequence, seed: int, *, projected: bool) -> HeadDraft:
@@ -301,7 +301,7 @@ class HeadWorker:
     ) -> list[Offer | None]:
         try:
             for draft, _ in news:
-                # Earlier work on this thread has been done.
+                # The thread works in order, so earlier reads are done and `result` does not wait.
                 reading, draft.reading = draft.reading, None
                 if reading is not None:
                     reading.result()

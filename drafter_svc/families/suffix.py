@@ -26,7 +26,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.model_info import ModelInfo
 
 # A proposal is at most as long as the suffix that was matched, and ends where the product of its
-# tokens' probabilities falls below the second number. The verifier cuts tokens that do not pay.
+# tokens' probabilities falls below 0.1. The verifier cuts tokens that do not pay.
 _SPEC_FACTOR = 1.0
 _MIN_TOKEN_PROBABILITY = 0.1
 
@@ -124,7 +124,7 @@ class SuffixFamily(Family):
     def _extend(self, sequence: DraftSequence) -> None:
         first = len(sequence.guesses)
         context = [*sequence.tokens, *sequence.guesses][-MAX_TREE_DEPTH:]
-        # Without the option for trees of tokens, the draft is a chain.
+        # Without `use_tree_spec` the draft is a chain.
         draft = self._speculate(sequence, context, sequence.remaining_window)
         if not sequence.wants_tree:
             sequence.extend(draft.token_ids)
@@ -165,9 +165,9 @@ class SuffixFamily(Family):
 def _leaves(draft: Any, acceptance: float) -> list[tuple[list[int], list[float]]]:
     """Return the tokens and confidences of each path of a draft that no other path continues.
 
-    The trees' probabilities are products of frequencies. A frequency says how probable a token is
-    if one of the tokens that followed before comes again; `acceptance` is the share of times that
-    one of them comes again.
+    The trees' probabilities are products of frequencies. A frequency is the probability of a token,
+    given that one of the tokens that followed before comes again. `acceptance` estimates the
+    probability that one of them comes again.
     """
     paths: list[tuple[list[int], list[float]]] = []
     for token, parent, prob in zip(draft.token_ids, draft.parents, draft.probs, strict=True):

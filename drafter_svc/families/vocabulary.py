@@ -73,8 +73,8 @@ class TokenTable:
         added = tokenizer.get_added_tokens_decoder().items()
         names = {i: token.content for i, token in added if token.special and i < len(token_bytes)}
         self.special = {name: i for i, name in names.items()}
-        # If a token of a vocabulary stands for a byte and another token has the same text, the
-        # other token is taken.
+        # A token for a byte, such as <0x41>, may have the same bytes as an ordinary token. Then the
+        # ordinary token is taken.
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         byte_ids = {i for name, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(name)}
         self.by_bytes: dict[bytes, int] = {}
@@ -109,7 +109,7 @@ class TokenTable:
             found.length += 1
 
     def _encode_text(self, text: str, found: _Encoding, *, lead: bool) -> None:
-        """Encode a text. With `lead`, put a character before it, and leave out its tokens."""
+        """Encode a text. With `lead`, put a character before it, and leave out this character."""
         skipped = 0
         if lead:
             # No token contains both this character and the beginning of the text, because one of
@@ -213,7 +213,7 @@ class Vocabulary:
         run.clear()
 
     def begins(self, tokens: Sequence[int]) -> dict[int, int]:
-        """Return the bytes at which the target's tokens begin, and the tokens' indices."""
+        """Map the byte at which each of the target's tokens begins to the token's index."""
         lengths = [len(self._target.token_bytes[token]) for token in tokens]
         return {start: i for i, start in enumerate(accumulate(lengths, initial=0))}
 

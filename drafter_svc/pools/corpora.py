@@ -62,8 +62,8 @@ class TenantTrees:
         """When a text last began or ended."""
         self.compared_at = 0.0
         """When the last comparison with Redis began."""
-        # By digest, the name of each ended text in the cache; None for a text that Redis lists,
-        # but does not have.
+        # Maps the digest of each ended text to the text's name in the cache, or to None if Redis
+        # lists the text but does not have it.
         self._names: dict[bytes, int | bytes | None] = {}
 
     def begin(self, number: int, prompt: Sequence[int], output: Sequence[int]) -> None:

@@ -105,7 +105,7 @@ class PoolKeys:
         return TextKeys(*self._scope(name, fingerprint, b"outrider text"))
 
     def _scope(self, name: str, fingerprint: str, kind: bytes) -> tuple[bytes, hashlib.blake2b]:
-        """Return the begin of the tenant's keys, and the begun keyed hash of one kind of keys."""
+        """Return the beginning of the tenant's keys, and a begun hash for one kind of keys."""
         owner = self._owner(name)
         # The scope has a fixed length, so no part of an n-gram can be taken for a part of the
         # scope.

@@ -1,4 +1,4 @@
-"""Scenes about what guesses mean and whether they help: trees, and tokens that repeat."""
+"""Scenes that check guesses: the branches of trees, and guesses where a text repeats itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TREE_TOKENS = 24
 _CONTEXT = [51, 52, 53]
 _ONE = [*range(60, 68)]
 _OTHER = [*range(80, 88)]
-# The last token is new, so that the context is the longest match for the end of the sequence.
+# The last token, 99, is new, so that the context is the longest match for the sequence's end.
 _FORK = [*[*_CONTEXT, *_ONE, *_CONTEXT, *_OTHER] * 2, 99]
 # Maps each token of the sequence to the only token that ever comes before it.
 _BEFORE = {
@@ -28,7 +28,7 @@ _BEFORE = {
 async def trees(stage: Stage) -> None:
     """Ask for trees where a sequence has two known continuations, and check the trees."""
     link = await stage.link()
-    # The sequence ends with all of the context, and with one token before the context's end.
+    # The sequence ends with the whole context, then with the context without its last token.
     for end in (3, 2):
         asked = opened([*_FORK, *_CONTEXT[:end]], tree_tokens=_TREE_TOKENS)
         known = await begin(link, asked, "answers-opened")

@@ -64,7 +64,7 @@ class TrackedSequence:
 
     @property
     def has_enough(self) -> bool:
-        """True if the guesses are as deep as the next step can use."""
+        """True if a path of valid guesses is as long as the next step can use."""
         return len(self.valid_guess()) >= self.draft_tokens
 
 

@@ -107,7 +107,10 @@ class Link(DraftStream):
         self.close()
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Check the condition at each message until it holds, for at most `seconds`; return it."""
+        """Wait until the condition holds, for at most `seconds`; return whether it holds.
+
+        Each message triggers a check.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition() and not self.ended:
@@ -165,7 +168,7 @@ class KitsVerifier(ScriptedVerifier):
         return self._hidden_size * (len(request.aux_layers) + request.final_state)
 
     async def link(self) -> Link:
-        """Return the next drafter's stream."""
+        """Wait for the drafter's next stream, and return it."""
         stream = await self.streams.get()
         assert isinstance(stream, Link)
         return stream

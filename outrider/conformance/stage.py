@@ -74,7 +74,7 @@ async def answered(link: Link, known: TrackedSequence, rule: str) -> None:
 
 
 async def settled(stage: Stage, link: Link, known: TrackedSequence) -> None:
-    """Remark if there are too few guesses and no Skip after 0.5 s: a verifier would wait on."""
+    """Remark if too few guesses and no Skip came within 0.5 s: a verifier would go on waiting."""
     if not await link.until(lambda: known.is_settled, SKIP_S):
         depth = len(known.valid_guess())
         text = f"{depth} guesses one after the other, where draft_tokens is {known.draft_tokens}"

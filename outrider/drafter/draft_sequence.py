@@ -92,7 +92,7 @@ class DraftSequence:
 
     @property
     def _space(self) -> int:
-        """The number of tokens for which the window and a proposal have room."""
+        """The number of further tokens for which both the window and a proposal have room."""
         held = len(self.guesses) + self._tree.branch_count
         return min(self.window.token_count, MAX_PROPOSAL_TOKENS) - held
 

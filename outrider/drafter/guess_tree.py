@@ -23,7 +23,7 @@ class _Guess:
     token: int
     confidence: float
     unsent: bool = True
-    """False if a proposal had this guess or a guess after it."""
+    """True if this guess, or a guess that `branch` added after it, was in no proposal yet."""
     children: dict[int, _Guess] = field(default_factory=dict)
 
     def count(self) -> int:
@@ -176,7 +176,7 @@ class GuessTree:
             guesses = main.children
         self.chain = [guess.token for guess in path]
         self.confidences = [guess.confidence for guess in path]
-        # If a guess is unsent, all guesses after it are unsent too.
+        # The unsent guesses count as the last guesses of the chain.
         self.unsent = [None for guess in path if guess.unsent]
         self._set_branches(branches)
 

@@ -111,7 +111,7 @@ class DraftStreams:
         self._streams: dict[str, tuple[DraftStream, asyncio.Task[None]]] = {}
         self._refusals: dict[str, OutriderError] = {}
         self._is_stopping = False
-        # This future is done when nothing is left to serve, or it has the exception of a stream.
+        # This future is done when nothing is left to serve, or when a stream raised an exception.
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:

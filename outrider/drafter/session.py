@@ -38,10 +38,10 @@ class DraftSession:
     def __init__(self, strategy: Strategy, clock: Clock = monotonic) -> None:
         self.sequences: dict[int, DraftSequence] = {}
         self.abandoned_count = 0
-        """Sequences abandoned so far."""
+        """The number of sequences abandoned so far."""
         self._strategy = strategy
         self._clock = clock
-        # Size of a token's features; 0 if the verifier sends no features.
+        # The bytes of one token's features; 0 if the verifier sends no features.
         self._feature_bytes = 0
         # Exceptions that no single sequence causes.
         self._propagated: tuple[type[Exception], ...] = (OutriderError, *strategy.fatal)
@@ -102,11 +102,12 @@ class DraftSession:
                 self._strategy.committed(sequence, num_valid_tokens)
 
     async def round(self, interrupted: Callable[[], bool]) -> DraftBatch:
-        """Draft until there is something to send; an empty batch means to wait for a message.
+        """Draft until there is something to send, and return it.
 
-        Sequences that the verifier may be waiting for come first; other sequences run ahead only
-        when there is no such sequence. `interrupted` returns whether a message waits to be applied;
-        then the round ends with the guesses so far.
+        An empty batch means that only a further message can make work. Sequences that the verifier
+        may be waiting for come first; other sequences run ahead only when there is no such
+        sequence. `interrupted` returns True if a message waits to be applied; then the round ends
+        with the guesses so far.
         """
         started = self._clock()
         while asked := self._next():

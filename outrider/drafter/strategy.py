@@ -31,7 +31,7 @@ class Strategy(ABC):
     feature_request: FeatureRequest | None = None
     """The target's hidden states that the strategy reads; None if it reads no states."""
     requires_grammar = False
-    """True if only sequences with a grammar are opened to the strategy."""
+    """True if the verifier should open only sequences with a grammar to the strategy."""
     fatal: tuple[type[Exception], ...] = ()
 
     def welcomed(self, welcome: Welcome) -> None:
@@ -68,7 +68,7 @@ class Strategy(ABC):
         """
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
-        """Handle a verdict: the first `num_valid_tokens` of the tokens held before it stay valid.
+        """Handle a verdict. Of the tokens held before, the first `num_valid_tokens` stay valid.
 
         The tokens held are the committed tokens and the guesses after them.
         """

@@ -266,7 +266,7 @@ class _Connection:
         await self._transport.say_goodbye()
 
     def _trace(self, batch: DraftBatch) -> None:
-        """Record a span for each proposal, as a child of the round that it answers."""
+        """Record a span for each proposal, as a child of the span that Opened or Verdict named."""
         if not telemetry.enabled():
             return
         for proposal in batch.proposals:

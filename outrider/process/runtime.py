@@ -14,9 +14,9 @@ from typing import NoReturn
 
 
 def _set_defaults() -> None:
-    # An idle OpenMP worker spins for some 16 ms before it sleeps. Between two forwards verifier,
-    # drafters and gateway need the worker's core. 20,000 rounds take 1 ms, longer than the gap
-    # between two loops of one forward.
+    # An idle OpenMP worker spins for some 16 ms before it sleeps. But between two forwards, the
+    # verifier, the drafters and the gateway need the worker's core. 20,000 spins take 1 ms, longer
+    # than the gap between two loops of one forward.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # gRPC's fork handlers serve children that go on using gRPC. Outrider's children are always

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FeatureRows: TypeAlias = "bytes | SharedRows"
 """Features of consecutive tokens, see `Features`."""
 FINAL_STATE = -1
-"""In place of an auxiliary layer: the state after the final norm, which gives the logits."""
+"""Stands among layers for the state after the final norm, from which the logits are computed."""
 
 
 class FeatureDtype(IntEnum):
@@ -160,7 +160,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A message that the drafter has no more drafts after `base_length` tokens until a verdict."""
+    """A message that no more drafts after `base_length` tokens come before the next verdict."""
 
     sequence_id: int
     base_length: int

@@ -40,7 +40,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_GRAMMAR_CHARACTERS = 65536
 MAX_CHOICES = 1024
 MAX_MARK_CHARACTERS = 256
-"""The maximum number of characters of each text around a thought that a grammar leaves free."""
+"""The maximum number of characters of each mark of a thought that a grammar leaves free."""
 MAX_RELAXED_TOP_K = 64
 MAX_GATHERED_TOKENS = 4096
 """The maximum number of tokens that the verifier gathers for one chunk."""

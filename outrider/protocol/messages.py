@@ -17,7 +17,7 @@ from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_RELAXED_TOP_K, MIN_TE
 
 
 class DraftDistribution(IntEnum):
-    """The kind of distribution that a drafter sends with proposals; it decides the rule."""
+    """The kind of distribution that comes with proposals. It decides the acceptance rule."""
 
     ONE_HOT = 1
     SPARSE = 2

@@ -29,7 +29,7 @@ class Placement:
     numa_node: int | None = None
     architecture: str = ""
     gpu_uuid: str = ""
-    """The UUID of NVIDIA's driver, equal in all processes and containers; empty on a CPU."""
+    """The GPU's UUID by NVIDIA's driver, equal in all processes and containers; empty on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class ModelInfo:
     """Settings that decide how drafts are drawn and tokens chosen, keyed by flag and sorted."""
     server_version: str = ""
     model_fingerprint: str = ""
-    """A hash of weights, dtype, settings and version: equal if verifiers continue each other's
-    answers."""
+    """A hash of weights, dtype, settings and version. Verifiers with equal hashes continue each
+    other's answers."""
     graph_count: int = 0
     """The number of CUDA graphs of the target's forward; 0 on a CPU."""
     graph_memory_bytes: int = 0

@@ -26,7 +26,7 @@ class ReadAhead(Generic[_Item]):
     `set_reading(False)` asks the producer to pause, and `set_reading(True)` to go on. The producer
     may be late: `put` takes every item. `give_up` is called when nothing has been read for
     `seconds` during a pause. `on_pause` is told of each pause when it begins (True) and when it
-    ends (False). For `on_pause`, `close` is the begin of a pause that never ends.
+    ends (False). For `on_pause`, a pause that never ends begins with `close`, if not earlier.
     """
 
     def __init__(

@@ -115,8 +115,8 @@ class Server:
     ) -> list[int]:
         """Listen on each `host:port` or `unix:/path`, with TLS and roles if files are given.
 
-        Returns the ports that were bound. Raises OutriderError(INVALID_VALUE) if an address, which
-        the user gives by `flag`, cannot be bound or the files are bad.
+        Returns the ports that were bound. Raises OutriderError(INVALID_VALUE) if the files are bad
+        or if an address cannot be bound; this error names `flag`, which gave the address.
         """
         await self.set_serving(False)
         self._checks.has_roles = tls is not None

@@ -38,8 +38,9 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     """Refuses calls to unknown methods and calls that the peer's role may not make.
 
     The interceptor also refuses messages that are larger than `most_bytes` or cannot be parsed.
-    gRPC itself would answer without details, and log a traceback for the latter. The handler of a
-    stream sees an OutriderError where it reads: REQUEST_TOO_LARGE or MALFORMED_REQUEST.
+    gRPC itself would answer without details, and log a traceback for a message that it cannot
+    parse. When the handler of a stream reads such a message, it gets an OutriderError:
+    REQUEST_TOO_LARGE or MALFORMED_REQUEST.
 
     An OutriderError that a handler raises becomes the call's status. Any other exception is logged
     and becomes INTERNAL, without its text, which may contain a user's data. A peer that leaves
@@ -54,7 +55,7 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the method's handler, wrapped so that it refuses such calls and requests."""
+        """Return the method's handler, wrapped in these checks."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:

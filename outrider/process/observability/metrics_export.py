@@ -1,6 +1,6 @@
 """Lets Prometheus scrape metrics, and pushes the metrics of drafters that it cannot reach.
 
-One registry is the source of both. Over OTLP, the name of each series has a dot for the colon:
+Both read the same registry. Over OTLP, the name of each series has a dot for the colon:
 `outrider.name` for `outrider:name`.
 """
 
@@ -97,7 +97,7 @@ def pushing_metrics(
     """Push the registry over OTLP repeatedly, and at the end of the block.
 
     Metrics are pushed only if OTEL_METRICS_EXPORTER is otlp. OpenTelemetry's other environment
-    variables set the interval and the endpoint. The metrics that the registry has when the block
+    variables set the interval and the endpoint. Only metrics that the registry has when the block
     begins are pushed. The last push takes 3 s at most.
     """
     if os.environ.get("OTEL_METRICS_EXPORTER") != "otlp":

@@ -88,7 +88,7 @@ class Tls:
         """Return certificate, key and, if clients need certificates, their authorities.
 
         Return None if no file is named. `prefix` begins the names of the settings. Raises
-        OutriderError(INVALID_VALUE) as above.
+        OutriderError(INVALID_VALUE) as `of` does.
         """
         if cert is None or key is None:
             if (cert, key, ca) == (None, None, None):

@@ -16,7 +16,7 @@ from outrider.process.security.roles import Role
 from outrider.process.security.tls import Tls, expires_at
 from outrider.process.settings.config import ServiceSettings
 
-# Settings that say how the command runs, not the process.
+# Settings of this command, which the process itself does not use.
 _OWN = {"config", "check_config"}
 # The process creates these paths itself.
 _MADE = {"uds"}

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 _Job = tuple[Future[Any], Callable[[], Any]]
-# The part of a piece of work's time beyond this counts against its tenant's budget.
+# If a piece of work takes longer than this, its tenant's budget is charged with the excess.
 _FREE_S = 0.1
 _BUDGET_S = 2.0
 # The budget regains this much in a second.

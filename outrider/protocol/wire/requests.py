@@ -26,7 +26,7 @@ from outrider.protocol.wire.settings import (
 )
 from outrider.v1 import common_pb2, verifier_pb2
 
-# Each token needs a lookup in a table; calling the enum would take three times as long.
+# A lookup here, one for each token, takes a third of the time that calling the enum takes.
 _SOURCES = {source.value: source for source in m.TokenSource}
 _RULES = {rule.value: rule for rule in m.AcceptanceRule}
 _ID_LISTS = ("prompt_token_ids", "stop_token_ids", "prediction_token_ids", "committed_token_ids")
