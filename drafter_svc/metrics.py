@@ -103,7 +103,7 @@ class _RedisCollector(Collector):
         )
         yield self._family(
             "redis_writes",
-            "N-grams or texts offered.",
+            "N-grams or texts offered to Redis.",
             "outcome",
             written=counters.written,
             dropped=counters.dropped,

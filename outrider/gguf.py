@@ -98,7 +98,7 @@ def _unpack(file: str, shards: list[Path], directory: Path) -> None:
     """Unpack the shards into `directory`, which appears when it is complete."""
     size = sum(path.stat().st_size for path in shards) / 2**30
     told = "unpacking %s (%.1f GiB) into %s, where quantised weights are bfloat16"
-    log.warning(f"{told}; later starts read it from there", file, size, directory)
+    log.warning(f"{told}; later starts read this directory", file, size, directory)
     with tempfile.TemporaryDirectory(prefix="unpacking-", dir=directory.parent) as temporary:
         made = Path(temporary) / "model"
         command = [sys.executable, "-m", "outrider.lm.unpack_gguf", str(made), *map(str, shards)]

@@ -29,5 +29,5 @@ def _mend(name: str, results: dict[str, Result]) -> str:
     """Return the hint for a broken rule. A drafter that sends no Skip fails in several scenes."""
     fails_to_answer = results[_ANSWERS].outcome is Outcome.FAIL
     if name != _ANSWERS and fails_to_answer and NO_ANSWER in results[name].reason:
-        return f"Mend {_ANSWERS} first: it is probably the same."
+        return f"Mend {_ANSWERS} first: it is probably the same fault."
     return RULES[name].mend

@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {
     "valid-tokens": Rule(
         "A proposal has 1 to 1024 tokens, all below vocab_size; a message has at most 4096 entries"
         " and 16384 tokens.",
-        "Welcome.vocab_size is the limit; cut what is longer into several messages.",
+        "Welcome.vocab_size is the limit for tokens; split what is longer into several messages.",
     ),
     "valid-parents": Rule(
         "parents is empty, or has for each token a parent that comes before it.",
@@ -116,7 +116,7 @@ RULES: dict[str, Rule] = {
     ),
     "windows": Rule(
         "Continues when the window shrinks to one token, and when draft_tokens is 0.",
-        "Window and draft_tokens hold from the verdict that has them.",
+        "The window and draft_tokens of a verdict apply from this verdict on.",
     ),
     "predictions": Rule(
         "Takes prediction_token_ids as a guess of the output, from the output's first token.",

@@ -146,9 +146,11 @@ SAMPLING_RANGES = {
     "temperature": Range(0, 2),
     "top_p": Range(0, 1, low_is_open=True),
     "min_p": Range(
-        0, 1, about="vLLM's extension. Drop tokens less likely than this fraction of the likeliest."
+        0, 1, about="vLLM's extension. Drop tokens below this share of the highest probability."
     ),
-    "typical_p": Range(0, 1, low_is_open=True, about="Locally typical sampling, up to this mass."),
+    "typical_p": Range(
+        0, 1, low_is_open=True, about="Locally typical sampling, up to this probability mass."
+    ),
     "repetition_penalty": Range(0.01, 10, about="vLLM's extension. Applies to prompt and output."),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),

@@ -77,7 +77,7 @@ class Authority:
             key = serialization.load_pem_private_key(key_path.read_bytes(), None)
         except (OSError, ValueError, TypeError) as cause:
             problem = f"{cert_path} and {key_path} cannot be read as an authority: {cause}"
-            raise invalid("dir", f"{problem}; without both files another is made") from cause
+            raise invalid("dir", f"{problem}; if both are missing, another is made") from cause
         if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
             raise invalid("dir", f"{key_path} is not the key of {cert_path}")
         return cls(cert, key)
@@ -150,7 +150,7 @@ def run(
         raise invalid("dir", f"{directory} cannot be written: {cause.strerror}") from cause
     made = name or ", ".join(roles or NAMES)
     on = ", ".join(dict.fromkeys([*names, *LOCAL_NAMES]))
-    print(f"{directory}: certificates for {made}, valid for {days} days, on {on}")
+    print(f"{directory}: certificates for {made}, valid for {days} days, for the hosts {on}")
     return 0
 
 

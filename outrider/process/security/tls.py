@@ -94,7 +94,8 @@ class Tls:
             if (cert, key, ca) == (None, None, None):
                 return None
             missing = "cert" if cert is None else "key"
-            raise invalid(f"{prefix}-{missing}", f"must be given too, as {prefix}-cert and its key")
+            together = f"{prefix}-cert and {prefix}-key go together"
+            raise invalid(f"{prefix}-{missing}", f"must be given too: {together}")
         tls = cls(cert, key, ca)
         tls.read(prefix)
         return tls
@@ -112,13 +113,13 @@ class Tls:
         )
         if b"ENCRYPTED" in pems.key:
             problem = f"{self.key} is encrypted, and nobody is there to enter its password"
-            raise invalid(f"{prefix}-key", f"{problem}; give a key without one")
+            raise invalid(f"{prefix}-key", f"{problem}; give a key without a password")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             self.load_pair(context)
         except ssl.SSLError as cause:
             reason = cause.reason or cause
-            problem = f"{self.key} does not belong to {self.cert}, or one is not PEM ({reason})"
+            problem = f"{self.key} does not belong to {self.cert}, or one file is no PEM ({reason})"
             raise invalid(f"{prefix}-key", problem) from cause
         if self.ca is not None:
             try:
