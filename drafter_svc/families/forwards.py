@@ -111,8 +111,9 @@ class Forwards:
 
         Mask tokens, in place of the tokens not guessed yet, follow each sequence; each of them
         predicts the token after it. Their keys and values are not kept. Guesses nothing and returns
-        False if the model is no PARD model, if a draft's guesses depend on the guesses before them,
-        if its prompt has to be read in chunks, or if it lacks pages or context.
+        False if the model is no PARD model, or if one of the drafts rules it out: its guesses
+        depend on the guesses before them, its prompt has to be read in chunks, or it lacks pages or
+        context.
         """
         unknown = self._runner.parallel_token_id
         if unknown is None or not all(_is_independent(draft) for draft in drafts):
@@ -148,9 +149,9 @@ class Forwards:
     def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
         """Guess the next `count` tokens of all drafts in one call, with one wait for a GPU.
 
-        Guesses nothing and returns False if one call cannot guess several tokens: if a draft
-        samples, branches or has a grammar, if it lacks more than one token in its KV cache, or if
-        it has no room for `count` more tokens.
+        Guesses nothing and returns False if one call cannot guess several tokens. This is so if a
+        draft samples, branches, has a grammar, lacks more than one token in its KV cache, or has no
+        room for `count` more tokens.
         """
         if not self._runner.continues or len(drafts) > self._max_batch_tokens:
             return False

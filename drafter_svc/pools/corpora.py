@@ -1,10 +1,10 @@
 """The suffix trees of each tenant, and the texts that they share with other replicas by Redis.
 
 The trees are Arctic Inference's, in C++. Without Redis they hold the last texts of this process.
-With Redis, the trees are a copy of Redis: a background task writes the texts that ended, reads the
-texts of other replicas, and drops each ended text that Redis no longer has, because it was erased,
-is too old or is beyond the bound. While Redis fails, the trees keep what they hold, and guesses are
-all that is lost. Drafting never waits for Redis.
+With Redis, the trees are a copy of Redis: a background task writes the texts that ended, and reads
+the texts of other replicas. The task also drops each ended text that Redis no longer has, because
+the text was erased, is too old or is beyond the bound. While Redis fails, the trees keep what they
+hold, and guesses are all that is lost. Drafting never waits for Redis.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TenantTrees:
         return True
 
     def missing(self, digests: Sequence[bytes]) -> list[bytes]:
-        """Return those digests of Redis whose texts were not read yet, or left the cache."""
+        """Return the digests whose texts were not read from Redis yet, or have left the cache."""
         return [digest for digest in digests if not self._knows(digest)]
 
     def _knows(self, digest: bytes) -> bool:

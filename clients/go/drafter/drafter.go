@@ -28,8 +28,8 @@ type Config struct {
 	Family         string
 	MaxDraftTokens int // most guesses for one step; 16 unless given
 	Distributions  []pb.DraftDistribution
-	// Features are the target's hidden states that strategies read, if any: see FeatureReader. A
-	// verifier whose features have another width than FeatureWidth is refused.
+	// Features are the target's hidden states that strategies read, if any: see FeatureReader. Serve
+	// ends with an error if a verifier's features have another width than FeatureWidth.
 	Features     *pb.FeatureRequest
 	FeatureWidth int
 	// Open makes the strategy of a sequence. With several verifiers it must be safe for
@@ -119,7 +119,7 @@ func (c Config) serve(ctx context.Context, address string) error {
 	}
 }
 
-// once waits until the verifier serves its model, and serves one stream.
+// once waits until the verifier serves its model, and then drafts on one stream.
 func (c Config) once(ctx context.Context, verifier pb.VerifierServiceClient) error {
 	model, err := ready(ctx, verifier)
 	if err != nil {

@@ -16,7 +16,7 @@ type sequence struct {
 	distributions []*pb.SparseDistribution // of the unsent guesses, if they were sampled
 	sent          int                      // number of guesses that were sent
 	wanted        int                      // guesses that the verifier can use in its next step
-	tree          int                      // guesses of all branches that are worth sending for that step
+	tree          int                      // guesses of a tree, chain included, that are worth sending
 	window        *pb.Window
 	givenUp       bool // the chain is not extended before the next verdict
 	branched      bool

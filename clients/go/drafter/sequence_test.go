@@ -13,8 +13,8 @@ import (
 	pb "outrider.dev/go/outrider/v1"
 )
 
-// forked guesses 6 and 7, each with a confidence, and in a branch that 8 and 9 follow the first
-// guess.
+// forked guesses 6 and 7, each with a confidence. In a branch it guesses that 8 and 9 follow the
+// first guess.
 type forked struct{ confidences []float32 }
 
 func (f forked) Guess(text []uint32, count int) Guesses {

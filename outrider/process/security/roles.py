@@ -105,7 +105,7 @@ def peer_of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Peer | None:
 def peer_of_ssl(certificate: Mapping[str, Any] | None) -> Peer:
     """Return the peer with this certificate, which is as `ssl.SSLSocket.getpeercert` returns it.
 
-    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) as above.
+    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) as `peer_of` does.
     """
     found = certificate or {}
     pairs = [pair for names in found.get("subject", ()) for pair in names]

@@ -20,7 +20,7 @@ import (
 // features costs nothing once the next features have come.
 type medusa struct {
 	heads []head
-	state []float32 // the last that came
+	state []float32 // the last state that came
 	known int       // the position after that state's token
 }
 

@@ -41,7 +41,7 @@ export class Sequence {
   guesses: number[] = [];
   private confidences: number[] = []; // of the guesses; 0 where none was given
   private wanted: number;
-  private tree: number; // guesses of all branches together that are worth sending for a step
+  private tree: number; // guesses, chain included, that are worth sending for a step as a tree
   private window: Window | undefined;
   private sent = 0;
   private distributions: SparseDistribution[] = []; // of the unsent guesses
