@@ -111,9 +111,8 @@ class Forwards:
 
         Mask tokens, in place of the tokens not guessed yet, follow each sequence; each of them
         predicts the token after it. Their keys and values are not kept. Guesses nothing and returns
-        False if the model is no PARD model, or if one of the drafts rules it out: its guesses
-        depend on the guesses before them, its prompt has to be read in chunks, or it lacks pages or
-        context.
+        False if the model is no PARD model. Does so too if a draft's guesses depend on the guesses
+        before them, if its prompt has to be read in chunks, or if it lacks pages or context.
         """
         unknown = self._runner.parallel_token_id
         if unknown is None or not all(_is_independent(draft) for draft in drafts):
