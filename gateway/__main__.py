@@ -16,7 +16,7 @@ _SERVICE_NAME = "outrider-gateway"
 
 
 def run(settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT; exit with status 1 and one sentence if that is impossible."""
+    """Serve until SIGTERM or SIGINT. On an error, print one sentence and exit with status 1."""
     # This import is not at the top, so that `--help` answers at once.
     import uvloop
 

@@ -81,7 +81,7 @@ def client_of(scope: Mapping[str, Any]) -> str:
 
 
 def begin(access: Access) -> None:
-    """Note the access of the request that the current task serves."""
+    """Make `access` the access that `current` returns in the current task."""
     _current.set(access)
     telemetry.log_request_id(access.request_id)
 

@@ -1,4 +1,4 @@
-"""Answers every error in the API's shape: from validation, routing, the verifier or our bugs.
+"""Answers every error, from validation, routing, the verifier or our bugs, in its API's shape.
 
 The shape is Anthropic's on the paths of its Messages API, and OpenAI's on all others.
 
@@ -27,7 +27,7 @@ from outrider.process.settings.usage import suggestion
 log = logging.getLogger(__name__)
 
 _MESSAGES = "/v1/messages"
-# Anthropic's types. All other statuses have invalid_request_error.
+# Anthropic's error type for each HTTP status. All other statuses have invalid_request_error.
 _MESSAGES_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -84,17 +84,14 @@ def messages_error(error: OutriderError, request_id: str) -> dict[str, object]:
 
 
 def body_for(path: str, error: OutriderError, request_id: str) -> dict[str, object]:
-    """Return the error in the shape of the path's API. Anthropic's has the request's id."""
+    """Return the error in the shape of the path's API. Anthropic's shape has the request's id."""
     if path != _MESSAGES and not path.startswith(f"{_MESSAGES}/"):
         return error_body(error)
     return messages_error(error, request_id)
 
 
 class AsciiResponse(JSONResponse):
-    """Compact JSON in ASCII.
-
-    The error may quote invalid Unicode, such as half of a surrogate pair.
-    """
+    """Compact JSON in ASCII, since an error may quote invalid Unicode, such as lone surrogates."""
 
     def render(self, content: object) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode()
@@ -149,7 +146,10 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 
 
 def _names_beside(model: Any, location: Sequence[str | int]) -> Iterable[str]:
-    """Return the fields of the object that has a parameter; none within lists and unions."""
+    """Return the names of all fields beside the parameter at `location`.
+
+    The result is empty if the parameter is within a list or a union.
+    """
     for part in location[1:-1]:
         field = getattr(model, "model_fields", {}).get(part)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))
@@ -197,7 +197,7 @@ def validation_error(
 ) -> OutriderError:
     """Return the first of pydantic's complaints, with the field's path and the value sent there.
 
-    An unknown parameter is compared with the known parameters.
+    For an unknown parameter, the error suggests a similar name out of `known`.
     """
     if not details:
         return OutriderError(Reason.MALFORMED_REQUEST, "the request is malformed")
@@ -232,7 +232,7 @@ def validation_error(
 
 
 def _wrong_tag(path: str, context: Mapping[str, Any]) -> str:
-    """Return the problem of an object with an unknown type or other tag."""
+    """Return the message for an object whose type, or other tag, is unknown."""
     name = context["discriminator"].strip("'")
     tag = context["tag"]
     why = text_only(tag) if name == "type" else ""
@@ -240,7 +240,7 @@ def _wrong_tag(path: str, context: Mapping[str, Any]) -> str:
 
 
 def text_only(kind: object) -> str:
-    """Return why an image or the like is refused, to add to a sentence; "" for all other types."""
+    """Return the end of a sentence that refuses an image or other media; "" for other types."""
     return ": the model takes text only" if isinstance(kind, str) and kind in _MEDIA else ""
 
 

@@ -47,7 +47,7 @@ def create_app(
     app.add_middleware(
         AdmissionMiddleware, admission=generation.admission, preparing=generation.preparing
     )
-    # The check of keys runs inside CORS, because a browser asks for permission without a key.
+    # The check of keys runs inside CORS, because a browser's preflight request has no key.
     app.add_middleware(RequireKey, gate=gate)
     if settings.allowed_origins:
         app.add_middleware(

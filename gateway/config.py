@@ -42,11 +42,11 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     clearly more to do than the others, the request goes to the least busy replica."""
 
     tokenizer: str
-    """Directory, GGUF file or hub id of tokenizer and chat template. It must be the target's."""
+    """Directory, GGUF file or hub id of tokenizer and chat template. Both must be the target's."""
 
     tool_format: str = ""
     """Format in which the model writes tool calls, such as hermes or qwen_3_coder. docs/api.md
-    lists the formats. By default the gateway guesses it from the chat template, and says so.
+    lists the formats. By default the gateway guesses it from the chat template, and logs its guess.
     The value `none` means that the model has no format of its own; then only forced calls work."""
 
     http_host: str = "127.0.0.1"
@@ -70,20 +70,20 @@ class GatewaySettings(TlsSettings, ServiceSettings):
     """Let everybody in without a key, on addresses beyond the loopback interface too."""
 
     published_on: str = ""
-    """Address of the host on which a container's ports are published. This address, and not the
+    """The host's address on which this container's ports are published. This address, and not the
     listening addresses, then decides whether keys are needed."""
 
     public_tls_cert: Path | None = None
-    """PEM file with the certificate that clients see on the HTTP and gRPC ports, and the
-    certificates between it and its authority. With it and public-tls-key, both ports use TLS.
-    Changed files are read again without a restart."""
+    """PEM file with the certificate that clients see on the HTTP and gRPC ports, followed by its
+    intermediate certificates. With this file and public-tls-key, both ports use TLS. Changed files
+    are read again without a restart."""
 
     public_tls_key: Path | None = None
     """PEM file with the certificate's key."""
 
     public_tls_ca: Path | None = None
-    """PEM file with the authorities of clients' certificates. If it is given, every client must
-    show a certificate that one of these authorities signed."""
+    """PEM file with the authorities (CAs) of clients' certificates. If it is given, every client
+    must show a certificate that one of these authorities signed."""
 
     allowed_hosts: list[str] = Field(default_factory=list)
     """Names under which clients reach the gateway, such as llm.example.com or *.example.com.
@@ -96,30 +96,31 @@ class GatewaySettings(TlsSettings, ServiceSettings):
 
     speculation_metrics: bool = False
     """Put `metrics.speculative_decoding` into every answer over HTTP, for load generators that read
-    acceptance there (guidellm, aiperf). Without it a request asks by `speculation.metrics`."""
+    acceptance there (guidellm, aiperf). Otherwise only requests with `speculation.metrics` get
+    it."""
 
     unknown_parameters: Literal["refuse", "ignore"] = "refuse"
     """How the gateway treats a parameter that it does not know. With refuse it answers 400, so that
     no setting is lost in silence. Ignore is for clients that send parameters of other servers."""
 
     ping_seconds: float = Field(default=15.0, ge=0.0)
-    """After how long a pause a stream gets a ping, before its first token too, so that proxies keep
-    the connection. Most of them give up after 60 s. 0 sends none."""
+    """A stream that has sent nothing for this long sends a ping, before its first token too, so
+    that proxies keep the connection. Most proxies give up after 60 s. 0 turns pings off."""
 
     keep_alive_seconds: float = Field(default=75.0, gt=0.0)
     """How long a connection may stay idle after an answer. A proxy should close idle connections
-    sooner, or some of its requests meet a closed connection; most proxies have 60 s. At most 1,024
-    connections stay idle; a further idle connection closes the longest idle connection."""
+    sooner, or some of its requests meet a closed connection; most proxies do so after 60 s. At most
+    1,024 connections stay idle; a further idle connection closes the longest idle connection."""
 
     patience_seconds: float = Field(default=60.0, ge=0.0)
     """How long callers that choose no timeout wait for their first token. A request that might wait
-    longer in the queue is refused at once with 429, and its body is not read. 0 lets callers wait
-    for ever."""
+    longer in the queue is refused at once with 429; in a burst, most are refused before their body
+    is read. 0 lets callers wait for ever."""
 
     resume_seconds: float = Field(default=30.0, ge=0.0)
     """How long a sequence that has begun and has lost its verifier waits for a verifier that
-    continues it: another replica, or the same replica after a restart. Models that load for longer
-    need more."""
+    continues it: another replica, or the same replica after a restart. A model that loads for
+    longer needs a higher value."""
 
     drain_seconds: float = Field(default=10.0, ge=0.0)
     """After SIGTERM, how long running requests may take before the gateway cuts them off. Whoever
@@ -134,7 +135,8 @@ class GatewaySettings(TlsSettings, ServiceSettings):
         has_keys = bool(self.keys_file or self.keys)
         if self.open and self.public_tls_ca and not has_keys:
             raise ValueError(
-                "open lets everybody in, but public-tls-ca asks clients for certificates; give one"
+                "open lets everybody in, but public-tls-ca asks clients for certificates;"
+                " give only one of the two"
             )
         check_exposure(listens, has_keys=has_keys or bool(self.public_tls_ca), is_open=self.open)
         return self

@@ -36,7 +36,7 @@ _SCOPE_KEY = "outrider.identity"
 class Identity:
     """The caller's identity.
 
-    Without keys `key` is None, and `tenant` depends on any bearer token.
+    If the gateway has no keys, `key` is None, and `tenant` comes from the headers (`tenant_of`).
     """
 
     tenant: str
@@ -50,8 +50,8 @@ _STRANGER = Identity("", is_operator=False)
 class Gate:
     """Identifies callers.
 
-    Without keys everybody is an operator. If clients need certificates, only clients with the role
-    operator are operators. Raises OutriderError(INVALID_VALUE) for keys that cannot be used.
+    Without keys everybody is an operator; if clients need certificates, only those whose
+    certificate has the role operator. Raises OutriderError(INVALID_VALUE) for unusable keys.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -99,7 +99,7 @@ def tenant_of(headers: Mapping[str, str]) -> str:
 
 
 def _plain_key(headers: Mapping[str, str]) -> str:
-    """Return the key in the header of Anthropic's clients; "" if there is none."""
+    """Return the key in `x-api-key`, the header of Anthropic's clients; "" if there is none."""
     return headers.get("x-api-key", "").strip()
 
 
@@ -128,7 +128,7 @@ def key_in(authorization: str) -> str:
 class RequireKey:
     """ASGI middleware that answers 401 to callers without a key, except on `OPEN_PATHS`.
 
-    Every other path needs a key, so a new route is closed unless somebody opens it here.
+    Every other path needs a key, so a new route is closed unless `OPEN_PATHS` lists it.
     """
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
@@ -166,7 +166,10 @@ def identity_in(scope: Scope) -> Identity:
 
 
 def operators_only(request: HTTPConnection) -> None:
-    """Raise OutriderError(INSUFFICIENT_PERMISSIONS) unless an operator calls. For routes."""
+    """Raise OutriderError(INSUFFICIENT_PERMISSIONS) unless the caller is an operator.
+
+    Routes have this function as a dependency.
+    """
     if not identity_of(request).is_operator:
         message = "this shows all tenants, so it needs a key with the role operator"
         raise OutriderError(Reason.INSUFFICIENT_PERMISSIONS, message)

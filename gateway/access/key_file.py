@@ -1,8 +1,8 @@
 """The file of API keys: it has a hash, a tenant, a limit and an expiry, but never a key itself.
 
-A key is 256 random bits, so nobody can find it by trying, and one SHA-256 hides it. A slow hash
-such as bcrypt protects passwords, which people choose. For API keys, such a hash would cost each
-request 100 ms of a core, and callers without a key could spend that time as well.
+A key is 256 random bits, so nobody can find it by trying, and a single SHA-256 hides it. A slow
+hash such as bcrypt protects passwords, which people choose. For API keys, a slow hash would cost
+each request 100 ms of a core, and callers without a key could spend that time as well.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: _Name
-    """Names the key for people: in the log, and for `outrider keys revoke`."""
+    """The name by which people know the key: `outrider keys` lists and revokes keys by it."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """SHA-256 of the key, as hexadecimal digits."""
@@ -159,10 +159,10 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 @contextmanager
 def changing_keys(path: Path) -> Iterator[Path]:
-    """Lock a file for the block, and yield the path to which all links lead.
+    """Lock a file during the block, and yield its path without symbolic links.
 
-    Without the lock, one command could read, wait, and write back a key that another has revoked.
-    Raises OSError.
+    Without the lock, one command could read the file, wait, and write back a key that another
+    command has revoked meanwhile. Raises OSError.
     """
     path = Path(os.path.realpath(path))
     # Lock the folder. The file itself gets replaced, and a lock file beside it would have another
@@ -178,8 +178,8 @@ def changing_keys(path: Path) -> Iterator[Path]:
 def write_keys(path: Path, entries: Sequence[KeyEntry]) -> None:
     """Replace a file atomically, so that a gateway never reads half of it.
 
-    Only its owner can read a new file. An older file keeps its mode, owner and group, so that a
-    gateway can still read it after root has changed it. Raises OSError.
+    Only its owner can read a new file. A replaced file keeps its mode, owner and group, so that a
+    gateway can still read the file after root has changed it. Raises OSError.
     """
     old = path.stat() if path.exists() else None
     mode = _NEW_FILE_MODE if old is None else old.st_mode & 0o777
@@ -205,7 +205,7 @@ def _keep_owner(file: int, old: os.stat_result) -> None:
 
 
 def new_key() -> str:
-    """Return a random key of 256 bits. Its beginning lets scanners find keys in public text."""
+    """Return a random key of 256 bits. Its prefix lets scanners find keys in public text."""
     return f"{_PREFIX}{secrets.token_urlsafe(_KEY_BYTES)}"
 
 

@@ -23,7 +23,7 @@ time of change also changes with mode and owner.
 
 
 class KeyRing:
-    """The keys of a file and of a setting. Raises OutriderError(INVALID_VALUE) for bad keys."""
+    """The keys of `keys_file` and `keys`. Raises OutriderError(INVALID_VALUE) for bad keys."""
 
     def __init__(self, file: Path | None, text: str) -> None:
         """`text` holds entries in the file's form, and may be empty."""
