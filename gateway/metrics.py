@@ -63,11 +63,11 @@ class Activity:
     chain_steps: int = 0
     """Steps of a sequence that verified a chain of draft tokens."""
     chain_tokens: int = 0
-    """The number of tokens that these steps committed."""
+    """The number of tokens that chain steps committed."""
     tree_steps: int = 0
     """Steps of a sequence that verified draft tokens with branches."""
     tree_tokens: int = 0
-    """The number of tokens that these steps committed."""
+    """The number of tokens that tree steps committed."""
     side_draft_tokens: int = 0
     """Verified draft tokens beside the main paths."""
     later_tokens: int = 0
@@ -116,7 +116,9 @@ class GatewayMetrics:
         self.activity = Activity()
         """Sums over all tenants."""
         self.by_tenant: dict[str, Activity] | None = None
-        """Sums over each tenant's sequences, if API keys bound the number of tenants."""
+        """Sums over each tenant's sequences. None without API keys, since nothing else bounds the
+        number of tenants.
+        """
         self._add_counters()
         self._add_times()
         self._add_draft_counters()
@@ -157,7 +159,7 @@ class GatewayMetrics:
         self.cancelled = self._counter("request_cancelled", "Sequences whose client hung up.")
         self.differing = Gauge(
             "outrider:differing_models",
-            "Models whose ready verifiers have other weights, dtypes, versions or settings.",
+            "Models whose ready verifiers differ in weights, dtype, version or settings.",
             registry=self.registry,
         )
         self.unresolved = Counter(
@@ -168,7 +170,7 @@ class GatewayMetrics:
         )
         self.degraded = Gauge(
             "outrider:degraded",
-            "Whether requests are taken while a verifier or a drafter is missing.",
+            "1 if requests are taken while a verifier or a drafter is missing, else 0.",
             registry=self.registry,
         )
         self.drafters_lost = Gauge(
@@ -191,18 +193,20 @@ class GatewayMetrics:
 
     def _add_times(self) -> None:
         self.first_token_s = self._histogram(
-            "time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_S
+            "time_to_first_token_seconds",
+            "Time from the request to its first token.",
+            _FIRST_TOKEN_S,
         )
         self.chunk_s = self._histogram(
-            "inter_token_latency_seconds", "Between two outputs of the model.", _TOKEN_S
+            "inter_token_latency_seconds", "Time between two outputs of a sequence.", _TOKEN_S
         )
         self.token_s = self._histogram(
             "request_time_per_output_token_seconds",
-            "From first to last token, divided by the number of tokens after the first.",
+            "Time from first to last token, divided by the number of tokens after the first.",
             _TOKEN_S,
         )
         self.request_s = self._histogram(
-            "e2e_request_latency_seconds", "From the request to its end.", _REQUEST_S
+            "e2e_request_latency_seconds", "Time from the request to its end.", _REQUEST_S
         )
         self.semantic_first_token_s = self._semantic(
             "time_to_first_token", "Time to generate the first token.", _FIRST_TOKEN_S
@@ -250,7 +254,7 @@ class GatewayMetrics:
     def drafted(self, model: str, draft_token_count: int, accepted_counts: Sequence[int]) -> None:
         """Count the drafts of a finished sequence.
 
-        `accepted_counts[i]` of its steps verified a draft and accepted i of its tokens.
+        `accepted_counts[i]` of its steps verified a draft and accepted i of the draft's tokens.
         """
         self.drafts.labels(model).inc(sum(accepted_counts))
         self.draft_tokens.labels(model).inc(draft_token_count)
@@ -364,7 +368,8 @@ class SequenceClock:
     def close(self, *, is_late: bool = False) -> None:
         """Record the end of the sequence.
 
-        If it neither finished nor failed, it was cancelled: by its deadline if it `is_late`.
+        If it neither finished nor failed, it was cancelled: by its deadline if `is_late`, else by
+        its client.
         """
         if not self._ended and is_late:
             self.failed(Reason.DEADLINE_EXCEEDED.name)

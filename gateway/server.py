@@ -96,8 +96,8 @@ class Gateway:
             http=protocol(settings, log_access),
             ws="none",
             timeout_keep_alive=kept_s,  # type: ignore[arg-type]  # it takes fractions as well
-            # The time is in whole seconds, so that a client does not take the connection for open
-            # too long.
+            # The time is rounded down, so that a client stops using the connection before the
+            # gateway closes it.
             headers=[("keep-alive", f"timeout={int(kept_s)}")],
             timeout_graceful_shutdown=_CANCEL_S,
             ssl_context_factory=None if self._tls is None else partial(_context, self._tls),
@@ -153,7 +153,7 @@ class Gateway:
     async def stop(self) -> None:
         """Refuse new requests, let running requests run for `drain_seconds`, and fail the rest.
 
-        Until everything has ended, new HTTP requests get an error that says so.
+        Until everything has ended, new HTTP requests get an error: the gateway is shutting down.
         """
         drain_s = self._settings.drain_seconds
         grpc_stopped = asyncio.create_task(self._grpc.stop(drain_s + _LAST_READ_S))
@@ -171,7 +171,7 @@ class Gateway:
 
 
 def _context(tls: Tls, *_: object) -> ssl.SSLContext:
-    """Return the TLS context for uvicorn; its configuration and default context are not used."""
+    """Return the TLS context for uvicorn, whose configuration and default context are ignored."""
     return http_context(tls)
 
 

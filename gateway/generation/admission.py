@@ -24,13 +24,16 @@ from outrider.protocol.model_info import Load, retry_after_s, wait_s
 # Without this factor, a verifier that became slower would make every admitted answer late.
 _MARGIN = 2.0
 # The clients of OpenAI and Anthropic send this timeout (seconds) if nobody has chosen a timeout.
-# Perhaps nobody wants to wait for that long.
+# So this value does not show that the caller wants to wait for that long.
 _UNCHOSEN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTimeout:
-    """The seconds that a caller waits for the whole answer, and for the first token."""
+    """The seconds that a caller waits for the whole answer, and for the first token.
+
+    None means that the caller named no limit.
+    """
 
     total_s: float | None = None
     first_s: float | None = None
@@ -45,7 +48,7 @@ class ClientTimeout:
         return math.inf if self.total_s is None else now + self.total_s
 
     def suffices(self, wait_s: float, answer_s: float) -> bool:
-        """True if the caller waits `wait_s` for its turn, and then `answer_s` for the answer."""
+        """True if the caller accepts `wait_s` until its turn, and then `answer_s` of answering."""
         if self.first_s is not None and wait_s > self.first_s:
             return False
         return self.total_s is None or wait_s + answer_s <= self.total_s
@@ -55,7 +58,7 @@ class Admission:
     """Counts the sequences of this gateway from their request's arrival on."""
 
     def __init__(self, router: Router, metrics: GatewayMetrics, patience_s: float = 0.0) -> None:
-        """Callers that choose no time wait `patience_s` for their first token; 0 is for ever."""
+        """Callers that choose no timeout wait `patience_s` for their first token; 0: for ever."""
         self._router = router
         self._patience_s = patience_s or None
         self._metrics = metrics
@@ -86,7 +89,7 @@ class Admission:
         return AdmissionSlots(counts, tenant, count, timeout.ends_at(time.monotonic()))
 
     def only_model(self) -> str | None:
-        """Return the model that every request means; None if there is not exactly one."""
+        """Return the only model that is served; None if there is no model or more than one."""
         models = list(self._router.models)
         return models[0] if len(models) == 1 else None
 
@@ -148,7 +151,10 @@ class TotalLoad(NamedTuple):
 
 
 def total_load(reported: Sequence[Load | None]) -> TotalLoad | None:
-    """Return the load of all verifiers of a model; None if one does not report its load."""
+    """Return the load of all verifiers of a model.
+
+    Return None if there is no verifier, or if a verifier does not report its load.
+    """
     loads = [load for load in reported if load is not None]
     if not loads or len(loads) < len(reported):
         return None
@@ -168,7 +174,7 @@ def check(
     count: int,
     timeout: ClientTimeout,
 ) -> None:
-    """Raise OutriderError(OVERLOADED) if a tenant's `count` new sequences are too many.
+    """Raise OutriderError(OVERLOADED) if a tenant's `count` new sequences are too many or late.
 
     `counts` maps each tenant to its number of sequences under way; `foreign_count` is the number of
     sequences of other gateways.
@@ -180,14 +186,14 @@ def check(
     if under_way == 0:
         return
     # A full queue drops a request of the tenant with the largest use to make room for a tenant with
-    # less. So the verifier must see this request unless its tenant has the largest use. If the
+    # less use. So the verifier must see this request unless its tenant has the largest use. If the
     # tenant has no requests here, the tenant with the largest use may be at another gateway.
     is_largest = own + count >= max(counts.values(), default=0) and (own > 0 or foreign_count == 0)
     if under_way + count > load.most and is_largest:
         waiting = max(0, under_way - load.places)
         late_s = load.wait_s(under_way + count, load.places)
         raise _refusal(f"{waiting} requests are waiting already", late_s)
-    # The tenants of foreign sequences are unknown, so all count as one tenant's.
+    # The tenants of foreign sequences are unknown, so all these sequences count as one tenant's.
     rivals = [each for name, each in counts.items() if name != tenant]
     late_s = load.wait_s(own + count, fair_share(load.places, [*rivals, foreign_count]))
     answer_s = load.sequence_s or 0.0
@@ -197,10 +203,11 @@ def check(
 
 
 def fair_share(places: int, rivals: Sequence[int]) -> float:
-    """Return how many places a tenant gets if it wants all; `rivals` has what each rival wants.
+    """Return how many places a tenant gets if it wants all of them.
 
-    The verifier gives a free place to the tenant with the fewest places. So a rival that wants less
-    than an equal share gets what it wants, and the other tenants share the rest.
+    `rivals` has the number of places that each other tenant wants. The verifier gives a free place
+    to the tenant with the fewest places. So a rival that wants less than an equal share gets what
+    it wants, and the other tenants share the rest.
     """
     left = float(places)
     sharing = 1 + len(rivals)

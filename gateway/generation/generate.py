@@ -37,8 +37,8 @@ _MOST_LOST = 4
 _REQUEST_TOKENS_AT_ONCE = 400_000
 # The name of the call that carries a gateway's sequences, for their spans.
 _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"
-# gRPC ends calls by its own clock, perhaps slightly before our deadline. So a caller that leaves
-# less than this before the deadline counts as late.
+# gRPC ends calls by its own clock, perhaps slightly before our deadline. So a sequence that is
+# cancelled less than this before the deadline counts as late.
 _EARLY_S = 0.1
 
 # A client may leave an answer unread for this long after the buffers are full. Meanwhile the answer
@@ -78,7 +78,8 @@ class Generation:
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
         """Return the prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE).
 
-        If the ids end within a character, the answer has that character.
+        If the ids end within a character, the text leaves that character out: the generated text
+        begins with it.
         """
         if isinstance(prompt, str):
             return prompt
@@ -97,11 +98,11 @@ class Generation:
         """Yield the deltas of a request's sequences as they arrive.
 
         The request is built for the model of one replica and runs there. If the replica fails or
-        leaves, each sequence goes on at another replica. A sequence without a chunk is built again
-        for that replica. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
-        name of the operation, `prefixes` are the prefixes of the first prompt. A sequence that
-        has ended is released from `admitted`. At the deadline of `admitted`, the sequences that
-        still run end with DEADLINE_EXCEEDED.
+        leaves, each sequence goes on at another replica. A sequence that has got no chunk yet is
+        built again for that replica. Closing the iterator cancels all sequences. `operation` is
+        OpenTelemetry's name of the operation, and `prefixes` are the hashes of the first prompt's
+        prefixes. A sequence that has ended is released from `admitted`. At the deadline of
+        `admitted`, the sequences that still run end with DEADLINE_EXCEEDED.
         Raises OutriderError from `Router.pick`, from `build` and from the verifier.
         """
         sequences: list[_Sequence] = []
@@ -164,13 +165,13 @@ class _Sequence:
         # If the request has no seed, every replica draws with this seed.
         self._noise_seed = secrets.randbits(64)
         self._committed: list[int] = []
-        # Tokens of the prompt whose log probabilities have arrived, and how many of them the
-        # present replica will repeat.
+        # The number of prompt tokens whose log probabilities have arrived, and how many of these
+        # log probabilities the present replica has still to repeat.
         self._scored = 0
         self._scored_again = 0
         self._lost_count = 0
-        # Two values that count from the last token: how many replicas refused the sequence (other
-        # than for a full queue), and when it stops waiting for a replica.
+        # Each new token resets these two values: the number of refusals by replicas (other than for
+        # a full queue), and the time at which the sequence stops waiting for a replica.
         self._refused_count = 0
         self._deadline: float | None = None
         self._go_to(pick)
@@ -275,10 +276,10 @@ class _Sequence:
             span.end()
 
     def _set_unread(self, is_unread: bool) -> None:
-        """Release the slot while the verifier has nothing to do.
+        """Release the slot while the verifier has nothing to do for the sequence.
 
-        The verifier has nothing to do while the client does not read, and after it has ended the
-        answer. So a client that reads nothing cannot keep the slot.
+        The verifier has nothing to do while the client does not read, and after the verifier has
+        ended the answer. So a client that reads nothing cannot keep the slot.
         """
         if is_unread == self._is_unread:
             return
@@ -295,7 +296,7 @@ class _Sequence:
         self._generation.metrics.unread.labels(self._pick.model).inc(change)
 
     def _rest(self, traceparent: str) -> TokenRequest:
-        """Return the verifier's request for the sequence's rest, in the trace of `traceparent`."""
+        """Return the request for the tokens that are still missing, with this `traceparent`."""
         tokens = replace(self._request.tokens, traceparent=traceparent)
         if self._committed:
             tokens = replace(tokens, committed=self._committed, prompt_logprobs=None)
@@ -304,7 +305,10 @@ class _Sequence:
         return replace(tokens, noise_seed=self._noise_seed, model_fingerprint=fingerprint)
 
     def _taken(self, chunk: TokenChunk) -> TokenChunk:
-        """Keep the tokens that the next replica needs; return the chunk without repeated scores."""
+        """Keep the chunk's tokens, in case another replica must continue the sequence.
+
+        Return the chunk without log probabilities of the prompt that have arrived before.
+        """
         if chunk.token_ids:
             self._committed += chunk.token_ids
             self._refused_count = 0
@@ -328,10 +332,10 @@ class _Sequence:
         return self._builder is not None or not all(pick.busyness()[0] for pick in picks)
 
     async def _fail_over(self, error: OutriderError) -> None:
-        """Go to another replica after `error`. Raises `error` if there is no other replica.
+        """Go to another replica after `error`. Raises OutriderError if there is no other replica.
 
-        A sequence that has a chunk waits for a replica. A sequence without a chunk does not wait,
-        since its caller has received nothing and can ask again.
+        A sequence that has got a chunk waits for a replica. A sequence without a chunk does not
+        wait, since its caller has received nothing and can ask again.
         """
         now = time.monotonic()
         if self._deadline is None:

@@ -1,4 +1,4 @@
-"""Passes a request for text through the gateway, the same over HTTP and gRPC."""
+"""Serves a request for text, in the same way over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from outrider.process.observability.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
 from outrider.protocol.unsupported import check_supported
 
-# The mark of a thought and the blanks after it have fewer characters than this.
+# How much of a prompt's end is kept. The mark of a thought and the blanks after it are shorter.
 _END_CHARACTERS = 128
 
 
@@ -46,8 +46,8 @@ class Demand(NamedTuple):
 class TextCall(ABC):
     """One request for text, as an API's message states it.
 
-    `serve_text` calls the methods in their order here. Each method checks its part of the message,
-    so a refused request costs no later work.
+    `serve_text` calls the methods in the order in which they are declared here. Each method checks
+    its part of the message, so a refused request costs no later work.
     """
 
     identity: Identity
@@ -72,7 +72,7 @@ class TextCall(ABC):
 
     @abstractmethod
     def demand(self) -> Demand:
-        """Return the room and the time that the request needs.
+        """Return how many sequences the request needs, and how long its caller waits.
 
         Raises OutriderError(INVALID_VALUE).
         """
@@ -99,7 +99,7 @@ class TextCall(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer:
-    """An answer in progress. `totals` and the span include the last event."""
+    """An answer in progress. Before `events` yields an event, `totals` and `span` include it."""
 
     model: str
     prompts: list[Prompt]
@@ -119,8 +119,8 @@ async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[Te
     """Serve a request during the block, which reads the answer's events.
 
     The block's end cancels sequences that still run, ends the request's span and releases its
-    slots. Raises OutriderError for a request that is refused; errors of the generation come with
-    the events.
+    slots. Raises OutriderError for a request that is refused. If the generation fails, reading the
+    events raises the error.
     """
     tenant = call.identity.tenant
     model, info = generation.router.lookup(call.model)
@@ -186,7 +186,8 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
     prediction = await prompts.encode_start(call.prediction, most) if call.prediction else []
     encoded = []
     for given in call.prompts():
-        # Tokenising a short prompt takes the event loop 2 ms or more. A request may have 1024.
+        # Tokenising even a short prompt takes the event loop 2 ms or more, and a request may have
+        # 1024 prompts.
         await asyncio.sleep(0)
         content, name = given.content, given.field_name
         echo = None

@@ -1,9 +1,9 @@
 """A semaphore, fair to tenants, for the work on a request before it is sent to a verifier.
 
-To parse, check and tokenise a request takes milliseconds of the event loop. In a burst, requests
-that are refused must not wait for that work on accepted requests, and a tenant's requests must not
-wait for another tenant's. Answers in progress must not wait for that work either: each of their
-tokens passes through the loop several times.
+To parse, check and tokenise a request takes milliseconds of the event loop. In a burst, this work
+on accepted requests must not delay the refusal of other requests, and one tenant's work must not
+delay another tenant's requests. Nor may the work delay answers in progress: each of their tokens
+passes through the loop several times.
 
 uvloop accepts one connection in each round of the event loop, in order of arrival. So after a
 tenant's burst, another tenant's connection would wait for the work on the whole burst. Slots are
@@ -19,16 +19,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 AT_ONCE = 8
-"""Requests whose work is under way at once: some wait for another thread, or for Redis."""
-OF_A_TENANT = 2
-"""The number of these requests that may be a single tenant's.
-
-Each adds its work to a round of the event loop.
+"""The maximum number of requests whose work is under way. More than one request can make progress,
+since some wait for another thread, or for Redis.
 """
-# While requests come in, round after round, no slots are given for at most `_HOLD_S`: enough time
-# to accept some thousand connections. After that time slots are given for `_GIVE_S` even while
-# requests come in, since requests may never stop. Both limits are seconds of processor time,
-# because a busy machine takes longer to accept requests.
+OF_A_TENANT = 2
+"""The maximum number of these requests of a single tenant.
+
+Each of them adds its work to a round of the event loop.
+"""
+# While requests come in round after round, slots are held back, but for no longer than `_HOLD_S`:
+# enough time to accept some thousand connections. After that time slots are given for `_GIVE_S`
+# even while requests come in, since requests may never stop. Both limits are seconds of processor
+# time, because a busy machine takes longer to accept requests.
 _HOLD_S = 0.4
 _GIVE_S = 0.1
 
@@ -65,7 +67,10 @@ class TenantSemaphore:
             loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Give slots if no request has come in since the last check; else check again later."""
+        """Give slots if no request has come in since the last check, or after `_HOLD_S`.
+
+        Otherwise check again in the next round of the event loop.
+        """
         loop = asyncio.get_running_loop()
         now = time.thread_time()
         if self._has_come and now < self._held_until:

@@ -48,7 +48,7 @@ async def answer_text(generation: Generation, call: HttpCall[Any]) -> Response:
 async def count_prompt(generation: Generation, chat: ChatBody, tenant: str) -> int:
     """Return the number of tokens in a chat's prompt.
 
-    Raises OutriderError that names a chat's field.
+    Raises OutriderError that names a field of `chat`.
     """
     _, info = generation.router.lookup(chat.model)
     most = most_tokens(info)

@@ -40,7 +40,7 @@ async def until_begun_or_disconnected(
 ) -> None:
     """Wait at most `most_s` for the first part of an answer.
 
-    Raises its error, or CLIENT_GONE if the client disconnects before it.
+    Raises the error of `first`, or CLIENT_GONE if the client disconnects before `first` is done.
     """
     disconnected = asyncio.ensure_future(_disconnected(request))
     both: set[asyncio.Future[Any]] = {first, disconnected}

@@ -50,7 +50,7 @@ def routes(generation: Generation, metrics: GatewayMetrics) -> APIRouter:
     async def prometheus() -> Response:
         """The metrics in Prometheus' text format, for operators."""
         for name in generation.router.models:
-            # `vllm bench serve` reads these counters before its first request.
+            # Create these counters: `vllm bench serve` reads them before its first request.
             metrics.drafted(name, 0, ())
         return _Metrics(generate_latest(metrics.registry))
 
@@ -89,7 +89,7 @@ def _add_health_routes(router: APIRouter, replicas: Router) -> None:
 
     @router.get(
         "/readyz",
-        responses={**json_responses(), 503: {"description": "As above.", "content": JSON}},
+        responses={**json_responses(), 503: {"description": "Not ready.", "content": JSON}},
     )
     async def readyz(request: Request) -> Response:
         """200 if the gateway takes requests, else 503 with the reason.

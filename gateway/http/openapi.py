@@ -49,7 +49,7 @@ _ERRORS = {
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body's `Content-Encoding` is not gzip or deflate.",
-    429: "The server is full, or the API key has used up a limit. `Retry-After` says how long.",
+    429: "The server is full, or the API key is at its limit. `Retry-After` says when to retry.",
     431: "The headers are too large.",
     500: "The server failed.",
     503: "The model is not served now. `Retry-After` says when to try again.",
@@ -75,7 +75,7 @@ def error_responses(*errors: int, shape: str = "Error") -> dict[int | str, Json]
 def json_responses(
     *errors: int, also: Json | None = None, shape: str = "Error"
 ) -> dict[int | str, Json]:
-    """Return `error_responses`, and 200 with a JSON object or with `also`, keyed by media type."""
+    """Return `error_responses`, and a 200 with a JSON object or with a media type of `also`."""
     return {
         200: {"description": "The answer.", "content": JSON | (also or {})},
         **error_responses(*errors, shape=shape),
@@ -83,7 +83,7 @@ def json_responses(
 
 
 def install(app: FastAPI) -> None:
-    """Serve the document without FastAPI's 422. `api_errors` answers such requests with 400."""
+    """Serve the document without FastAPI's 422, since `api_errors` answers with 400 instead."""
 
     def document() -> Json:
         """Return the OpenAPI document, built at the first call."""

@@ -28,7 +28,7 @@ _EVERY_S = 0.5
 # An event may be as old as this, so that many streams cost little more than one stream.
 _SHARED_S = 0.25
 MOST_FEEDS = 16
-"""The maximum number of streams of events of a tenant; each is an open page."""
+"""The maximum number of event streams of a tenant. Each open page has one stream."""
 # A refused caller is told to try again after this time.
 _RETRY_S = 2.0
 # The page may load scripts, styles and data only from this gateway. uPlot needs inline styles.
@@ -97,11 +97,11 @@ class _Feeds:
         """Count a stream until the returned stack is closed.
 
         Raises OutriderError(RATE_LIMIT_EXCEEDED) if the tenant has MOST_FEEDS streams. Without keys
-        all callers count as one tenant, since they choose their names.
+        all callers count as one tenant, since a caller could claim any number of tenants.
         """
         account = "" if identity.key is None else identity.tenant
         if self._open[account] >= MOST_FEEDS:
-            message = f"{MOST_FEEDS} streams of /events are open, which is the most of a tenant"
+            message = f"{MOST_FEEDS} streams of /events are open, the maximum for a tenant"
             raise OutriderError(Reason.RATE_LIMIT_EXCEEDED, message, retry_after_s=_RETRY_S)
         self._open[account] += 1
         stack = AsyncExitStack()

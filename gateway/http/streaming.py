@@ -30,9 +30,9 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def event(data: dict[str, Any], name: str = "") -> bytes:
-    """Return one server-sent event in ASCII.
+    """Return one server-sent event.
 
-    Some clients end a line at U+2028 and similar characters.
+    The event is ASCII, because some clients end a line at U+2028 and similar characters.
     """
     named = f"event: {name}\n" if name else ""
     return f"{named}data: {_ENCODER.encode(data)}\n\n".encode()
@@ -43,7 +43,7 @@ class AnswerWriter(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the stream has all its events."""
+        """True once the last event of the stream has been returned."""
 
     def whole(self, choices: list[WholeChoice]) -> dict[str, Any]:
         """Return the answer to a request that does not stream."""
@@ -59,7 +59,7 @@ class AnswerWriter(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Streams events, and closes their answer when they end or when the client disconnects.
+    """Streams events, and closes the answer when the events end or the client disconnects.
 
     While there are no events, the response sends pings, so that no proxy takes the connection for
     dead.
@@ -128,7 +128,7 @@ async def sse(
                 yield out
             item = await anext(rest, None)
     except (GeneratorExit, asyncio.CancelledError):
-        # After the end of the answer, to disconnect is no error.
+        # A client that disconnects after the end of the answer makes no error.
         if not writer.is_complete:
             span.ended_by(client_gone_error())
         raise

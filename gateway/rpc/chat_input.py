@@ -77,7 +77,7 @@ def _checked(kind: type[_Checked], field: str, given: Sequence[Any]) -> list[_Ch
         try:
             checked.append(kind.model_validate(values))
         except ValidationError as cause:
-            # The protos' names have no `function`.
+            # The protos have no field `function`, so the error's path must not name it.
             found = [
                 {**detail, "loc": ("chat", field, index, *_without_function(detail["loc"]))}
                 for detail in cause.errors()[:1]

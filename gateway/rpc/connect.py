@@ -35,7 +35,7 @@ _SHOWN_CHARACTERS = 300
 MAX_JSON_VALUES = 65_536
 """The maximum number of values of a request in JSON.
 
-Building the message takes longer than parsing the JSON.
+It is lower than for other bodies, since building the message takes longer than parsing the JSON.
 """
 _CONTENT_TYPES = (
     "application/connect+json",
@@ -86,7 +86,8 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
             _Reporting(google_protobuf_binary_codec()),
             _Reporting(google_protobuf_json_codec(ignore_unknown_fields=False)),
         ]
-        # Messages are a few bytes each. Compression would also need a second size limit.
+        # There is no compression: messages are a few bytes each, and it would need another limit of
+        # their size.
         super().__init__(
             service=servicer,
             endpoints=_endpoints,

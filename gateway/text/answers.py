@@ -41,7 +41,7 @@ class AnswerOptions:
 
 def asks_for_thought(variables: Mapping[str, Any]) -> bool:
     """Return whether the variables of a chat template allow a thought."""
-    # Some templates have one of these two names for the switch, other templates the other.
+    # Templates name the switch either enable_thinking or thinking.
     return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
 

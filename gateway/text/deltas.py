@@ -67,9 +67,9 @@ class AttributedToken:
 
     `drafter_id` is empty if the step verified no draft. `part` is the field of the answer's message
     to which the token belongs, such as tool_calls[0]. The marks around a call belong to its field.
-    `part` is empty if an answer can have only content. `part` is None for blanks and for possible
-    beginnings of marks. Such a token has the part of the next token whose `part` is not None; if
-    none follows, of the last token before it.
+    `part` is empty if the answer can have only content. `part` is None for blanks and for possible
+    beginnings of marks. Such a token has the same part as the next token whose `part` is not None;
+    if none follows, the same part as the last such token before it.
     """
 
     text: str
@@ -143,7 +143,8 @@ class DeltaBuilder:
         self._prompt_shown = 0
         self._prompt_offsets = TokenOffsets(table, text=self._echo)
         self._offsets = TokenOffsets(table, at=len(self._echo), prompt=prompt, within=within)
-        # If a stop string ends the sequence, the verifier's statistics never arrive.
+        # These statistics count if a stop string ends the sequence, since the verifier's statistics
+        # then never arrive.
         self._stats = SpeculationStats(max_draft_tokens=_max_draft_tokens(request, info))
         # The statistics from earlier verifiers.
         self._earlier_stats = SpeculationStats()
@@ -153,8 +154,8 @@ class DeltaBuilder:
     def resumed(self) -> None:
         """Note that the next chunk comes from another verifier.
 
-        Its statistics begin anew. Its prefix cache may hold the answer's tokens too, so the cached
-        tokens of the first verifier count.
+        Its statistics begin anew. Its prefix cache may hold the answer's tokens too, so only the
+        first verifier's cached tokens count.
         """
         self._resumed_count += 1
         rule = AcceptanceRule.__members__.get(self._request.tokens.speculation.acceptance.name)
@@ -220,7 +221,7 @@ class DeltaBuilder:
     def _show_prompt(self, chunk: TokenChunk) -> list[LogprobToken]:
         """Return the prompt's next tokens if the request asks for them.
 
-        The first token has no log probability, and is added to the first chunk with None.
+        The prompt's first token has no log probability. It comes with the first chunk, with None.
         """
         if not self._request.shows_prompt:
             return []
@@ -304,7 +305,8 @@ def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> Speculati
 def _record_steps(stats: SpeculationStats, sources: Sequence[TokenSource], drafted: int) -> None:
     """Count several coalesced steps, which verified `drafted` tokens together.
 
-    Each step ends with a token that is not accepted; the last may lack that token.
+    Each step ends with a token that is not an accepted draft token. A stop string may cut off this
+    token of the last step.
     """
     before = stats.draft_token_count
     accepted = 0

@@ -18,7 +18,8 @@ from gateway.tools.formats import AnswerFormat, answer_format
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
-# Longer texts are tokenised on a thread. At 0.4 µs a character, these take the event loop 2 ms.
+# A text of this length takes the event loop 2 ms, at 0.4 µs a character. Longer texts are tokenised
+# on a thread.
 _INLINE_CHARACTERS = 5_000
 # The number of texts that are tokenised on threads at the same time, besides one long text. A
 # million tokens take about 200 MB while they are tokenised.
@@ -146,8 +147,8 @@ class Prompts:
     ) -> str:
         """Do `render_blocking` with `options` off the event loop, when it is the tenant's turn.
 
-        Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation must
-        have more than `max_tokens` tokens.
+        Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation surely
+        has more than `max_tokens` tokens.
         """
         length = sum(len(message["content"]) for message in messages if message["content"])
         if length > max_tokens * self._longest_token:
@@ -160,7 +161,8 @@ class Prompts:
         """Return the conversation as one text.
 
         `_variables` describes the options. Raises OutriderError if there is no template, if the
-        template refuses the conversation (with its message), and if it exceeds a limit.
+        template refuses the conversation (with the template's message), and if the rendering
+        exceeds a limit.
         """
         template = self._known_template("messages")
         text = template.render_blocking(self._variables(messages, **options), "messages")
@@ -203,7 +205,7 @@ def _before_end_mark(text: str) -> str:
     """Return the text up to the end mark, stripped if the template stripped the mark's space."""
     before, found, after = text.rpartition(_END_MARK.strip())
     if not found:
-        message = "cannot be: the model's chat template does not show the last message as it is"
+        message = "cannot be used: the model's chat template changes the last message"
         raise invalid("continue_final_message", message)
     return before if after.startswith(" ") else before.rstrip()
 

@@ -38,8 +38,8 @@ class Conversation:
 class PromptInput:
     """A prompt in the caller's form: a text, token ids or a conversation.
 
-    `field_name` is the caller's name for it. If it `echoes`, the answer repeats its text. If it
-    `adds_special_tokens`, the tokenizer adds its special tokens to a text.
+    `field_name` is the caller's name for the prompt. With `echoes`, the answer repeats the prompt's
+    text. With `adds_special_tokens`, the tokenizer adds its special tokens to a text.
     """
 
     content: str | list[int] | Conversation
@@ -53,8 +53,8 @@ class Prompt:
     """A tokenised prompt. `field_name` is the caller's name for it, in errors.
 
     `echo` is the prompt's text if the answer repeats it; `prediction` has the tokens that the
-    caller expects. `end` is the end of a conversation's text, and `call_count` counts the calls in
-    it.
+    caller expects. For a conversation, `end` is the end of its text, and `call_count` is the number
+    of its tool calls.
     """
 
     token_ids: list[int]

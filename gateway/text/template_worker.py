@@ -1,7 +1,7 @@
 """Renders chat templates, in a worker process: see `gateway.text.templates`.
 
-A template is a program of the model's author. The template runs in jinja2's sandbox, which keeps it
-from code outside, but not from endless loops.
+A template is a program of the model's author. It runs in jinja2's sandbox, which keeps it from
+reaching code outside, but does not stop endless loops.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def renderer(sources: dict[str, str]) -> Callable[[bytes], bytes]:
     def handle(request: bytes) -> bytes:
         name, variables = json.loads(request)
         try:
-            # The template is compiled here and not earlier, since jinja2 computes constants when it
-            # compiles.
+            # Compile the template within a call, whose limits then hold: jinja2 evaluates constants
+            # when it compiles.
             if name not in compiled:
                 compiled[name] = _environment().from_string(sources[name])
             text = "" if variables is None else compiled[name].render(variables)

@@ -50,8 +50,8 @@ class Detokenizer:
             del self._tail[0]
         # True if there is text before the tail.
         self._within = within or len(recent) > len(self._tail) or len(prompt) > _PROMPT_SEARCH
-        # The first tokens of the tail have been returned. These returned tokens are the context of
-        # the later tokens.
+        # The number of tokens at the tail's start whose text has been returned. They stay as the
+        # context of the later tokens.
         self._context = table.whole_characters(self._tail)
         # The number of characters of the tail's text that have been returned.
         self._sent = len(self._decode(self._tail[: self._context]))

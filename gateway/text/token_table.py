@@ -13,7 +13,7 @@ REPLACEMENT = "\ufffd"
 """Decoders show this in place of bytes that are not a character."""
 # Tokenizers have two ways to name a byte that is no text: a special name (the byte fallback of
 # sentencepiece), or a letter (byte-level tokenizers). The letters are GPT-2's: a printable byte is
-# its own letter, and the other bytes are the letters from 256 on.
+# its own letter, and the other bytes are the code points from 256 on.
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _PRINTED = [
     *range(ord("!"), ord("~") + 1),
@@ -32,8 +32,8 @@ _SEARCHED = 4096
 class TokenTable:
     """A tokenizer for decoding, with a list of its special tokens.
 
-    Many decoders strip a space from the start of a text (sentencepiece's), so that a token has
-    another text there than within a text. Tokens within a text are decoded after another token.
+    Many decoders (sentencepiece's) strip a space from the start of a text, so a token's text at the
+    start differs from its text within a text. Tokens within a text are decoded after a plain word.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -104,7 +104,8 @@ class TokenTable:
     def _bytes(self, token_id: int, text: str) -> bytes:
         """Return the bytes of a token.
 
-        If `text` is not whole, its bytes come from the token's name.
+        If `text`, the token's text, has incomplete characters, the bytes come from the token's
+        name.
         """
         if REPLACEMENT not in text:
             return text.encode()

@@ -1,7 +1,7 @@
 """Reads a call's arguments from a growing text, and writes them as JSON.
 
-A reader takes the text that belongs to the arguments and leaves the rest. JSON passes piece by
-piece, as the model writes it. For other styles there is a piece for each value.
+A reader takes the text that belongs to the arguments and leaves the rest. It passes JSON on piece
+by piece, as the model writes it. In other styles it writes a piece for each complete value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ArgumentReader(ABC):
 
 
 class _JsonReader(ArgumentReader):
-    """Reads a JSON object, unchanged. A mark within one of its strings ends nothing."""
+    """Passes a JSON object on unchanged. A bracket within one of its strings does not count."""
 
     _MARK = re.compile(r'[\\"{}\[\]]')
 
@@ -72,8 +72,8 @@ _JSON_MARK = r'\\.|"'
 class _TagReader(ArgumentReader):
     """Reads parameters in tags. The tool's schema says which parameters are strings.
 
-    `end` is the text after the arguments. Where the arguments were `held` to the schema, a closing
-    tag within a JSON string ends nothing.
+    `end` is the text after the arguments. If a grammar `held` the arguments to the schema, a
+    closing tag within a JSON string does not end the value.
     """
 
     def __init__(self, tags: Tags, end: str, schema: Mapping[str, Any], *, held: bool) -> None:
@@ -147,7 +147,7 @@ class _Value:
         """Add text. Return the text after the closing tag, or None if the tag has not come yet."""
         text = self._tail + text
         if self._is_json is None:
-            # Before a JSON value that may also be a text, there may be only a line break of layout.
+            # Where the value may be JSON or a text, only a line break of layout may precede JSON.
             start = text.removeprefix("\n") if self._tags.trims else text
             if not start:
                 self._tail = text
@@ -223,7 +223,8 @@ def _json_kind(text: str, *, finite: bool) -> str | None:
         return refuse(number) if finite and math.isinf(float(number)) else 0.5
 
     try:
-        # The numbers' values do not matter, and may have more digits than Python reads.
+        # The values of the numbers do not matter, and a number may have more digits than Python
+        # reads.
         value = json.loads(text, parse_int=lambda _: 0, parse_float=fraction, parse_constant=refuse)
     except (ValueError, RecursionError):
         return None
@@ -260,7 +261,7 @@ class _GemmaReader(ArgumentReader):
             at = end
         if self.is_complete:
             return "".join(pieces), text[at:]
-        # The end may begin a quotation mark.
+        # The end of the text may be the beginning of a quotation mark.
         kept = max(at, len(text) - len(self._QUOTE) + 1)
         self._parts.append(text[at:kept])
         return "".join(pieces), text[kept:]

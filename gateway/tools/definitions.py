@@ -34,7 +34,7 @@ class ToolChoice:
     names: frozenset[str] | None = None
     """The names of the tools that the model may call; None for all."""
     is_single: bool = False
-    """True if the answer is one call."""
+    """True if the answer must be exactly one call."""
 
 
 AUTO = ToolChoice("auto")

@@ -1,4 +1,4 @@
-"""Admits requests over HTTP before their bodies are read, and their work tenant by tenant."""
+"""Admits HTTP requests before their bodies are read; tenants then take turns at the work."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PATHS = _GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 
 _SCOPE_KEY = "outrider.admitted"
 _ENDLESS = ClientTimeout(total_s=math.inf)
-# A body may name a longer timeout than its headers. So the gateway reads the bodies of this many
-# requests of a tenant at a time before it refuses them as late. The gateway must not read all
-# bodies of a burst that is late.
+# A body may name a timeout even where its headers choose none. So the gateway reads the bodies of
+# this many such requests of a tenant at a time before it checks whether they would be late. It
+# checks further requests unread, since it must not read all bodies of a burst that is late.
 _READ_AT_ONCE = 8
 # OpenAI's clients send their timeout in these headers: the Python client in the first, the clients
 # in other languages in the second.
@@ -36,7 +36,10 @@ _CLIENT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
 
 
 class AdmittedRequest:
-    """A request from its headers until it is sent to a verifier. Use it as a context manager."""
+    """The slots of a request, from its headers until it is sent to a verifier.
+
+    Use it as a context manager.
+    """
 
     def __init__(
         self, preparing: TenantSemaphore, tenant: str, admitted: Sequence[AdmissionSlots]
@@ -73,13 +76,13 @@ class AdmittedRequest:
 
 
 class _Route(NamedTuple):
-    """A route in the form that metrics read, which count the responses of each route."""
+    """Stands for the route of a request refused here: metrics count responses by route's `path`."""
 
     path: str
 
 
 class AdmissionMiddleware:
-    """ASGI middleware that refuses a request for text, before reading it, when the batch is full.
+    """ASGI middleware that refuses requests, unread, for which the verifiers lack room or time.
 
     A request counts as one sequence until its body says how many choices it wants. Where the
     gateway serves several models, only the body names the model, so no request counts before its
@@ -110,7 +113,7 @@ class AdmissionMiddleware:
             scope[_SCOPE_KEY] = request
 
             async def answer(message: Message) -> None:
-                # A client that does not read its answer must not delay other clients.
+                # Release the slots: a client that does not read its answer must not delay others.
                 request.end()
                 await send(message)
 

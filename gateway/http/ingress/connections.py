@@ -21,7 +21,9 @@ MAX_HEADERS = 128
 MAX_IDLE = 1024
 """The maximum number of connections of a gateway that stay open between two requests."""
 UNSENT_BYTES = 16 * 1024
-"""A connection is full when it holds this many unsent bytes, and the kernel holds this many too."""
+"""A connection counts as full once the gateway holds this many unsent bytes for it. The kernel
+takes about as many before that.
+"""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -135,9 +137,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header. Raises OutriderError(HEADERS_TOO_LARGE).
+        """Keep a header.
 
-        The limits are MAX_HEADERS and MAX_HEADER_BYTES.
+        Raises OutriderError(HEADERS_TOO_LARGE) beyond MAX_HEADERS or MAX_HEADER_BYTES.
         """
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
@@ -232,8 +234,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _log_refusal(self, error: OutriderError, *, running: bool) -> str:
         """Write the refusal's access line; return the request's id.
 
-        If the application has started the request, the application writes the line. The request
-        ends soon, since the client counts as gone.
+        If the application has started the request, the application writes the line when the request
+        ends. It ends soon, since the client counts as gone.
         """
         scope = cast(dict[str, Any] | None, self.scope) or {}
         access: Access | None = scope.get(access_log.SCOPE_KEY)
@@ -266,6 +268,6 @@ def protocol(settings: GatewaySettings, log: AccessLog) -> type[asyncio.Protocol
 def _too_large() -> OutriderError:
     message = (
         f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes, "
-        f"or more than {MAX_HEADERS}"
+        f"or there are more than {MAX_HEADERS} headers"
     )
     return OutriderError(Reason.HEADERS_TOO_LARGE, message)

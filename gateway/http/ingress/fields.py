@@ -26,7 +26,7 @@ MAX_KEYS = 128
 
 
 ignores_unknown: ContextVar[bool] = ContextVar("ignores_unknown", default=False)
-"""Whether a request's unknown fields are dropped instead of refused."""
+"""True if a request's unknown fields are dropped instead of refused."""
 
 
 class Body(BaseModel):
@@ -71,7 +71,7 @@ def check_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(check_unicode)]
-# The limits of the next three types are for /openapi.json. Later checks enforce them with better
+# The limits of the next two types are for /openapi.json. Later checks enforce them with better
 # messages.
 TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 Choice = Annotated[Text, WithJsonSchema({"type": "string", "minLength": 1})]
@@ -112,7 +112,7 @@ def with_declared(
     types = get_type_hints(settings)
 
     def extended(body: type[_Body]) -> type[_Body]:
-        """Derive the body with these parameters."""
+        """Return a class derived from the body, with these parameters."""
         parameters: dict[str, Any] = {}
         for name in [field.name for field in fields(settings) if field.init]:
             if types[name] not in (bool, int, float):

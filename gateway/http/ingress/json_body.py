@@ -23,7 +23,7 @@ _SMALL_BYTES = 64 * 1024
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is checked by `check_size` before it is parsed."""
+    """A route whose body, unless it is small, `check_size` checks before it is parsed."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the route's handler, wrapped so that the request's `json` checks the size."""
@@ -58,5 +58,5 @@ def _text(body: bytes) -> str:
     try:
         return body.decode("utf-8-sig")
     except UnicodeDecodeError as cause:
-        message = f"the body must be JSON in UTF-8; its byte {cause.start} is none"
+        message = f"the body must be JSON in UTF-8; its byte {cause.start} is not UTF-8"
         raise OutriderError(Reason.MALFORMED_REQUEST, message) from cause

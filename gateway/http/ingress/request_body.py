@@ -11,8 +11,8 @@ from gateway.api_errors import error_response
 from outrider.errors import OutriderError, Reason
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""The largest body, decompressed: the text of a context of a million tokens. A gateway with 1 GiB
-of memory holds the bodies of all requests that arrive at once."""
+"""The maximum size of a decompressed body: enough for the text of a million tokens. 1 GiB of memory
+then holds the bodies of all requests that arrive at once."""
 
 _Headers = Iterable[tuple[bytes, bytes]]
 
@@ -85,7 +85,7 @@ class _Decoder:
         except zlib.error as cause:
             raise self._malformed(f"the body is not in it: {cause}") from cause
         if self._zlib.unused_data:
-            raise self._malformed("the body goes on after its end")
+            raise self._malformed("the body has more bytes after its end")
         more = message.get("more_body", False)
         if not more and not self._zlib.eof and len(body) < most_bytes:
             raise self._malformed("the body ends too early")

@@ -20,7 +20,7 @@ from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES
 
 NAMES = {"response_format": "output_config.format", "continue_final_message": "messages"}
-"""A chat's parameters that have another name in Anthropic's API."""
+"""Maps a chat's parameters to their names in Anthropic's API, where these differ."""
 # Translating this many turns takes a few milliseconds.
 _TURNS_AT_ONCE = 256
 _Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -49,7 +49,7 @@ class ThinkingBlock(_Block):
 
 
 class RedactedThinkingBlock(_Block):
-    """A thought that only Anthropic can read. It is left out."""
+    """A thought that only Anthropic can read. The prompt leaves it out."""
 
     type: Literal["redacted_thinking"]
     data: Any = ignored()
@@ -124,7 +124,7 @@ class ThinkingBody(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = ignored()
     display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description="omitted leaves the thought out; nothing summarizes it."
+        default=None, description="omitted leaves the thought out; summarized shows it in full."
     )
 
 
@@ -139,7 +139,7 @@ class OutputConfig(Body):
     """How the answer is written."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="For the chat template; max is xhigh."
+        default=None, description="Passed to the chat template, max as xhigh."
     )
     format: OutputFormat | None = None
 
@@ -153,7 +153,7 @@ class CountTokensBody(Body):
     tools: Listed[AnyTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = Field(
-        default=None, description="For the chat template, which decides where this is left out."
+        default=None, description="Passed to the chat template. Without it, the template decides."
     )
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(
@@ -180,7 +180,7 @@ class CountTokensBody(Body):
         return ChatBody(
             model=self.model,
             messages=messages,
-            # As at Anthropic, if the conversation ends with an answer, the new answer continues it.
+            # As at Anthropic, an answer at the end of the conversation is continued.
             continue_final_message=messages[-1].role == "assistant",
             tools=[tool.of_chat for tool in self.tools or ()],
             tool_choice=choice.of_chat,
@@ -219,13 +219,15 @@ def _refuse_thread(value: object) -> None:
 class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
-    max_tokens: int = Field(ge=1, description="At most what the context leaves is generated.")
+    max_tokens: int = Field(ge=1, description="The answer also ends where the context is full.")
     stop_sequences: Listed[_Stop] | None = Field(default=None, max_length=MAX_STOP_STRINGS)
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    structured_outputs: StructuredOutputs | None = Field(default=None, description="As in chats.")
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="As in /v1/chat/completions."
+    )
     # The field is refused by name, since a request that continues a thread has only the newest
     # messages.
     thread: Annotated[Any, AfterValidator(_refuse_thread)] = Field(
@@ -260,7 +262,7 @@ def _assistant(blocks: Sequence[Block]) -> Message:
 
 
 def _asked(role: Literal["system", "user"], blocks: Sequence[Block]) -> Iterator[Message]:
-    """Yield the messages of a user's turn: each result of a tool is a separate message."""
+    """Yield the messages of a user's or system's turn; each result of a tool is its own message."""
     if not blocks:
         yield Message(role=role, content="")
     for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):

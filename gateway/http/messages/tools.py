@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def ignored(about: str = "Ignored.") -> Any:
-    """Return the type of a parameter that is accepted and ignored."""
+    """Return the field of a parameter that is accepted and ignored."""
     return Field(default=None, description=about)
 
 
@@ -29,7 +29,7 @@ def unsupported(problem: str) -> PydanticCustomError:
 
 def _refuse_deferred(value: bool | None) -> bool | None:
     if value:
-        raise unsupported("true is not supported: no search for tools would load the tool")
+        raise unsupported("true is not supported: there is no tool search to load the tool later")
     return value
 
 
@@ -59,7 +59,9 @@ def _refuse_type(value: object) -> object:
             f"{shown} is not supported: it shows a screen, and models read text alone"
         )
     known = ", ".join(CLIENT_TOOLS)
-    raise unsupported(f"{shown} is not supported: the caller runs all tools, custom or {known}")
+    raise unsupported(
+        f"{shown} is not supported: the caller must run the tool; the types are custom, {known}"
+    )
 
 
 class ToolDefinition(_Tool):

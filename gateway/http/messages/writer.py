@@ -33,11 +33,11 @@ class MessagesWriter:
         self._max_tokens = max_tokens
         self._has_metrics = metrics
         self._began = False
-        # The type of the block that is open, and how many blocks have ended.
+        # The type of the open block ("" if none is open), and the number of blocks that have ended.
         self._open = ""
         self._index = 0
         self.is_complete = False
-        """True if the stream has all its events."""
+        """True once the last event of the stream has been returned."""
 
     def whole(self, choices: list[WholeChoice]) -> Json:
         """Return the answer to a request that does not stream."""
@@ -134,7 +134,7 @@ class MessagesWriter:
         return {"stop_reason": reason, "stop_sequence": finish.stop or None}
 
     def _speculation(self) -> Json:
-        """Return the drafts' rules, as in a chat's answer, and the statistics if requested."""
+        """Return the acceptance rules, as in a chat's answer, and the metrics if requested."""
         totals = self._answer.totals
         metrics = {"metrics": totals.metrics()} if self._has_metrics else {}
         return totals.speculation() | metrics
@@ -172,7 +172,7 @@ def _usage(finish: FinishInfo) -> Json:
 def _tokens(read: int, cached: int, written: int) -> Json:
     """Return Anthropic's usage object.
 
-    The prompt has `read` and `cached` tokens together.
+    The prompt has `read` + `cached` tokens.
     """
     return {
         "input_tokens": read,

@@ -109,8 +109,7 @@ class CompletionCall(HttpCall[CompletionBody]):
     def writer(self, answer: TextAnswer) -> AnswerWriter:
         """Return the writer for completions.
 
-        If the request echoes its prompt, the writer lists the log probabilities of prompt and
-        answer.
+        With `echo` and `logprobs`, the writer lists the log probabilities of prompt and answer.
         """
         shape = CompletionShape(answer.model, self.request_id)
         lists_prompt = bool(self.body.echo) and self.body.logprobs is not None

@@ -26,8 +26,8 @@ _TEMPLATE_OWN = (
     "add_generation_prompt",
     "continue_final_message",
 )
-# An answer's message has these fields besides its text. Clients send these fields back in a
-# history.
+# An answer's message has these fields besides its text. Clients send them back in a history, so
+# they are accepted where they are empty.
 _EMPTY_IN_MESSAGE = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 
@@ -72,8 +72,8 @@ MAX_DEPTH = 128
 def checked_json(value: Any) -> Any:
     """Return the JSON value itself.
 
-    Raises ValueError if it is nested more than MAX_DEPTH deep, has an infinite number, or is no
-    Unicode text.
+    Raises ValueError if it is nested more than MAX_DEPTH deep, or has an infinite number or text
+    that is not Unicode.
     """
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -118,9 +118,9 @@ _OBJECT = re.compile(r'\s*\{\s*("|\}|$)')
 def read_arguments(text: str) -> Arguments | None:
     """Return the arguments of a call. `max_tokens` may have cut off their end.
 
-    Cut arguments hold only the complete values, as in Anthropic's clients. Arguments are empty if
-    no prompt can hold what the model wrote, such as endless digits or brackets. Return None if the
-    text does not even begin an object.
+    Cut arguments hold only the complete values, as in Anthropic's clients. The arguments are empty
+    if the model wrote something that no prompt can hold, such as endless digits or brackets. Return
+    None if the text does not even begin an object.
     """
     text = text or "{}"
     if not _OBJECT.match(text):
@@ -177,14 +177,14 @@ class ToolCall(Body):
 class Message(Body):
     """One turn of a conversation. `developer` is OpenAI's newer name for `system`."""
 
-    # The calls come before the content, since only the first complaint is reported. In a message
-    # with a call the content is null.
+    # The calls are declared before the content, because only the first error is reported. In a
+    # message with calls the content is null, so an error in the calls says more.
     role: Literal["system", "developer", "user", "assistant", "tool"]
     function_call: _NoCalls = None
     tool_calls: Listed[ToolCall] | None = None
     content: Annotated[Text | None, BeforeValidator(joined("\n"), json_schema_input_type=Content)]
     name: Text | None = None
-    tool_call_id: Text | None = Field(default=None, description="The call that a tool answers.")
+    tool_call_id: Text | None = Field(default=None, description="The id of the call.")
     reasoning_content: Text | None = Field(default=None, description="The answer's thought.")
     cache_control: Any = Field(default=None, description="Ignored; prompts are always cached.")
 
@@ -199,7 +199,7 @@ class Message(Body):
             if key not in _EMPTY_IN_MESSAGE or value not in (None, [])
         }
         if kept.get("role") == "assistant":
-            # Clients send back an answer without text with null as its content, or without content.
+            # If an answer has no text, clients send it back with null content or without content.
             kept.setdefault("content", None)
             # vLLM's name of reasoning_content.
             if "reasoning" in kept:
@@ -251,12 +251,12 @@ def template_variables(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class TemplateOptions(Body):
-    """vLLM's options of rendering messages with the model's chat template."""
+    """vLLM's options for rendering messages with the model's chat template."""
 
     add_generation_prompt: bool | None = Field(
         default=None,
         description="vLLM's extension. End the prompt with the beginning of an answer. "
-        "Default: true unless continue_final_message is.",
+        "Default: true unless continue_final_message is true.",
     )
     continue_final_message: bool | None = Field(
         default=None,

@@ -19,10 +19,10 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
-    """Return the error with another API's names of a chat's parameters.
+    """Return the error with another API's names for a chat's parameters.
 
-    `names` has that API's name for each chat parameter, the longest parameter first. Only for tools
-    the path below the parameter is kept, because other parameters have another shape in that API.
+    `names` maps chat parameters to that API's names, the longest parameter first. The path below a
+    parameter is kept only for tools, because other parameters have another shape in that API.
     """
     if error.field is None:
         return error

@@ -27,7 +27,7 @@ def routes(generation: Generation, *, metrics: bool) -> APIRouter:
 
     @router.post("/v1/chat/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """Answer a conversation. By default, `max_completion_tokens` is what the context leaves."""
+        """Answer a conversation. By default, the answer may fill the rest of the context."""
         call = ChatCall(body, request, metrics=metrics)
         return await answer_text(generation, call)
 

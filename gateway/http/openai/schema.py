@@ -46,7 +46,7 @@ SEED_MIN = -(2**63)
 SEED_MAX = 2**64 - 1
 MAX_PROMPTS = 1024
 LEAST_TIMEOUT_S = 1
-"""The least `timeout` of a body. A caller that waits shorter can hang up."""
+"""The least `timeout` of a body, in seconds. A caller with less time can hang up instead."""
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _PromptForms = (
@@ -157,8 +157,8 @@ class StructuredOutputs(TakesNeutral):
     structural_tag: dict[str, Any] | Text | None = None
     enable_in_reasoning: bool | None = Field(
         default=None,
-        description="Whether the grammar, or response_format, holds from the first token, so that "
-        "the answer has no thought. Else it binds what follows the thought.",
+        description="If true, the grammar or response_format holds from the first token, so the "
+        "answer has no thought. Otherwise it holds after the thought.",
     )
 
 
@@ -183,15 +183,15 @@ class GenerationBody(TakesNeutral, SamplingBody):
             | None,
         ),
     ] = Field(default=[])
-    max_tokens: int | None = limited("0 is for echo or prompt_logprobs.", minimum=0)
+    max_tokens: int | None = limited("0 is only for echo or prompt_logprobs.", minimum=0)
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(
         default=None, description="With stream: true only."
     )
     speculation: SpeculationBody = SpeculationBody()
     timeout: float | None = limited(
-        "Seconds after which nobody waits for the answer. It then ends with an error, and a "
-        "request that would take longer is refused at once.",
+        "How many seconds the caller waits for the whole answer. After that the answer ends with "
+        "an error. A request that would take longer is refused at once.",
         minimum=LEAST_TIMEOUT_S,
     )
     ignore_eos: bool | None = Field(
@@ -201,10 +201,10 @@ class GenerationBody(TakesNeutral, SamplingBody):
         "vLLM's extension. Ids that end the text.", maxItems=MAX_STOP_TOKENS
     )
     logit_bias: Entries[float] | None = limited(
-        "By token id, in [-100, 100].", maxProperties=MAX_LISTED_TOKENS
+        "Maps token ids to biases in [-100, 100].", maxProperties=MAX_LISTED_TOKENS
     )
     min_tokens: int | None = limited(
-        "vLLM's extension. The text has at least as many tokens.", minimum=0
+        "vLLM's extension. The least number of tokens of the answer.", minimum=0
     )
     banned_token_ids: Listed[TokenId] | None = limited(
         "Ids that are never sampled.", maxItems=MAX_LISTED_TOKENS
@@ -256,8 +256,8 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     add_special_tokens: bool | None = Field(
         default=None,
-        description="vLLM's extension. Whether the tokenizer adds special tokens to texts, such as "
-        "the one that begins them. Default: true.",
+        description="vLLM's extension. Whether the tokenizer adds special tokens to a text prompt, "
+        "such as a BOS token. Default: true.",
     )
     logprobs: int | None = limited(
         "How many of the likeliest tokens to list with each token.",
@@ -272,7 +272,7 @@ class ChatBody(GenerationBody, TemplateOptions):
     model_config = ConfigDict(json_schema_extra=document_neutral)
 
     messages: Listed[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = limited("In place of max_tokens.", minimum=0)
+    max_completion_tokens: int | None = limited("The newer name of max_tokens.", minimum=0)
     logprobs: bool | None = None
     top_logprobs: int | None = limited(
         "With logprobs: true only.", minimum=0, maximum=MAX_TOP_LOGPROBS
@@ -285,10 +285,10 @@ class ChatBody(GenerationBody, TemplateOptions):
         default=None, description="Whether an answer may hold several calls. Default: true."
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        default=None, description="For the chat template; none asks it for no thought."
+        default=None, description="Passed to the chat template; none asks for no thought."
     )
     enable_thinking: bool | None = Field(
-        default=None, description="SGLang's extension. For the chat template."
+        default=None, description="SGLang's extension. Passed to the chat template."
     )
     separate_reasoning: bool | None = Field(
         default=None,
@@ -315,7 +315,7 @@ class ChatBody(GenerationBody, TemplateOptions):
         thinks = self.enable_thinking
         if thinks is None and self.reasoning_effort == "none":
             thinks = False
-        # Some templates have one of these two names for the switch, other templates the other.
+        # Templates name the switch either enable_thinking or thinking.
         given = {
             "reasoning_effort": self.reasoning_effort,
             "enable_thinking": thinks,

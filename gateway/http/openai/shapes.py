@@ -314,7 +314,7 @@ class ChunkMaker:
         for part in parts:
             content = shape.delta(part)
             logprobs = None
-            # The delta's first part carries the sources and log probabilities of its tokens.
+            # The first part carries the sources and log probabilities of all the delta's tokens.
             if part is parts[0]:
                 content |= attribution(delta.attributed)
                 logprobs = shape.logprobs(shown)

@@ -45,12 +45,12 @@ def text_requests(
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is only for stream: true")
     if body.speculation.tokens and body.stop:
-        message = "does not go with stop, since tokens may hold a part of what is cut off"
+        message = "does not go with stop, since its tokens may hold text that the stop cuts off"
         raise invalid("speculation.tokens", message)
     template = _template(body, inputs, info)
     sampling = template.tokens.sampling
     at_once = coalesces(body)
-    # Each listed token takes the event loop 30 µs.
+    # Each token with log probabilities takes the event loop 30 µs.
     most = MAX_GATHERED_TOKENS if template.tokens.top_logprobs is None else _LISTED_AT_ONCE
     requests = []
     for prompt in inputs.prompts:
@@ -221,7 +221,7 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
     """
     check_logprobs("prompt_logprobs", body.prompt_logprobs)
     if body.prompt_logprobs is not None and body.stream:
-        message = "is not for stream: true; a completion's echo and logprobs stream a prompt's"
+        message = "is not for stream: true; a completion with echo and logprobs streams them"
         raise invalid("prompt_logprobs", message)
     return _prompt_alternatives(body)
 

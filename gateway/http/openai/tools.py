@@ -27,7 +27,7 @@ class FunctionBody(Body):
     )
     strict: bool | None = Field(
         default=None,
-        description="Hold the arguments to the schema also where the model chooses to call.",
+        description="If true, the arguments follow the schema even if the model chose to call.",
     )
 
 

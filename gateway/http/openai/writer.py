@@ -44,7 +44,7 @@ class OpenAIWriter:
 
     @property
     def is_complete(self) -> bool:
-        """True if the stream has all its events."""
+        """True once the last event of the stream has been returned."""
         return self._maker.complete
 
     def whole(self, choices: list[WholeChoice]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _DEFAULTS: dict[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
 }
-# Maps a chat's names of parameters, the longest first, to their names in the Responses API.
+# Maps a chat's parameter names, the longest first, to their names in the Responses API.
 _NAMES = {
     "response_format.json_schema": "text.format",
     "max_completion_tokens": "max_output_tokens",
@@ -134,15 +134,15 @@ class PromptBody(Body):
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] | None = (
-        Field(default=None, description="As in chats.")
+        Field(default=None, description="As in /v1/chat/completions.")
     )
-    # The gateway never drops items of a conversation that is too long.
+    # Accepted and ignored: the gateway never drops items of a conversation that is too long.
     truncation: Literal["auto", "disabled"] | None = None
     conversation: None = None
 
     @property
     def names(self) -> dict[str, str]:
-        """Maps a chat's names of parameters, the longest first, to their names here."""
+        """Maps a chat's parameter names, the longest first, to their names in this body."""
         tools = {}
         for number, tool in enumerate(self.tools.flat):
             tools[f"tools[{number}].function"] = tools[f"tools[{number}]"] = tool.path
@@ -186,17 +186,22 @@ class ResponsesBody(PromptBody, SamplingBody):
     """POST /v1/responses."""
 
     store: bool | None = Field(
-        default=None, description="false keeps nothing. Others are kept in memory for a while."
+        default=None,
+        description="Whether the answer is kept, in memory, for a while. Default: true.",
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: int | None = limited(minimum=1)
     include: Annotated[list[str], AfterValidator(_include)] | None = None
     metadata: Annotated[dict[Text, Text], AfterValidator(_metadata)] | None = None
-    seed: int | None = limited("As in chats.", minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
+    seed: int | None = limited(
+        "As in /v1/chat/completions.", minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1
+    )
     speculation: SpeculationBody = SpeculationBody()
-    structured_outputs: StructuredOutputs | None = Field(default=None, description="As in chats.")
-    timeout: float | None = limited("As in chats.", minimum=LEAST_TIMEOUT_S)
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="As in /v1/chat/completions."
+    )
+    timeout: float | None = limited("As in /v1/chat/completions.", minimum=LEAST_TIMEOUT_S)
     background: Literal[False] | None = None
     prompt: None = None
     top_logprobs: Literal[0] | None = None

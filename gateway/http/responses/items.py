@@ -24,7 +24,7 @@ def parsed(value: object, kinds: Mapping[str, type[_Kind]], path: str) -> _Kind:
         raise invalid(path, "must be an object")
     kind = value.get("type")
     if kind is None:
-        # Messages and references come without a type too.
+        # Messages and references may come without a type.
         kind = "message" if "role" in value else "item_reference"
     if not isinstance(kind, str) or kind not in kinds:
         raise invalid(
@@ -132,7 +132,7 @@ class FunctionCallOutput(Body):
 
 
 class ReasoningItem(Body):
-    """The thought of an earlier answer. Another server's thought is readable only in `content`."""
+    """The thought of an earlier answer. Only `content` is read: other fields may be encrypted."""
 
     type: Literal["reasoning"]
     content: Annotated[

@@ -24,7 +24,8 @@ MAX_LISTED_ITEMS = 100
 MAX_REPLAYED_BYTES = 1024 * 1024
 """The maximum number of bytes of a response whose events can be sent again.
 
-Three events each hold the whole response.
+The events take several times as many: three of them hold the response's parameters, and each text
+is in its deltas and in four further events.
 """
 # Encoding this many events takes a few milliseconds.
 _EVENTS_AT_ONCE = 64
@@ -45,7 +46,7 @@ def add_kept_routes(router: APIRouter, store: ResponseStore) -> None:
     async def kept_response(
         response_id: str,
         request: Request,
-        stream: Annotated[bool, Query(description="Send its events again.")] = False,
+        stream: Annotated[bool, Query(description="Stream the events again.")] = False,
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
         """A response that is still kept, whole or as its stream's events."""
@@ -148,8 +149,8 @@ class _Items:
     async def _read(self, at: int) -> Json:
         """Return an item with an id, a status, and its texts as parts.
 
-        An item that came without an id gets an id that depends only on its place, so the id is the
-        same each time.
+        An item that came without an id gets an id that depends only on the response and the item's
+        place, so the id is the same each time.
         """
         await asyncio.sleep(0)
         item: Json = json.loads(self._kept[at])

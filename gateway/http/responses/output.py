@@ -15,7 +15,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of item: the start of its id, the name of its text's events, and its part's type."""
+    """A kind of item: its id's prefix, the name of its text's events, and its part's type or ""."""
 
     prefix: str
     events: str
@@ -67,7 +67,7 @@ class OutputItems:
         return [*made, self._delta(part.text)]
 
     def again(self, item: Json, deltas: Sequence[int]) -> list[Json]:
-        """Return the events in which a complete item has grown, with deltas of these lengths."""
+        """Return all events of a complete item again, with text deltas of these lengths."""
         kind = _KINDS[item["type"]]
         text = item["content"][0]["text"] if kind.part else item["arguments"]
         empty: Json = {"content": []} if kind.part else {"arguments": ""}

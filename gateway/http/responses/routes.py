@@ -43,14 +43,14 @@ class _Conversation(NamedTuple):
 def _conversation(body: PromptBody, store: ResponseStore, tenant: str) -> _Conversation:
     """Return the kept conversation that the body continues, and the items of its input.
 
-    Raises OutriderError(INVALID_VALUE) for items that are not kept, and for more than a body could
-    hold.
+    Raises OutriderError(INVALID_VALUE) for items that are not kept, and for more items or bytes
+    than a body could hold.
     """
     made = _Conversation([], [])
     kept_bytes = 0
 
     def add(kept: bytes, path: str) -> None:
-        """Add a kept item, and count it: references can make a short body a long conversation."""
+        """Add a kept item and count its bytes, since a short body can refer to many long items."""
         nonlocal kept_bytes
         kept_bytes += len(kept)
         if kept_bytes > MAX_BODY_BYTES:
@@ -64,7 +64,7 @@ def _conversation(body: PromptBody, store: ResponseStore, tenant: str) -> _Conve
         raise invalid("previous_response_id", _not_kept("answer", str(previous)))
     count = len(known) + len(body.input)
     if count > MAX_MESSAGES:
-        raise invalid("input", f"makes {count} items of the conversation, over {MAX_MESSAGES}")
+        raise invalid("input", f"makes a conversation of {count} items, more than {MAX_MESSAGES}")
     for each in known:
         add(each, "previous_response_id")
     for index, item in enumerate(body.input):

@@ -20,7 +20,7 @@ MAX_ANSWERS = 8192
 _PIECE_BYTES = 200
 _USE_BYTES = 16
 _ANSWER_BYTES = 2000
-# Parameters that are often the same in the answers of a tenant.
+# Parameters that are often the same in the answers of a tenant. Each is a separate piece.
 _APART = ("tools", "instructions")
 
 
@@ -28,7 +28,7 @@ class _Kept(NamedTuple):
     """A kept answer."""
 
     members: Sequence[bytes]
-    """The members of the response as a JSON object, but for its output."""
+    """Pieces of JSON with all members of the response object except its output."""
     before: Sequence[bytes]
     """The items of the conversation before the answer."""
     output: Sequence[bytes]
@@ -102,7 +102,7 @@ class ResponseStore:
         before: Sequence[bytes],
         deltas: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Keep a response with the items before it, unless it is larger than a tenant's share.
+        """Keep a response with the items before it, unless it takes more than MAX_TENANT_BYTES.
 
         `deltas` has the lengths of the deltas of each item of its output. The response takes the
         place of a response with the same id.
@@ -125,7 +125,7 @@ class ResponseStore:
         self._make_room(tenant)
 
     def _make_room(self, tenant: str) -> None:
-        """Drop the oldest answers of the tenant, and then of all tenants, until the limits hold."""
+        """Drop the least recently used answers until the tenant's and the overall limits hold."""
         of_tenant = self._tenants[tenant]
         answers = of_tenant.answers
         while of_tenant.byte_count > MAX_TENANT_BYTES or len(answers) > MAX_TENANT_ANSWERS:

@@ -30,7 +30,7 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(
         default=None,
-        description="Hold the arguments to the schema also where the model chooses to call.",
+        description="If true, the arguments follow the schema even if the model chose to call.",
     )
     allowed_callers: Ignored = None
     async_: Ignored = Field(default=None, alias="async")
@@ -56,7 +56,7 @@ class NamespaceTool(Body):
 
 
 class OfflineSearch(Body, extra="allow"):
-    """A search that must not use the web, as Codex sends it by default. It is left out."""
+    """A search that must not use the web, as Codex sends it by default. The gateway ignores it."""
 
     type: Literal["web_search"]
     external_web_access: Literal[False]
@@ -124,7 +124,7 @@ def _tools(value: object) -> Tools:
             if given["type"] == "web_search" and given.get("external_web_access") is False:
                 continue
             problem = f"{given['type']!r} is not supported: the gateway runs no tools itself"
-            message = f"{path}.type {problem}, and models call functions alone"
+            message = f"{path}.type {problem}, and models call only functions"
             raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, f"{path}.type")
         tool = parsed(given, _KINDS, path)
         listed.append(tool)

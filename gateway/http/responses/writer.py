@@ -88,7 +88,7 @@ class ResponseWriter:
         }
         told = error_body(error)
         shown: Json = told["error"]
-        # Clients of OpenAI read these fields, and clients of Open Responses the object.
+        # OpenAI's clients read the flat fields, and clients of Open Responses the object `error`.
         flat = {name: shown[name] for name in ("code", "message", "param")}
         return self._written([{"type": "error", **flat, **told}, self._event("failed")])
 
