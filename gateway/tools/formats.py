@@ -25,7 +25,7 @@ Style = Literal[
 class CallMarks:
     """The texts around a call's arguments. `begin` holds {name}, and {number} for digits.
 
-    Blanks around arguments in tags belong to the arguments.
+    Where arguments are written in tags, blanks around the tags belong to the arguments.
     """
 
     begin: str
@@ -46,9 +46,11 @@ class ToolFormat:
     """The text between two calls."""
     thought: Thought | None = None
     template_marks: tuple[str, ...] = ()
-    """A chat template with all of these texts belongs to this format."""
+    """A chat template with all of these texts has this format, unless an earlier row matches."""
     call_id: Literal["call", "nine", "function"] = "call"
-    """The form of a call's id, which some templates check: call_…, nine characters, f:0."""
+    """The form of a call's id, which some templates check: call_…, nine characters, or
+    functions.NAME:0.
+    """
     begins_as_text: bool = False
     """True if other texts begin like a call, so that only a tool's name shows that it is a call."""
     marks: tuple[str, ...] = ()
@@ -250,7 +252,7 @@ JSON_FORMAT = ToolFormat("json", (CallMarks('{"name": "{name}", "arguments": ', 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The formats of a model's calls and thoughts; None for a kind that it does not write."""
+    """The formats of a model's calls and thoughts; None for an unknown format, or for none."""
 
     calls: ToolFormat | None = None
     thought: Thought | None = None

@@ -36,7 +36,8 @@ def calls_grammar(
     """Return the grammar of an answer in this format.
 
     An answer without calls is free text, or a text of the grammar `answer`. Raises
-    OutriderError(INVALID_VALUE) that names `field` if `answer` is no JSON.
+    OutriderError(INVALID_VALUE) that names `field` if calls are not forced and `answer` is not a
+    grammar of JSON.
     """
     json_kinds = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
     if answer is not None and not use.is_forced and answer.kind not in json_kinds:
@@ -64,7 +65,7 @@ _TEXT = "triggered_tags"
 
 
 class _Calls:
-    """Writes the calls of one answer. The tools' arguments are parts of the whole tag."""
+    """Writes the grammar of one answer's calls, without the arguments: these are named parts."""
 
     def __init__(self, form: ToolFormat, use: ToolUse) -> None:
         self._form, self._use = form, use
@@ -147,7 +148,8 @@ def _after_thought(
     thought: Thought, state: ThoughtState, body: Json, calls: _Calls, *, is_text: bool
 ) -> Json:
     """Return the elements for a thought and then the body. A call within the thought ends it."""
-    # Messages of content and messages with a call begin differently, so `after` is no layout there.
+    # If thoughts are messages, `after` begins a message of content but not a message with a call,
+    # so it is no layout.
     is_layout = thought.after and not thought.is_message
     after = [_const(thought.after)] if is_layout and not is_text else []
     ended = {"type": "tag", "begin": thought.end, "content": _sequence([*after, body]), "end": ""}
@@ -175,12 +177,12 @@ def _held(tool: Tool, use: ToolUse) -> Json:
         return _ANY_OBJECT
     # The reader of calls expects an object, whatever the schema says.
     held = {**tool.parameters, "type": "object"}
-    # A closed part of an intersection would exclude the properties of the other parts.
+    # `allOf` is an intersection: a closed part would exclude the properties of the other parts.
     return held if '"allOf"' in json.dumps(held) else _closed(held)
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema, closed to properties that it does not name, unless it asks for others.
+    """Return the schema, closed to properties that it does not name, unless it speaks of others.
 
     A model would otherwise invent arguments, which no function takes.
     """

@@ -1,7 +1,8 @@
 """Splits a model's answer into content, thought and calls while it grows.
 
-The answer's grammar forces the texts around a call, so the reader walks those texts. The reader
-does not look for these texts within a call's arguments or a thought, and stop strings apply only to
+The answer's grammar forces the texts around a call, so the reader expects exactly these texts. It
+does not look for them within a call's arguments. Within a thought it looks only for the thought's
+end, and for the beginning of a call, which also ends the thought. Stop strings apply only to
 content.
 """
 
@@ -79,7 +80,9 @@ class Reading:
     is_bound: bool = False
     """True if all text after the thought is content, because a grammar binds it."""
     held: frozenset[str] = frozenset()
-    """The tools whose arguments the grammar holds to their schemas; all if a call is forced."""
+    """The tools whose arguments the grammar always holds to their schemas. If a call is forced, it
+    holds the arguments of all tools.
+    """
     first_call: int = 0
     """The number of calls in the conversation before this answer."""
 
@@ -105,7 +108,7 @@ class AnswerReader:
         self._arguments: ArgumentReader | None = None
         self._marks: CallMarks | None = None
         self._section_end = ""
-        # True if text within a thought may be the begin of a call, which would end the thought.
+        # True if text within a thought may be the beginning of a call, which would end the thought.
         self._ends_thought = False
         self._thought_may_begin = reading.thought is not None and not reading.begins_in_thought
         # True if a message of content may begin.
@@ -133,8 +136,9 @@ class AnswerReader:
     def place(self, text: str) -> str | None:
         """Add text, and return the field of the answer's message to which the text belongs.
 
-        A call is tool_calls[0] and so on, with the marks around it. Return None for blanks and
-        possible beginnings of a mark: they belong to the field of the text after them.
+        A call's field is tool_calls[0] and so on, also for the marks around the call. Return None
+        for blanks and possible beginnings of a mark: they belong to the field of the text after
+        them.
         """
         before = self._place
         parts = self.push(text)
@@ -156,7 +160,7 @@ class AnswerReader:
         if self._ends_thought or self._step == self._after:
             return None
         if self._section_end and self._call_count and self._step == self._call:
-            # Another call may begin here, or the section end.
+            # Another call may begin here, or the section may end.
             return None
         is_past_call = self._step in (self._read_arguments, self._call_end)
         return f"tool_calls[{self._call_count - is_past_call}]"
@@ -347,7 +351,7 @@ class AnswerReader:
             if begin is None:
                 continue
             if self._may_be_other and begin["name"] not in self._reading.schemas:
-                # Another text may begin like a call, and go on with another name.
+                # This text only begins like a call, and goes on with a name that no tool has.
                 return self._no_call(parts)
             self._begin_call(begin, marks, parts)
             return True
@@ -447,7 +451,7 @@ def _pattern(marks: CallMarks) -> re.Pattern[str]:
 
 
 def _held_from(text: str, marks: Sequence[str]) -> int:
-    """Return where an end of the text that may begin a mark starts; else the text's length."""
+    """Return where the text's end may be the beginning of a mark; the text's length if nowhere."""
     longest = max((len(mark) for mark in marks), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):

@@ -19,8 +19,8 @@ class Thought:
     is_message: bool = False
     """True if thought, content and calls are messages of one answer, as in harmony.
 
-    The end of a thought then begins the next message, like the prompt's end. `after` begins a
-    message of content, with or without a thought before it. Several thoughts may follow.
+    The end mark of a thought then begins the next message, as the prompt's end does. `after` begins
+    a message of content, with or without a thought before it. An answer may have several thoughts.
     """
 
     @property
@@ -29,13 +29,13 @@ class Thought:
         return self.begin if self.is_message else self.end
 
     def state(self, prompt: str, continued: str = "") -> ThoughtState:
-        """Return where an answer to this prompt begins.
+        """Return the state in which an answer to this prompt begins.
 
         `continued` is the text of a message that the answer continues; empty for none.
         """
         text = prompt.rstrip()
         if text.endswith(self.end) and not self.is_message:
-            # An example is the empty thought of a model that shall not think.
+            # For example, a template ends the prompt with an empty thought to turn thinking off.
             return "over"
         if text.endswith(self.begin.rstrip()):
             return "open"

@@ -60,7 +60,7 @@ class Agreement:
 
 
 async def _agreed(stub: TokenStreamServiceAsyncStub) -> int:
-    """Return the version that the verifier chooses. Raises OutriderError if none is common."""
+    """Return the version that the verifier chooses. Raises OutriderError if they share none."""
     own = token_streams_pb2.AgreeVersionRequest(
         oldest_version=SPOKEN.oldest, newest_version=SPOKEN.newest
     )
@@ -70,6 +70,6 @@ async def _agreed(stub: TokenStreamServiceAsyncStub) -> int:
     except grpc.aio.AioRpcError as failure:
         if failure.code() is not grpc.StatusCode.UNIMPLEMENTED:
             raise rpc_errors.error_of(failure) from None
-        # The verifier is of before the call, and speaks version 1.
+        # The verifier is older than the call AgreeVersion, so it speaks version 1.
         chosen = 1
     return agree(SPOKEN, from_wire(chosen, chosen))

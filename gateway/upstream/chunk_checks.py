@@ -1,6 +1,6 @@
 """Checks a verifier's messages: a broken verifier harms only its own requests.
 
-This module works without requests, replicas and texts.
+This module knows nothing of requests, replicas and texts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> None:
     """Check a chunk against the model.
 
-    `left` is the maximum number of tokens from this chunk on. Raises OutriderError(INTERNAL) for a
-    chunk that no verifier of this model can send; the log has the verifier's address.
+    `left` is how many tokens the sequence may still get, with this chunk. Raises
+    OutriderError(INTERNAL) for a chunk that no verifier of this model can send; the log has the
+    verifier's address.
     """
     problem = _false_tokens(chunk, info, left) or _false_counts(chunk)
     for known in chain(chunk.logprobs, chunk.prompt_logprobs):

@@ -1,6 +1,6 @@
-"""Records to which replica each prefix of a prompt was last sent, and is probably cached.
+"""Records which replica was last sent each prefix of a prompt, and so probably has it cached.
 
-A replica is only an address here, and there are no requests.
+This module knows replicas only as addresses, and nothing of requests.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Replica:
         """How many of these sequences have no place in the verifier's batch or queue: they are
         paused or have ended, and their clients have not read the rest yet."""
         self.foreign_count = 0
-        """Sequences of other gateways and callers there, at the last poll."""
+        """How many sequences of other gateways and callers the verifier had at the last poll."""
         self.round_trip_s: float | None = None
         """The seconds that the last poll took."""
         self.answered_at = time.monotonic()
@@ -73,7 +73,7 @@ class Replica:
         return client_credentials(self.address, files, Role.VERIFIER)
 
     def _dial(self) -> None:
-        """Connect with the last valid files, so that files being replaced end no connection."""
+        """Connect with the last valid TLS files: the present files may be half replaced."""
         channel = rpc.channel(self.address, None if self._files is None else self._files.current)
         self._channel = channel
         self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)

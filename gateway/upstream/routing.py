@@ -47,7 +47,7 @@ RETRYABLE = (
 
 
 class Pick(NamedTuple):
-    """The replica picked for a request, the model's name in requests, and its data at that time."""
+    """The replica picked for a request, with its model's name and info at that time."""
 
     model: str
     info: ModelInfo
@@ -57,7 +57,7 @@ class Pick(NamedTuple):
         """Return whether the replica's queue is full, and its load.
 
         The load is the number of its sequences, divided by the number that fits at once. If the
-        verifier does not report its load, it is the number of sequences.
+        verifier does not report its load, it is the number of this gateway's sequences there.
         """
         own = self.replica.own_count
         load = self.info.load
@@ -68,7 +68,7 @@ class Pick(NamedTuple):
         return self.replica.full or is_full, count / load.fitting
 
     def continues(self, begun: ModelInfo, length: int) -> bool:
-        """Return whether the replica can continue a sequence that the model `begun` started.
+        """Return whether the replica can continue a sequence of a verifier with the info `begun`.
 
         `length` is the sequence's prompt and `max_tokens` together, in tokens.
         """
@@ -240,7 +240,7 @@ class Router:
 
     @property
     def names(self) -> dict[str, ModelInfo]:
-        """Maps each name that requests may use to a model; a model's own name comes first."""
+        """Maps each name that requests may use to a model; models' own names precede aliases."""
         models = self.models
         return models | {
             alias: info for info in models.values() for alias in info.aliases if alias not in models
@@ -301,9 +301,9 @@ class Router:
 
         The picked replica may be the lost one, if a poll has found it ready again. A sequence that
         has started gives its `length`, see `Pick.continues`, and does not go to a full replica
-        before the next poll. Raises `error` if no replica is ready for `wait_s`, or MODEL_CHANGED
-        if every ready replica would write another continuation. A gateway that shuts down does not
-        wait.
+        before the next poll. Raises `error` if no replica becomes ready within `wait_s`, or
+        MODEL_CHANGED if every ready replica would write another continuation. A gateway that shuts
+        down does not wait.
         """
         deadline = time.monotonic() + wait_s
         while not self._cut_off:
@@ -340,11 +340,11 @@ class Router:
             problems = [each.problem for each in self.replicas if each.problem is not None]
             raise for_callers(problems[0] if problems else unknown)
         serving = [pick for pick in ready if model in (None, "", pick.model)]
-        # A model with this own name comes before models with this name as an alias.
+        # Only if no model has this name itself, take models that have it as an alias.
         serving = serving or [pick for pick in ready if model in pick.info.aliases]
         if not serving:
             names = ", ".join(sorted({name for pick in ready for name in pick.info.names}))
-            message = f"model {str(model)[:100]!r} is not served here; there is {names}"
+            message = f"model {str(model)[:100]!r} is not served here; the names here are {names}"
             raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
         return serving
 

@@ -237,7 +237,7 @@ class _StreamCall:
         self._hang_up(_HUNG_UP)
 
     async def _requests(self) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
-        # A message takes rounds of the event loop. In a burst, requests that were sent one by one
+        # Sending a message takes rounds of the event loop. In a burst, requests sent one by one
         # would fall behind, and another tenant's request would wait for the whole burst.
         while not self._hung_up:
             await self._has_unsent.wait()
@@ -321,7 +321,7 @@ def _decode(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
     """
     try:
         if part.HasField("status"):
-            # A verifier's metadata would become HTTP headers.
+            # Drop the verifier's metadata, which would become HTTP headers.
             return replace(rpc_errors.error_in(part.status), metadata={})
         return wire_requests.chunk_from_proto(part.tokens)
     except Exception:  # noqa: BLE001  # `unexpected` logs the failure, and gives INTERNAL

@@ -22,7 +22,7 @@ export class Charts {
 
   /** Add the sums at a time in seconds, and draw. */
   push(seconds, activity) {
-    // Sums never fall, so the gateway was restarted. Begin again.
+    // Sums fall only if the gateway was restarted. Then begin again.
     const last = this.samples.at(-1);
     if (last && total(activity) < total(last.activity)) this.samples = [];
     this.samples.push({ seconds, activity, ...this.#rates(seconds, activity) });
@@ -66,7 +66,7 @@ export class Charts {
     return { shares: counts.map((count) => total ? 100 * count / total : 0), mean };
   }
 
-  /** A sentence on how many tokens steps committed, by the draft's shape, and on side branches. */
+  /** Sentences on the tokens per step from chains and from trees, and on side branches. */
   #shapes() {
     const now = this.samples.at(-1).activity;
     const before = this.#since(this.samples.at(-1).seconds - LENGTHS_S).activity;

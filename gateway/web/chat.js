@@ -81,7 +81,7 @@ export class Chat {
         if (choice === "required") choice = "none";
       }
     } catch (error) {
-      // A new chat has a history of its own by now.
+      // Say nothing if a new chat, with a history of its own, has begun meanwhile.
       if (this.history !== history) return;
       this.history = before;
       const reason = error.name === "AbortError" ? "Stopped." : error.message;
@@ -93,7 +93,7 @@ export class Chat {
     }
   }
 
-  /** Have the model answer the history. Returns the answer's text, and its calls of tools. */
+  /** Have the model answer the history. Returns the answer's text, and its tool calls. */
   async #answer(history, choice, signal) {
     const { system, thinking } = this.form.elements;
     const messages = [...history];

@@ -1,5 +1,5 @@
-// One streamed completion over the OpenAI API: its tokens with their sources, its calls of tools,
-// and its statistics.
+// One streamed completion over the OpenAI API: its tokens with their sources, its tool calls, and
+// its statistics.
 
 /**
  * @param {object} request model, maxTokens, temperature, seed, speculation, ignoreEnd; the prompt

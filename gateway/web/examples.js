@@ -9,9 +9,9 @@ import { run } from "./race.js";
 const WAITING_TOKENS = 1400;
 const DRAFTED_TOKENS = 400;
 const TOKENS = 480;
-// `outrider serve` restarts a lost drafter in seconds, others may stay away.
+// `outrider serve` restarts a lost drafter within seconds; without it, a drafter may stay away.
 const MOST_AWAY_MS = 120_000;
-// The prompt repeats this, so that an n-gram drafter has something to guess.
+// The prompt repeats this method, so that an n-gram drafter has something to guess.
 const METHOD = `    def get(self, key):
         if key in self.items:
             return self.items[key]
@@ -19,8 +19,8 @@ const METHOD = `    def get(self, key):
 
 `;
 const PROMPT = `class Cache:\n${METHOD}\nclass Store:\n${METHOD}\nclass Table:\n`;
-// Drafters choose ids and addresses, and the page puts them into shell commands and patterns. These
-// characters are safe in both.
+// Drafters choose their ids. The page puts ids and the verifier's address into shell commands and
+// patterns, and these characters are safe in both.
 const SAFE = /^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,99}$/;
 const PLAIN = { enabled: false };
 const TITLES = { join: "a drafter joins", leave: "a drafter is lost" };
@@ -189,7 +189,7 @@ function joining(verifier) {
 function leaving(verifier) {
   const connected = (verifier.drafters ?? []).filter((drafter) => drafter.connected);
   const safe = connected.filter((drafter) => SAFE.test(drafter.id));
-  // Without a model to load, a drafter is back soon.
+  // A drafter without a model to load is back soon.
   const victim = safe.find((drafter) => drafter.family === "ngram") ?? safe[0];
   const compose = "with Compose; docker ps lists the containers";
   const commands = [[compose, "docker kill CONTAINER"]];

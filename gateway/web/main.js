@@ -73,16 +73,16 @@ function request(
   };
 }
 
-/** The format of an answer by a schema, given as text. */
+/** The `response_format` for a schema, which is given as text. */
 function format(text) {
   try {
     return { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(text) } };
   } catch (error) {
-    throw new Error(`The schema is no JSON: ${error.message}`);
+    throw new Error(`The schema is not JSON: ${error.message}`);
   }
 }
 
-/** Show what `write` writes into the outputs, in place of what was there. */
+/** Clear the outputs, and show what `write` writes into them. */
 async function show(write) {
   running?.abort();
   const stop = running = new AbortController();

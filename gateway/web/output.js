@@ -1,4 +1,4 @@
-// An answer's tokens, coloured by who wrote them: its thought, its content, and its calls of tools.
+// An answer's tokens, coloured by who wrote them: its thought, its content, and its tool calls.
 // The pointer and the arrow keys show the drafter.
 
 import { author } from "./authors.js";
@@ -12,7 +12,7 @@ const SOURCES = {
 };
 const PAUSES = {
   no_drafter: "no drafter works on this text",
-  too_slow: "too few guesses would be accepted for the longer steps that check them",
+  too_slow: "too few guesses would be accepted to pay for the longer steps that check them",
   low_acceptance: "too few guesses for this text are accepted",
   no_guess: "no drafter had a guess in time",
   budget: "drafting made the steps slower",
@@ -74,7 +74,7 @@ export class Output {
       heading.dataset.arguments = (heading.dataset.arguments ?? "") + call.function.arguments;
       heading.textContent = `${heading.dataset.name}(${heading.dataset.arguments})`;
     }
-    // Follow once a frame, since it makes the browser lay out the whole text.
+    // Scroll once a frame, since scrolling makes the browser lay out the whole text.
     this.frame ||= requestAnimationFrame(() => this.#follow());
   }
 
@@ -212,7 +212,7 @@ export function isGuess(token) {
 
 /** The number of the target's steps, with and without a draft, that generated the tokens. */
 export function stepCount(tokens) {
-  // Each step ends with a token of the target, except the last one if the text's end cuts it.
+  // Each step ends with a token of the target, unless the text ends within the last step.
   const last = tokens.at(-1);
   return tokens.filter((token) => !isGuess(token) || token === last).length;
 }

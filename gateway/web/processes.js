@@ -5,7 +5,7 @@ import { author } from "./authors.js";
 const NEW_MS = 6000;
 const MOST_HAPPENINGS = 12;
 
-/** A time in milliseconds, with as many digits as are significant. */
+/** A text with the time in milliseconds, and with as many digits as are significant. */
 function ms(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const value = 1000 * seconds;

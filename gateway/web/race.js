@@ -10,7 +10,7 @@ export const DRAFTED = "with drafters";
 export const PLAIN = "the model alone";
 
 /**
- * @param {object} request as of `complete`
+ * @param {object} request as for `complete`
  * @param {HTMLElement} parent takes the two texts
  * @param {Timeline} timeline
  * @param {AbortSignal} signal

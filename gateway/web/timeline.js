@@ -15,8 +15,8 @@ export class Timeline {
     parent.innerHTML = `<div class="lanes"></div>
       <div class="lane"><div class="axis"><span></span><span></span></div></div>
       <p class="quiet">A block of the verifier is a forward, from one arrival of tokens to the next.
-      A block of a drafter is a draft that this forward checked; it is taller for more accepted
-      guesses. A process waits on a thin line, and is lost where its lane is grey.</p>`;
+      A block of a drafter is a draft that the forward above it checked; it is taller for more
+      accepted guesses. A thin line means that the process waits, a grey lane that it is lost.</p>`;
     [this.list, this.axis, this.legend] = parent.children;
     this.connected = new Map();
     this.frame = 0;
@@ -33,7 +33,7 @@ export class Timeline {
   }
 
   /** Add a sequence, which waits from now on; a title's next sequence goes on in the title's row.
-   *  Returns what takes the sequence's tokens and ends it. */
+   *  Returns `add`, which takes the sequence's tokens, and `end`, which ends it. */
   sequence(title) {
     const now = this.#now();
     let sequence = this.sequences.find((known) => known.title === title);
