@@ -37,9 +37,10 @@ class GatewaySettings(TlsSettings, ServiceSettings):
 
     verifier: list[str] = Field(min_length=1)
     """Addresses of the verifier's replicas: host:port, unix:/path, or dns:NAME:PORT for all
-    addresses that NAME has at the time. Separate them with commas or repeat the flag. A request
-    goes to the ready replica that probably has its prompt's prefix cached. If that replica has
-    clearly more to do than the others, the request goes to the least busy replica."""
+    addresses of NAME, which the gateway follows. Separate them with commas or repeat the flag. A
+    request goes to the ready replica that probably has most of its prompt cached, unless that
+    replica is clearly busier than the others. Without such a replica, it goes to the least busy
+    replica."""
 
     tokenizer: str
     """Directory, GGUF file or hub id of tokenizer and chat template. Both must be the target's."""
@@ -114,8 +115,8 @@ class GatewaySettings(TlsSettings, ServiceSettings):
 
     patience_seconds: float = Field(default=60.0, ge=0.0)
     """How long callers that choose no timeout wait for their first token. A request that might wait
-    longer in the queue is refused at once with 429; in a burst, most are refused before their body
-    is read. 0 lets callers wait for ever."""
+    longer in the queue is refused at once with 429, where possible before its body is read. 0 lets
+    callers wait for ever."""
 
     resume_seconds: float = Field(default=30.0, ge=0.0)
     """How long a sequence that has begun and has lost its verifier waits for a verifier that

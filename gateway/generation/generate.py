@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 # A request that makes verifiers crash must not crash all of them, even if each writes some tokens
 # before its crash. A request that every verifier refuses must not be sent over and over.
 _MOST_LOST = 4
-# Writing a verifier's request takes the event loop 30 ns per token of prompt and prediction.
+# A round of the event loop writes requests of at most about this many tokens of prompt and
+# prediction to a verifier. Writing takes 30 ns per token.
 _REQUEST_TOKENS_AT_ONCE = 400_000
 # The name of the call that carries a gateway's sequences, for their spans.
 _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"

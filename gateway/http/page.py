@@ -25,7 +25,7 @@ from outrider.errors import OutriderError, Reason
 
 _WEB = Path(__file__).parents[1] / "web"
 _EVERY_S = 0.5
-# An event may be as old as this, so that many streams cost little more than one stream.
+# Streams share an event that is no older than this, so that many cost little more than one.
 _SHARED_S = 0.25
 MOST_FEEDS = 16
 """The maximum number of event streams of a tenant. Each open page has one stream."""

@@ -34,8 +34,8 @@ _SPARE_WORKERS = 2
 class CallForm:
     """The form in which a template expects the calls of earlier answers.
 
-    The arguments are an object or its JSON text. Missing content beside calls is an empty text or
-    null: the first templates of DeepSeek show calls only beside null.
+    The arguments are an object or its JSON text. If a message with calls has no content, its
+    content is an empty text or null: the first templates of DeepSeek show calls only beside null.
     """
 
     has_text_arguments: bool = False

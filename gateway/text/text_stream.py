@@ -23,9 +23,10 @@ _PROMPT_SEARCH = 1024
 class Detokenizer:
     """Decodes a growing sequence of ids without splitting a character.
 
-    A push decodes only the last tokens, from the second last whole character on, so its cost does
-    not grow with the text. `tokenizers.decoders.DecodeStream` also decodes in this way, but raises
-    on invalid UTF-8 and cannot return the text that it holds back.
+    A push decodes only the new tokens, the tokens that are held back, and the tokens returned just
+    before them as context. So its cost does not grow with the text.
+    `tokenizers.decoders.DecodeStream` also decodes in this way, but raises on invalid UTF-8 and
+    cannot return the text that it holds back.
     """
 
     def __init__(

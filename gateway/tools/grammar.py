@@ -1,7 +1,7 @@
 """Writes the grammar of an answer that may call tools, as a structural tag.
 
-The grammar forces the texts around a call. If the call is forced or the tool is strict, the grammar
-holds the arguments to the tool's schema, and otherwise to an object.
+The grammar forces the texts around a call. If the call is forced or the tool is strict, the
+arguments must follow the tool's schema; otherwise they only have to be an object.
 """
 
 from __future__ import annotations

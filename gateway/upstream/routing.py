@@ -1,7 +1,8 @@
 """Polls the verifier's replicas, and picks a ready replica for each request.
 
-The router picks the replica that was sent the longest beginning of the prompt before. If that
-replica has clearly more to do than the others, it picks the least busy replica.
+The router picks the replica that was sent the longest beginning of the prompt before, leaving out
+replicas that have clearly more to do than the others. Without such a replica, it picks the least
+busy replica.
 """
 
 from __future__ import annotations
