@@ -68,8 +68,8 @@ class AttributedToken:
     `drafter_id` is empty if the step verified no draft. `part` is the field of the answer's message
     to which the token belongs, such as tool_calls[0]. The marks around a call belong to its field.
     `part` is empty if the answer can have only content. `part` is None for blanks and for possible
-    beginnings of marks. Such a token has the same part as the next token whose `part` is not None;
-    if none follows, the same part as the last such token before it.
+    beginnings of marks. Such a token belongs to the part of the next token whose `part` is not
+    None. If none follows, it belongs to the part of the last token whose `part` is not None.
     """
 
     text: str
@@ -305,7 +305,7 @@ def total_stats(earlier: SpeculationStats, later: SpeculationStats) -> Speculati
 def _record_steps(stats: SpeculationStats, sources: Sequence[TokenSource], drafted: int) -> None:
     """Count several coalesced steps, which verified `drafted` tokens together.
 
-    Each step ends with a token that is not an accepted draft token. A stop string may cut off this
+    Each step ends with a token that is not an accepted draft token. The text may end before this
     token of the last step.
     """
     before = stats.draft_token_count

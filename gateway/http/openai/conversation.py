@@ -184,7 +184,9 @@ class Message(Body):
     tool_calls: Listed[ToolCall] | None = None
     content: Annotated[Text | None, BeforeValidator(joined("\n"), json_schema_input_type=Content)]
     name: Text | None = None
-    tool_call_id: Text | None = Field(default=None, description="The id of the call.")
+    tool_call_id: Text | None = Field(
+        default=None, description="The id of the call that a tool's message answers."
+    )
     reasoning_content: Text | None = Field(default=None, description="The answer's thought.")
     cache_control: Any = Field(default=None, description="Ignored; prompts are always cached.")
 

@@ -204,7 +204,7 @@ class GenerationBody(TakesNeutral, SamplingBody):
         "Maps token ids to biases in [-100, 100].", maxProperties=MAX_LISTED_TOKENS
     )
     min_tokens: int | None = limited(
-        "vLLM's extension. The least number of tokens of the answer.", minimum=0
+        "vLLM's extension. The least number of tokens to generate.", minimum=0
     )
     banned_token_ids: Listed[TokenId] | None = limited(
         "Ids that are never sampled.", maxItems=MAX_LISTED_TOKENS
