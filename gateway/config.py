@@ -137,7 +137,7 @@ class GatewaySettings(TlsSettings, ServiceSettings):
         if self.open and self.public_tls_ca and not has_keys:
             raise ValueError(
                 "open lets everybody in, but public-tls-ca asks clients for certificates;"
-                " give only one of the two"
+                " give one of the two"
             )
         check_exposure(listens, has_keys=has_keys or bool(self.public_tls_ca), is_open=self.open)
         return self
