@@ -205,7 +205,7 @@ def _before_end_mark(text: str) -> str:
     """Return the text up to the end mark, stripped if the template stripped the mark's space."""
     before, found, after = text.rpartition(_END_MARK.strip())
     if not found:
-        message = "cannot be used: the model's chat template alters or omits the last message"
+        message = "cannot be: the model's chat template does not show the last message as it is"
         raise invalid("continue_final_message", message)
     return before if after.startswith(" ") else before.rstrip()
 
