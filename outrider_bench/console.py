@@ -73,7 +73,7 @@ class _Lines(Progress):
 def table_of(title: str, columns: Iterable[str], text: Iterable[str] = ()) -> Table:
     """Return a table.
 
-    Columns are aligned to the right, but not the first and the columns in `text`.
+    The first column and the columns in `text` are aligned to the left, the others to the right.
     """
     table = Table(title=title)
     left = set(text)

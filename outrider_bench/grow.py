@@ -1,13 +1,13 @@
 """Grows a Llama checkpoint to a larger shape that computes the same function.
 
-With it, speed can be measured at a real model's cost, with real text and real acceptance, without
-a download of weights.
+The grown model is as slow as a real model of its size, while text and acceptance stay the small
+model's. So speed can be measured without a download of weights.
 
 The first columns of the hidden state hold the small model's values, the rest hold zeros. Weights
-that write to the hidden state are padded with zeros; weights that read it are padded with noise,
-which is multiplied by those zeros. RMSNorm divides by the mean over the larger width; its weights
-and epsilon are scaled to cancel that. Added heads and neurons write zeros, and added layers are
-identities.
+that write to the hidden state, and the weights of `lm_head`, are padded with zeros. Weights that
+read the hidden state are padded with noise, which is multiplied by zeros. RMSNorm takes the mean
+square over the larger width; its weights and epsilon are scaled to cancel the difference. Added
+heads and neurons write zeros, and added layers are identities.
 """
 
 from __future__ import annotations
@@ -157,11 +157,11 @@ def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def grow_head(head: Path, small: Path, large: Path, out: Path) -> None:
-    """Make an EAGLE-3 head for the grown target `large` from a head for its original `small`.
+    """Make an EAGLE-3 head for the grown target `large` from `head`, a head for the target `small`.
 
-    The head reads the first columns of each state, which equal the small target's states. The
-    head's file has the small target's embeddings. The head never guesses the tokens that the large
-    target has in addition. Raises KeyError for a head of another kind.
+    The new head reads the first columns of each state, which equal the small target's states. Its
+    file has the small target's embeddings. It never guesses the tokens that only the large target
+    has. Raises KeyError for a head of another kind.
     """
     config = json.loads((head / "config.json").read_text())
     target = json.loads((large / "config.json").read_text())

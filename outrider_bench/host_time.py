@@ -71,8 +71,8 @@ def measure(console: Console) -> None:
 def _delays() -> Table:
     """Measure and print the time that delays the next forward on a GPU, plain and with drafts."""
     title = (
-        "processor time of a step in a GPU's order, of which the next forward waits for the first,"
-        " µs (median of 55 steps and quartiles)"
+        "processor time of a step whose work has the order for a GPU: what delays the next forward,"
+        " and what runs beside it, µs (median of 55 steps, quartiles)"
     )
     columns = ("sequences", "", "delays the forward", "quartiles", "beside the forward")
     table = table_of(title, columns)
@@ -126,7 +126,10 @@ class _NullModel:
 
 
 class _TimedVerifier:
-    """A `DraftVerifier` that notes the times of its begin and end, as `launched_at` does."""
+    """A `DraftVerifier` that notes its thread's processor time when a verification begins and ends.
+
+    Both times are in seconds, like `launched_at`.
+    """
 
     thinking_ids: tuple[int, int] | None = None
 
@@ -150,7 +153,7 @@ class _TimedVerifier:
 
 
 def step_seconds(batch: int, *, drafts: bool) -> list[float]:
-    """Return the processor time of steps of `batch` decoding sequences, without the first steps.
+    """Return the processor time of steps of `batch` decoding sequences, without the first five.
 
     The times are in seconds. A step takes drafts, and makes messages to clients and drafters, but
     sends none of these messages.
@@ -199,7 +202,7 @@ def _steps(
     request = TokenRequest([1] * 8, 500, SamplingParams(0.0))
     sequences = [engine.submit(request, lambda chunk: None) for _ in range(batch)]
     for _ in range(_STEPS):
-        # The bonus token is part of the run, so the next draft hangs below it.
+        # A run has three draft tokens and the bonus token; the next draft hangs below the latter.
         runs = [
             Proposal(sequence.id, len(sequence.tokens), [0] * 4)
             for sequence in sequences

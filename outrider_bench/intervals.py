@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 Shown = Literal["faster", "slower", ""]
 MOST_OF_ALLOWED = 1.02
-"""A speed above this share of what its tokens per forward allow is called disturbed."""
+"""A measurement is called disturbed if `of_allowed` returns more than this value for it."""
 _RESAMPLES = 2000
 _QUANTILES = (0.025, 0.975)
 
@@ -18,8 +18,9 @@ _QUANTILES = (0.025, 0.975)
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median, by bootstrap over rounds.
 
-    The interval depends only on the values, and never leaves their range. Fewer than six values
-    seldom narrow the interval, and the range of three misses the true median in one of four cases.
+    The interval depends only on the values, and never leaves their range. With fewer than six
+    values it mostly is their whole range; the range of three misses the true median in one of four
+    cases.
     """
     low, high = np.quantile(_medians(values, np.random.default_rng(0)), _QUANTILES)
     return float(low), float(high)
@@ -45,7 +46,7 @@ def _medians(values: Sequence[float], draws: np.random.Generator) -> npt.NDArray
 
 
 def shown_by(low: float, high: float) -> Shown:
-    """Return whether the interval of a ratio is above or below 1; "" if it includes 1."""
+    """Return "faster" if the interval of a ratio is above 1, "slower" if below; "" if it has 1."""
     if low > 1.0:
         return "faster"
     return "slower" if high < 1.0 else ""

@@ -1,4 +1,4 @@
-"""Reads a user's prompts from a file, in the formats that the field's data sets have on disk.
+"""Reads a user's prompts from a file, in the formats that the usual data sets have on disk.
 
 The keys of the first row determine the format. Nothing is downloaded, and nothing is tokenised
 here.
@@ -36,7 +36,7 @@ class Prompt(BaseModel):
     text: str = ""
     chat: tuple[Message, ...] = ()
     structured_outputs: Mapping[str, Any] | None = None
-    """The grammar of the answer, as in the field of a request."""
+    """The grammar of the answer: the value of a request's field `structured_outputs`."""
 
 
 class _Said(BaseModel):
@@ -83,14 +83,14 @@ class _Row(BaseModel):
 # The kinds of bundled prompts that are asked if no kinds are named.
 _USUAL = ("code", "rewriting", "json", "chat")
 _FORMATS = ("turns", "question", "conversations", "messages", "prompt")
-"""The fields that tell the format. If the first row has several, the first of these counts."""
+"""The fields that tell the format. If the first row has several, the first in this order counts."""
 
 
 def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
-    """Return the prompts of these kinds or, without kinds, of all kinds in the file.
+    """Return the prompts of these kinds, from the file or, without a file, the bundled prompts.
 
-    Without a file, the bundled prompts are used. Raises ValueError that names the file's line, or
-    the kind.
+    If no kinds are named, these are all kinds of the file, or the usual bundled kinds. Raises
+    ValueError that names the file's line, or the unknown kind.
     """
     if file is None:
         texts = {
@@ -144,7 +144,7 @@ def _prompts(path: Path, content: str) -> Iterator[Prompt]:
         except ValidationError as error:
             raise ValueError(f"{path}: {place}: {first_problem(error)}") from error
         if field not in found.model_fields_set:
-            raise ValueError(f"{path}: {place}: {field}: is missing, which the first row has")
+            raise ValueError(f"{path}: {place}: {field}: is missing, but the first row has it")
         kind, asked = found.category or path.stem, found.asked()
         grammar = found.structured_outputs
         if isinstance(asked, str):
@@ -154,7 +154,7 @@ def _prompts(path: Path, content: str) -> Iterator[Prompt]:
 
 
 def _rows(path: Path, content: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of an array, or of lines, with their places."""
+    """Yield each row of a JSON array or of JSON lines, after its place, such as `line 3`."""
     if content.lstrip()[:1] == "[":
         for number, row in enumerate(_json(path, "the array", content), 1):
             yield f"row {number}", row

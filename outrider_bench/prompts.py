@@ -1,4 +1,4 @@
-"""An experiment's prompts, keyed by kind: the demo's prompts, chats, answers with a grammar."""
+"""The bundled prompts of experiments: the demo's, chats, and prompts with a grammar for answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ KINDS = {
     "schema": SCHEMA,
     "tools": TOOLS,
 }
-"""Pairs (kind, prompt); chats are rendered in the bundled pair's template."""
+"""For each kind of an experiment, pairs (the demo's name of the kind, prompt).
+
+Chats are rendered in the bundled pair's template.
+"""
 
 
 _TEXT = {"type": "string", "maxLength": 24}
@@ -65,4 +68,4 @@ def _calls(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 GRAMMARS = {"schema": {"json": _PERSON}, "tools": {"structural_tag": _calls(_FUNCTIONS)}}
-"""`structured_outputs` of the kinds with a grammar. Their answers end with the grammar's text."""
+"""`structured_outputs` of the kinds with a grammar. An answer ends when its grammar's text does."""

@@ -26,7 +26,7 @@ class FailedAnswer(RuntimeError):
 def asks(body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
     """Return the bytes of `POST /v1/completions`."""
     content = json.dumps(body).encode()
-    # The connection is closed after an error as well, so that it does not look like a slow answer.
+    # The server then hangs up after an error too; else the error would look like a slow answer.
     fields = {
         "Host": "localhost",
         "Connection": "close",

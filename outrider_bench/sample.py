@@ -17,10 +17,10 @@ class Sample:
     """The measurements of one task. Times are in seconds.
 
     `ttft` and `tpot` have an entry per request if they are known. `counters` are the increases of
-    the verifier's metrics, see `counter_keys`. `requests`, if known, are the times of a request's
-    first and last token and its number of tokens. The batch was full until `full_s`. `by_kind`
-    maps each kind of prompt to the counters of the drafts for such prompts. These counters have the
-    same keys as in `counters`.
+    the verifier's metrics, keyed by `counter_keys`. `requests`, if known, has an entry per request:
+    the times of its first and last token, and its number of tokens. The batch was full until
+    `full_s`. `by_kind` maps each kind of prompt to the counters of the drafts for its prompts.
+    These counters have the same keys as in `counters`.
     """
 
     tokens: int
@@ -72,7 +72,7 @@ def _tokens_by(at: float, first: float, last: float, count: int) -> float:
 
 
 async def counters(port: int) -> dict[str, float]:
-    """Read a local process's Prometheus counters, keyed by name and phase, result or drafter."""
+    """Return the Prometheus counters of a local process, keyed by `counter_keys`."""
     # Reading the system's certificates takes longer than the request, on the measured cores.
     async with httpx.AsyncClient(verify=False) as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text

@@ -49,10 +49,10 @@ class TableSettings(Settings):
     """Prompts of each kind. One more prompt of each kind is asked first, and is not counted."""
 
     tokens: int = Field(64, ge=8, le=1024)
-    """The most tokens of an answer, which may end before."""
+    """The most tokens of an answer; an answer may end earlier."""
 
     batches: list[Annotated[int, Field(ge=1, le=8)]] = Field([1], min_length=1)
-    """Requests under way. If there are several, prompts of all kinds follow one another."""
+    """Number of requests at once. Above 1, they have prompts of all kinds in turn."""
 
     temperatures: list[Annotated[float, Field(ge=0, le=2)]] = Field([0.0, 0.7], min_length=1)
 
@@ -123,5 +123,5 @@ class ProfileSettings(Settings):
         if min(self.draft_threads, default=0) < 1:
             raise ValueError("draft_threads must be numbers of at least 1")
         if 1 not in self.draft_threads:
-            raise ValueError("draft_threads must have 1 among them, with which serving is measured")
+            raise ValueError("draft_threads must have 1 among them: serving is measured with it")
         return self

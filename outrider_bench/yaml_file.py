@@ -25,7 +25,7 @@ def read(path: Path, schema: type[_Model], **given: Any) -> _Model:
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: must have one field and its value a line, as in seed: 1")
+        raise ValueError(f"{path}: each line must be a field and its value, as in seed: 1")
     try:
         return schema.model_validate(values | given)
     except ValidationError as error:

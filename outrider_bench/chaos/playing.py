@@ -43,7 +43,7 @@ def _tell(text: str) -> None:
 
 
 async def _until_stopped(playing: Coroutine[Any, Any, None]) -> None:
-    """Await a campaign; on SIGINT and SIGTERM, stops the campaign and raises StackFailed."""
+    """Await a campaign; on SIGINT or SIGTERM, stop it and raise StackFailed."""
     task = asyncio.ensure_future(playing)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -55,9 +55,9 @@ async def _until_stopped(playing: Coroutine[Any, Any, None]) -> None:
 
 
 def _report(path: Path, events: Sequence[Event]) -> bool:
-    """Check a history, print its violations and table, and write these beside it.
+    """Check a history, print its table and violations, and write the table beside the history.
 
-    Returns whether there are no violations.
+    Returns True if there are no violations.
     """
     events = whole(events)
     found = check(events)

@@ -18,14 +18,14 @@ _EXPERIMENTS = Path("bench/experiments")
 @click.option(
     "--only",
     type=click.Choice(["host", "bundled", "grown"]),
-    help="Measure one part alone: `host`, the engine's own time for a step with a model that costs"
-    " nothing, or the experiment bundled.yaml or grown.yaml.",
+    help="Measure one part alone: `host` is the engine's own time for a step with a model that"
+    " costs nothing; `bundled` and `grown` are the experiments bundled.yaml and grown.yaml.",
 )
 def main(only: str | None) -> int:
     """Measure the engine's own time for a step, and each drafter beside plain decoding.
 
-    The drafters' files are in bench/experiments; `outrider lab run` takes your own. Run it in the
-    folder of the sources.
+    The experiments with drafters are in bench/experiments; `outrider lab run` takes your own
+    experiments. Run this command in the folder of the sources.
     """
     from outrider_bench.console import console_for_output
 

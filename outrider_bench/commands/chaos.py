@@ -17,7 +17,7 @@ _HISTORY = Path("bench/out/chaos/history.jsonl")
     type=click.FloatRange(0, 1440, min_open=True),
     default=5.0,
     show_default=True,
-    help="No round begins later.",
+    help="Minutes after which no round begins.",
 )
 @click.option(
     "--seed", type=click.IntRange(0), default=0, help="The same seed gives the same schedule."
@@ -35,12 +35,12 @@ _HISTORY = Path("bench/out/chaos/history.jsonl")
     "path",
     type=click.Path(path_type=Path),
     default=_HISTORY,
-    help="File for the events of the campaign, one line of JSON each. Its table is beside it.",
+    help="File for the campaign's events, one line of JSON each. A table is written beside it.",
 )
 def main(
     minutes: float, seed: int, kinds: tuple[str, ...], tls: bool, only: int | None, path: Path
 ) -> int:
-    """Play faults; exit with 1 if a request was lost or altered, or a resource leaked.
+    """Play faults; exit with status 1 if a request was lost or altered, or a resource leaked.
 
     docs/contribute.md describes the faults, and what is checked.
     """

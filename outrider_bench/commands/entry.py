@@ -26,9 +26,10 @@ def refusing(program: str) -> Iterator[None]:
 
 
 def entry(name: str) -> Callable[[Callable[..., int]], Callable[[list[str]], int]]:
-    """Make `outrider lab NAME` from a function with click's arguments that returns a status.
+    """Make `outrider lab NAME` from a function that takes click's arguments and returns a status.
 
-    The result takes the list of arguments. Wrong arguments exit with status 2, as in `refusing`.
+    The command is a function of the list of arguments. Wrong arguments exit with status 2, as in
+    `refusing`.
     """
     program = f"outrider lab {name}"
 

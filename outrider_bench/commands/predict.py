@@ -18,13 +18,13 @@ from outrider_bench.commands.run import RUNS
     type=click.Path(path_type=Path),
     multiple=True,
     default=("profile.json",),
-    help="File of `outrider lab profile`. Repeat it for more targets; a cell takes the first that"
-    " fits.",
+    help="File of `outrider lab profile`. Repeat it for more targets; a cell takes the first"
+    " profile that fits.",
 )
 @click.option(
     "--validate",
     type=click.Path(path_type=Path),
-    help="Folder of a run of FILE: predictions are written there, and compared with it.",
+    help="Folder of a run of FILE: predictions are written there, and compared with the run.",
 )
 @click.option(
     "--out",
@@ -33,7 +33,7 @@ from outrider_bench.commands.run import RUNS
     help="Directory for predictions without a run to compare with.",
 )
 def main(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Path) -> int:
-    """Simulate an experiment FILE on the costs of a profile, or on the cost table of FILE."""
+    """Simulate an experiment FILE with a profile's costs, or the cost table that FILE names."""
     from outrider_bench.experiment.predict import run
 
     print(f"written: {run(file, paths, validate, out)}")

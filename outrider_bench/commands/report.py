@@ -14,8 +14,8 @@ from outrider_bench.commands.entry import entry
 def main(folder: Path) -> int:
     """Make tables, a plot and a CSV of a run's measurements and predictions.
 
-    FOLDER is the path that `outrider lab run` or `outrider lab predict` has printed. The files are
-    in the folder `report` in FOLDER.
+    FOLDER is the path that `outrider lab run` or `outrider lab predict` has printed. The files go
+    into the folder `report` in FOLDER.
     """
     from outrider_bench.console import console_for_output
     from outrider_bench.experiment.records import Folder

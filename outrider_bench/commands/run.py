@@ -22,12 +22,12 @@ _PROGRAM = "outrider lab run"
     "--out",
     type=click.Path(path_type=Path),
     default=RUNS,
-    help="Directory for the results: a folder for each experiment, machine and commit.",
+    help="Directory for the results. Each experiment, machine and commit has a folder in it.",
 )
 def main(file: Path, out: Path) -> int:
     """Measure the cells of an experiment FILE; docs/placement.md describes it.
 
-    A run that was interrupted goes on where it stopped when it is started again.
+    If you start an interrupted run again, it goes on where it stopped.
     """
     command = f"{_PROGRAM} {shlex.join([str(file), '--out', str(out)])}"
     import asyncio

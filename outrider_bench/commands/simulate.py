@@ -26,8 +26,8 @@ from outrider_bench.commands.entry import entry
     "--faults",
     type=click.IntRange(1),
     metavar="N",
-    help="Play N random worlds with faults, of the seeds from --seed on, and check every invariant"
-    " in each. It needs no FILE.",
+    help="Play N random worlds with faults, one for each seed from --seed on, and check every"
+    " invariant in each. This takes no FILE.",
 )
 def main(
     file: Path | None, seed: int | None, baseline: bool | None, out: Path | None, faults: int | None

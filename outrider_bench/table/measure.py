@@ -167,7 +167,7 @@ async def measured(
     compared: Compared,
     until: float,
 ) -> AsyncIterator[Row]:
-    """Yield the rows of all turns that start before `until`; the first mode changes each turn."""
+    """Yield the rows of all turns that start before `until`; each turn starts with another mode."""
     todo = list(turns(settings, prompts))
     every = chain.from_iterable(prompts.values())
     await _compile(compared, every, encoder, settings.temperatures[0])
@@ -214,7 +214,7 @@ def _tenant(way: Way, turn: Turn) -> str:
 async def _compile(
     compared: Compared, prompts: Iterable[Prompt], encoder: Encoder, temperature: float
 ) -> None:
-    """Make every process compile each grammar, which takes as long as many tokens."""
+    """Make every process compile each grammar beforehand: this takes as long as many tokens."""
     distinct = {json.dumps(each.structured_outputs): each for each in prompts}
     for prompt in distinct.values():
         request = request_of(prompt, encoder, 2, 0)

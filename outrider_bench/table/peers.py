@@ -30,7 +30,7 @@ class _Method:
     speculative: Mapping[str, Any] | None = None
     """vLLM's `speculative_config`."""
     drafter: Sequence[str] | None = None
-    """Flags of our drafter beside vLLM with our scheduler; empty for only the scheduler."""
+    """None for vLLM's scheduler. With ours, the flags of our drafter; empty for no drafter."""
 
 
 async def started(
@@ -62,7 +62,7 @@ async def started(
 
 
 def _vllm_methods(settings: TableSettings) -> dict[str, _Method]:
-    """Return vLLM's drafting methods, keyed by name, without a drafter that is missing."""
+    """Return vLLM's drafting methods, keyed by decoding mode; no method whose model is missing."""
     count = {"num_speculative_tokens": _VLLM_DRAFT_TOKENS}
     lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     found = {

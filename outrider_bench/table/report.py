@@ -17,7 +17,7 @@ _MARKS = {"faster": " ▲", "slower": " ▼", "": ""}
 def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
     """Return the table of a run; `about` is its record.
 
-    A turn that was interrupted does not count.
+    A turn that was interrupted before plain decoding's answer does not count.
     """
     begun = {row.turn for row in rows if row.way == PLAIN}
     rows = [row for row in rows if row.turn in begun]

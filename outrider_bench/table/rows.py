@@ -14,14 +14,14 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt, or the prompts of batches; all modes answer them, one mode after the other."""
+    """A prompt at batch 1, else a group of prompts; all modes answer, one mode after the other."""
 
     round: int
     kind: str
     batch: int
     temperature: float
     number: int
-    """The prompt's place among the prompts of its kind."""
+    """The prompt's place among the prompts of its kind, from 0; 0 for a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Row:
     drafts: int
     """Drafts that were verified."""
     accepted: tuple[int, ...]
-    """Drafts whose token at this position was accepted."""
+    """For each position in the draft from 0: the number of drafts whose token was accepted."""
     texts: tuple[str, ...]
 
     @classmethod
@@ -67,7 +67,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A mode's answers in a turn. `forwards` is None if the counters of drafts determine it."""
+    """A mode's answers in a turn.
+
+    `forwards` is None if it is the number of tokens without the accepted draft tokens.
+    """
 
     sample: Sample
     drafts: Mapping[str, float]

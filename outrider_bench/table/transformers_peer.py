@@ -1,4 +1,4 @@
-"""The fast decoding modes of `transformers`.
+"""The decoding modes of `transformers`, for `outrider lab table`.
 
 `python -m outrider_bench.table.transformers_peer TARGET` says "ready" and answers each JSON
 line with a JSON line.
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _generate(model: Any, task: dict[str, Any], how: dict[str, Any]) -> list[int]:
-    """Return the answer's ids, with the end of the text."""
+    """Return the answer's ids, including the end token if it has one."""
     torch.manual_seed(task["seed"])
     prompt = torch.tensor([task["prompt"]])
     sampling: dict[str, Any] = {"do_sample": False}

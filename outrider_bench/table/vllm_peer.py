@@ -50,7 +50,7 @@ def main() -> None:
         dtype=arguments.dtype,
         max_model_len=2048,
         max_num_seqs=arguments.max_sequences,
-        # vLLM warms up with a forward of this size, by default for minutes. No load has more.
+        # vLLM warms up with a forward of this size; at its default size this takes minutes.
         max_num_batched_tokens=1024,
         enable_prefix_caching=False,
         disable_log_stats=not arguments.count_drafts,
@@ -82,11 +82,11 @@ def _drafts(llm: Any) -> dict[str, float]:
 
 
 def _params(vllm: Any, task: dict[str, Any], number: int) -> Any:
-    """Return the sampling of a task's request."""
+    """Return vLLM's sampling parameters of a task's request."""
     grammar = (task.get("grammars") or {number: None})[number]
     if grammar is not None:
         outputs: Any = importlib.import_module("vllm.sampling_params").StructuredOutputsParams
-        # vLLM takes a tag as text.
+        # vLLM takes a structural tag as JSON text.
         grammar = outputs(**{k: json.dumps(v) for k, v in grammar.items()})
     return vllm.SamplingParams(
         max_tokens=task["lengths"][number],

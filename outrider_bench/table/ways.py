@@ -20,7 +20,7 @@ from outrider_bench.settings import TableSettings
 from outrider_bench.table.rows import PLAIN, Answer
 
 Ask = Callable[[Sequence[Request], int, float, str], Awaitable[Answer]]
-"""Gets a mode's answers to requests, some of them at once, at a temperature, for a tenant."""
+"""Gets a mode's answers to requests, from the number at once, the temperature and the tenant."""
 MOST_TOKENS = 2048
 """The maximum number of tokens of a prompt and its answer in vLLM's process."""
 MOST_AT_ONCE = 8
@@ -50,14 +50,14 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A verifier with drafters. `ways` maps a decoding mode to its requests' `speculation`."""
+    """A verifier with drafters. `ways` maps a mode to the field `speculation` of its requests."""
 
     drafters: dict[str, dict[str, Any]]
     ways: dict[str, dict[str, Any]]
     threads: int
 
     def experiment(self, target: Path) -> Experiment:
-        """The experiment whose processes to start."""
+        """Return the experiment whose processes are this stack's."""
         settings = {"max_sequences": MOST_AT_ONCE, "page_count": _PAGES}
         served = {"model": target, "dtype": "auto", "threads": self.threads, "settings": settings}
         names = [*self.drafters]
@@ -121,10 +121,10 @@ def _is_there(name: str, folder: Path, missing: list[str]) -> bool:
 async def started(
     settings: TableSettings, target: Path, running: AsyncExitStack
 ) -> tuple[list[Way], list[str]]:
-    """Start all stacks until `running` is closed. Plain decoding is the first mode.
+    """Start all stacks, which run until `running` is closed, and return their decoding modes.
 
-    Also returns a line for each mode that is missing. Raises StackFailed or RuntimeError if a
-    process does not start.
+    Plain decoding is the first mode. Also returns a line for each missing drafter. Raises
+    StackFailed or RuntimeError if a process does not start.
     """
     found: list[Way] = []
     wanted, missing = stacks(settings)
