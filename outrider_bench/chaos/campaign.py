@@ -25,7 +25,7 @@ from outrider_bench.experiment.processes import StackFailed
 _AT_ONCE = 8
 # The number of streams in progress while faults are played.
 _CLIENTS = 16
-# The share of rounds in which a second fault joins the first.
+# The probability that a round draws a second fault.
 _OVERLAP = 0.5
 Tell = Callable[[str], None]
 
@@ -52,7 +52,8 @@ def round_of(
 
     The faults hit different processes or links, none of them `absent`.
 
-    In `len(bag)` rounds, each fault of the bag comes first in one round, in a random order.
+    In each `len(bag)` rounds, every fault of the bag is the first fault of one round; their order
+    is random.
     """
     turn, place = divmod(number, len(bag))
     order = list(bag)
@@ -75,9 +76,10 @@ def _plan(name: str, draw: random.Random, absent: frozenset[str]) -> Planned:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """The seed of the rounds, and the minutes in which new rounds start; or one round, `only`.
+    """The seed of the rounds, and the minutes in which new rounds start.
 
-    With `tls`, all processes use mutual TLS, and clients HTTPS.
+    If `only` is given, the campaign plays the round with this number, and no other. With `tls`,
+    all processes use mutual TLS, and clients HTTPS.
     """
 
     minutes: float

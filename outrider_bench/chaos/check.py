@@ -2,7 +2,7 @@
 
 A request is lost if it has no end, two ends, or an end that no fault explains. A request is altered
 if its answer differs from the undisturbed answer. A process leaks if it still holds something when
-all is quiet.
+all is quiet, or if it has grown by more than a limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider_bench.chaos.parts import GATEWAYS, VERIFIERS
 
 _LOGPROB_TOLERANCE = 1e-4
 _GROWTH = {"files": 16, "threads": 16, "mebibytes": 100.0}
-"""How much a process may grow after its first round. Caches and thread pools fill at first."""
+"""How much a process may grow after its second round, when caches and thread pools are filled."""
 _EXPLAINED = ("verifier_unavailable", "not_ready", "draining", "overloaded")
 """Codes of errors that a fault may explain."""
 _RESUME_S = 30.0
@@ -116,9 +116,9 @@ def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
 def _differences(
     answer: Mapping[str, Any], wanted: Mapping[str, Any], *, is_whole: bool
 ) -> Iterator[str]:
-    """Yield the places where an answer differs from the undisturbed one.
+    """Yield the places where an answer differs from the undisturbed answer.
 
-    The parts of an answer that is not whole may be shorter.
+    If the answer is not whole, its parts may be shorter.
     """
     if is_whole and answer["choices"].keys() != wanted["choices"].keys():
         yield "it has other choices"
@@ -151,7 +151,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _check_sizes(quiet: Iterable[Event]) -> Iterator[Violation]:
-    """Compare each process with its size after its first whole round, or after its restart."""
+    """Compare each process with its size after the second round since its start or restart."""
     lives: dict[tuple[str, int], list[Mapping[str, float]]] = {}
     for event in quiet:
         for name, value in event["in_use"].items():

@@ -62,7 +62,11 @@ class Clients:
                 await asyncio.sleep(_PAUSE_S)
 
     async def crowd(self, count: int, leaves_after: int = 0, pause_s: float = 0.0) -> None:
-        """Send `count` requests at once. With `leaves_after` 0 the clients stay to the end."""
+        """Send `count` requests at once.
+
+        Each client leaves after `leaves_after` lines, or with 0 stays to the end. It waits
+        `pause_s` seconds after each line.
+        """
         asks = (self.ask("request", leaves_after, pause_s) for _ in range(count))
         await asyncio.gather(*asks)
 
@@ -84,8 +88,9 @@ class Clients:
     async def ask(self, event: str = "request", leaves_after: int = 0, pause_s: float = 0.0) -> str:
         """Send the next request and record its end; return its outcome.
 
-        Outcomes: finished; failed, with an error that has a code; refused, without an answer; cut,
-        in the middle; hung, without a byte for 120 s; left, by this client.
+        Outcomes: finished; failed (an error with a code ended it); refused (there was no answer);
+        cut (the answer stopped in the middle); hung (no byte came for 120 s); left (by this
+        client).
         """
         turn, number = divmod(next(self._numbers), COUNT)
         gateway, url = self._gateways[(turn + number) % len(self._gateways)]

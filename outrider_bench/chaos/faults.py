@@ -33,7 +33,7 @@ class Scene:
 
 
 Play = Callable[[Scene, str, float], Awaitable[None]]
-"""Does a fault to a target for some seconds, and undoes it."""
+"""Plays a fault at a target for some seconds, and undoes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +158,9 @@ async def _say_half(scene: Scene, target: str, seconds: float) -> None:
     await scene.clients.half_requests(100, seconds)
 
 
-# If a gateway dies, no process can tell its clients. A gateway that is stopping, or out of file
-# descriptors, may refuse requests. All other faults must cost no request: another verifier
-# continues, and drafters change no output.
+# If a gateway dies, no process can send its clients an error. A gateway that is stopping, or out of
+# file descriptors, may refuse requests. All other faults must cost no request: another verifier
+# continues the request, and drafters change no output.
 _ANY_END = frozenset({"failed", "refused", "cut"})
 _NAMED_END = frozenset({"failed", "refused"})
 _NOTICED_S = (13.0, 16.0)

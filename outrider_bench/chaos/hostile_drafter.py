@@ -24,14 +24,14 @@ _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
 _AGAIN_S = 0.2
 _METHOD = "/outrider.v1.VerifierService/StreamDrafts"
 _VOCABULARY = 4096
-"""Ids of the bundled target."""
+"""The number of token ids of the bundled target."""
 
 Call = Any
 Spoil = Callable[[drafts_pb2.Proposal], None]
 
 
 async def _places(call: Call) -> AsyncIterator[tuple[int, int, int]]:
-    """Yield id, committed length and draft tokens for each opened sequence and verdict."""
+    """Yield id, committed length and wanted draft tokens of each opened sequence and verdict."""
     while (response := await call.read()) != _END:
         for opened in response.step.opened:
             yield opened.sequence_id, len(opened.token_ids), opened.draft_tokens
@@ -50,7 +50,7 @@ async def _say(call: Call, proposals: Iterable[drafts_pb2.Proposal]) -> None:
 
 
 def _answers(spoil: Spoil, times: int = 1) -> Callable[[Call], Awaitable[None]]:
-    """Return an attack that answers each verdict `times` times; `spoil` changes the proposal."""
+    """Return an attack that sends `times` proposals for each verdict; `spoil` changes them."""
 
     async def attack(call: Call) -> None:
         async for place in _places(call):
@@ -63,7 +63,7 @@ def _answers(spoil: Spoil, times: int = 1) -> Callable[[Call], Awaitable[None]]:
 
 
 def _nothing(proposal: drafts_pb2.Proposal) -> None:
-    """Leave the proposal unchanged: wrong, but allowed."""
+    """Leave the proposal unchanged: its random guesses are wrong, but allowed."""
 
 
 def _ids_out_of_range(proposal: drafts_pb2.Proposal) -> None:

@@ -1,4 +1,4 @@
-"""The requests of a campaign, and the parts of the streams that a client receives. No sockets."""
+"""The requests of a campaign, and the parts of a stream that a client received; no sockets."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     "stop": {"temperature": 1, "stop": ["return", "\n\n\n", "=="]},
 }
 COUNT = len(_KINDS) * len(_PROMPTS)
-"""The number of different requests. In each draw of their answers, the best candidate leads by more
-than float32 rounding, so batches do not change the texts."""
+"""The number of different requests. At each token of their answers, the best candidate leads by
+more than float32 rounding, so the texts do not depend on the batch."""
 
 
 def kind_of(number: int) -> str:

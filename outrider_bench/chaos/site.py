@@ -98,7 +98,7 @@ class Site:
         )
 
     async def start(self) -> None:
-        """Start all processes, and wait until they are ready; raise StackFailed."""
+        """Start all processes, and wait until they are ready. Raises StackFailed if one ends."""
         redis = await self._start_redis()
         for name in VERIFIERS:
             await self._start_verifier(name)
@@ -120,7 +120,7 @@ class Site:
         await self.processes.until("the stack", self._is_ready)
 
     async def _start_redis(self) -> str:
-        """Start Redis; return its URL for drafters that share, or "" if it is absent."""
+        """Start Redis; return its URL for the drafters that share it, or "" if it is absent."""
         if "redis" in self._absent:
             return ""
         self._redis_port = free_port()
@@ -164,7 +164,7 @@ class Site:
         return fronts
 
     def pid(self, name: str) -> int:
-        """Return the number of a process."""
+        """Return the id of a process."""
         return self.processes.child(name).pid
 
     async def down(self, names: Collection[str], seconds: float, *, kill: bool) -> None:
@@ -221,7 +221,7 @@ class Site:
         """Wait until the stack is complete; return the parts that are missing after 90 s."""
         if await within(_RECOVERS_S, self._is_ready):
             return ""
-        return "; ".join(await self._missing()) or "it was whole only after that time"
+        return "; ".join(await self._missing()) or "it was complete only after the time limit"
 
     async def _is_ready(self) -> bool:
         return not await self._missing()
