@@ -1,7 +1,7 @@
 """Measures what serving costs besides forwards, with a fixed load on the whole stack.
 
 The load is the same for all predictions: 1 or 8 requests are in progress at any time. The load is
-played without drafters, with n-gram drafters and with a draft model.
+decoded plainly, with an n-gram drafter and with a draft model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Step(BaseModel):
 
     forward_s: float = Field(gt=0)
     before_s: float = Field(ge=0)
-    """The host's work before the forward. It includes the layout, for which no GPU waits."""
+    """The host's work before the forward, and the verification's layout, for which no GPU waits."""
     after_s: float = Field(ge=0)
     """The host's work after the forward."""
     wait_s: float = Field(ge=0)
@@ -70,12 +70,12 @@ class Served(BaseModel):
     tokens_per_s: float = Field(gt=0)
     """The speed of the calibration load, to compare predictions with."""
     client_s: float = Field(ge=0)
-    """From a client to the verifier; the way back takes as long. It is half of the
-    time to the first token that is spent outside the verifier."""
+    """Seconds from a client to the verifier; the way back takes as long. Both together are the part
+    of the time to the first token that is spent outside the verifier."""
     round_trip_s: NotNegative = 0.0
-    """From a verdict to a draft, without the drafting; the verifier measures it."""
+    """Seconds from a verdict to the draft for it, drafting excluded; the verifier measures them."""
     draft_token_s: NotNegative = 0.0
-    """Time of drafting a token; the verifier measures it."""
+    """Seconds of drafting a token; the verifier measures them."""
     step: Step
 
 
@@ -86,9 +86,9 @@ def calibrate(
     threads: int,
     tell: Callable[[], None] = lambda: None,
 ) -> list[Served]:
-    """Serve the load.
+    """Serve the load, and return its figures for each decoding mode and batch size.
 
-    The load takes about a minute for the bundled pair. Calls `tell` after each run.
+    The load takes about two minutes for the bundled pair. Calls `tell` after each run.
     """
     drafters = {
         "ngram": {"family": "ngram"},
@@ -144,7 +144,7 @@ async def _played(
 async def _speed(family: str, address: str) -> tuple[float, float]:
     """Return the round trip and the seconds per draft token that the verifier measured.
 
-    Both numbers are for drafters of `family`, and 0 without such a drafter.
+    Both numbers are of the first drafter of `family`; without such a drafter they are 0.
     """
     async with rpc.dial(address) as channel:
         info = await wait_until_ready(channel)

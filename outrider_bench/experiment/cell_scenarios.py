@@ -78,7 +78,7 @@ def _check_drafter(name: str, drafter: Drafter, profile: Profile) -> None:
 
 
 def threads_of(target: Target, cores: list[int]) -> int:
-    """Return the threads of the target's forwards."""
+    """Return the number of threads of the target's forwards."""
     return target.threads or len(_cores(target.cores, cores))
 
 
@@ -104,9 +104,9 @@ def scenario_of(
     recording: list[RecordedRequest],
     warm_up: int,
 ) -> Scenario:
-    """Return the scenario.
+    """Return the scenario of a decoding mode in a cell.
 
-    `recording` has the clients' requests; the first `warm_up` of them warm up.
+    `recording` has the clients' requests; the first `warm_up` of them are not counted.
     """
     target = experiment.target
     workload = experiment.workload
@@ -126,7 +126,7 @@ def scenario_of(
         "seconds": _LONGEST_S,
         "sequences": [workload.batch],
         "client_ms": 1000 * serving.client_s,
-        # The defaults of the verifier and of a run.
+        # 64 is the verifier's default; a run has no prefix cache by default.
         "max_sequences": 64,
         "prefix_caching": False,
         **settings,
@@ -172,7 +172,7 @@ def _costs(experiment: Experiment, drafters: list[Drafter], profile: Profile, se
 def _specs(
     experiment: Experiment, name: str, drafter: Drafter, profile: Profile
 ) -> Iterator[dict[str, Any]]:
-    """Yield a simulated drafter for each process."""
+    """Yield the scenario's fields of a simulated drafter, for each process of the drafter."""
     link = experiment.links[drafter.link] if drafter.link is not None else None
     common = {
         "family": drafter.family,
@@ -208,7 +208,7 @@ def _on_target_cores(experiment: Experiment, drafter: Drafter, profile: Profile)
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
     """Return the effects of a drafter's place on its own speed and on the target's.
 
-    If it is on other cores of the host, its effect on forwards is in the cost table.
+    If the drafter is on other cores of the host, its effect on forwards is in the cost table.
     """
     if drafter.host is not None:
         return {"slowness": 1.0}
@@ -232,7 +232,7 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
 def _gpu(drafter: Drafter) -> str:
     """Return the name of the drafter's GPU; empty on a CPU.
 
-    An experiment's only GPU is the target's.
+    Predictions assume that the target computes on this GPU too.
     """
     return "" if drafter.device == "cpu" else drafter.device
 
@@ -248,10 +248,10 @@ def _target_device(experiment: Experiment, drafter: Drafter, profile: Profile) -
 def _linked(
     experiment: Experiment, drafter: Drafter, link: Link | None, profile: Profile
 ) -> dict[str, Any]:
-    """Return the network between drafter and verifier; in the verifier's process there is none.
+    """Return the network between drafter and verifier; a drafter in its process has none.
 
-    The calibration load went over TCP. The difference to a Unix socket, or to a link's process,
-    is too small to measure.
+    The calibration load went over TCP. A Unix socket, or the process of a link, differs from it by
+    too little to measure.
     """
     if drafter.in_process:
         return {"in_process": True, "round_trip_ms": 0.0}
@@ -265,5 +265,5 @@ def _linked(
 
 
 def simulated_processes(name: str, drafter: Drafter) -> list[str]:
-    """Return the simulated drafters of a kind, keyed by name."""
+    """Return the names of a drafter's simulated processes."""
     return [f"{name}-{number}" for number in range(1, drafter.count + 1)]

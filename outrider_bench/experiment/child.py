@@ -49,7 +49,7 @@ class Launch:
 
 
 class Child:
-    """A child process, in a separate process group. `ended` has its status."""
+    """A child process, in a separate process group. The task `ended` returns its exit status."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -59,7 +59,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process's number, which also names its group."""
+        """The process's id, which is its group's id too."""
         return self._process.pid
 
     async def alive(self) -> bool:
@@ -69,7 +69,7 @@ class Child:
     async def stop(self) -> None:
         """Send SIGTERM to its group, and SIGKILL after 12 s; return when it has ended."""
         self.send_signal(signal.SIGTERM)
-        self.send_signal(signal.SIGCONT)  # a paused process takes no other signal
+        self.send_signal(signal.SIGCONT)  # a paused process acts on SIGTERM only when it goes on
         _, late = await asyncio.wait({self.ended}, timeout=_STOP_S)
         if late:
             await self.kill()

@@ -1,4 +1,4 @@
-"""The command line of each process of a cell, a combination of settings. Starts nothing."""
+"""Makes the command line of each process of a cell (a combination of settings); starts nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD = Path("models/heads/eagle3")
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _LOG_LEVEL: Setting = "warning"
 SYNTHETIC = "synthetic"
-"""The family of drafters whose acceptance is a setting. These drafters are only predicted."""
+"""The family of drafters whose acceptance is a setting. They can only be predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ def verifier_launch(
         "model_name": endpoint.model,
         "dtype": target.dtype,
         "listen": endpoint.verifier,
-        # An experiment has its own network.
+        # Only the experiment's own processes connect, so nobody must be kept out.
         "open": True,
         "uds": _path(endpoint.uds),
         "threads": threads,
         "metrics_port": endpoint.metrics_port,
-        # Every repetition has the same prompts.
+        # Every repetition has the same prompts; with a prefix cache only the first would prefill.
         "prefix_caching": False,
         "log_level": _LOG_LEVEL,
         **target.settings,
@@ -100,7 +100,7 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int) -> Launch:
         "http_host": LOOPBACK,
         "http_port": endpoint.http_port,
         "grpc_listen": f"{LOOPBACK}:{grpc_port}",
-        # An experiment has only its own clients.
+        # Only the experiment's own clients connect, so nobody must be kept out.
         "open": True,
         "log_level": _LOG_LEVEL,
     }
@@ -174,14 +174,14 @@ def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
 
 
 def process_names(name: str, drafter: Drafter) -> list[str]:
-    """Return the processes of a drafter; a drafter in the verifier's process has none."""
+    """Return the names of a drafter's processes; a drafter in the verifier's process has none."""
     if drafter.in_process:
         return []
     return [f"{name}-{number + 1}" for number in range(drafter.count)]
 
 
 def drafter_count(experiment: Experiment) -> int:
-    """Return how many drafters the verifier has, including one in its own process."""
+    """Return how many drafters the verifier has, including those in its own process."""
     return sum(drafter.count for _, drafter in drafters_of(experiment))
 
 

@@ -26,7 +26,11 @@ _KEYS = {"shape", "outage_s", "direction", "vanish", "reset"}
 
 
 class LinkControl:
-    """Talks to a link's process. Its methods raise ConnectionError when nothing answers."""
+    """Talks to a link's process.
+
+    Its methods raise ConnectionError if the process is not there, TimeoutError if it does not
+    answer within 10 s, and ValueError if it refuses the message.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self.address = (host, port)
@@ -109,7 +113,7 @@ def address_of(text: str) -> tuple[str, int]:
 async def serve(
     control: tuple[str, int], forwards: list[tuple[tuple[str, int], tuple[str, int]]]
 ) -> None:
-    """Forward connections, each from one address to another, until SIGTERM."""
+    """Forward connections from each first address to the second of its pair, until SIGTERM."""
     link = ShapedLink(Link.model_validate({}))
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
@@ -122,7 +126,7 @@ async def serve(
 
 
 def main() -> None:
-    """Run the link of the command line."""
+    """Run the link that the command line describes."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--control", type=address_of, required=True, help="host:port of the control port")

@@ -31,7 +31,7 @@ _LINGER = struct.pack("ii", 1, 0)
 
 
 def exact_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that does not round timers to milliseconds, as epoll and libuv do."""
+    """Return an event loop with exact timers; epoll and libuv round timers to milliseconds."""
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
 
@@ -124,8 +124,8 @@ class ShapedLink:
     async def forward(self, listen: tuple[str, int], target: tuple[str, int]) -> AsyncIterator[int]:
         """Forward connections from `listen` to `target` until the context ends.
 
-        Yields the port on which it listens: a free port for 0. This method may be called for
-        several ports.
+        Yields the port on which the link listens; for port 0 this is a free port. The method may be
+        called for several ports.
         """
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _End(self, target), *listen)
@@ -197,7 +197,7 @@ class _End(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport; the side that dials may send after one round trip."""
-        # create_server and create_connection make only such transports.
+        # create_server and create_connection make only transports of this type.
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.link._ends.add(self)

@@ -115,7 +115,7 @@ def _read(
 ) -> None:
     """Add an answer to `played`; `started` is the time when the first request was sent.
 
-    An answer that ends early is an error, unless it has a grammar or `may_end`.
+    An answer that ends early is an error, unless its request has a grammar or `may_end` is True.
     """
     if answer.error:
         played.errors.append(answer.error)

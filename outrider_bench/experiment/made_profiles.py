@@ -47,9 +47,10 @@ def load_profile(name: str, field: str) -> Profile:
 def profile_of(name: str, target: Target) -> Profile:
     """Make the profile for a target on the hardware that a cost table describes.
 
-    The table has forwards, drafting and the host's work. Serving slows nothing down, drafters on
-    other cores take nothing from the target, and two processes on the same cores have half their
-    speed. Raises ValueError that names the field.
+    The table has the times of forwards, of drafting and of the host's work. The profile assumes
+    that serving slows nothing down, that drafters on other cores take nothing from the target, and
+    that each of two processes on the same cores has half its speed. Raises ValueError that names
+    the field.
     """
     try:
         table = costs.load(name)

@@ -107,10 +107,11 @@ def predict(cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder) 
 def table(
     cells: Sequence[Cell], rates: Mapping[tuple[str, str], float], predictor: Predictor
 ) -> Table:
-    """Return a line for each cell, with the spread and the source of its costs.
+    """Return a table with a line for each cell, with the spread and the source of its costs.
 
-    `rates` maps a cell and a decoding mode to tokens/s. The fastest place of each workload has a
-    mark, and so does each place that is not shown to be slower.
+    `rates` maps a cell and a decoding mode to tokens/s. For each workload, the fastest place has a
+    mark, and so does each place that is slower by no more than the spread. Places where drafting
+    does not pay have no mark.
     """
     paths = [path.rpartition(".")[2] for path in cells[0].point]
     figures = ("plain, tokens/s", "drafted, tokens/s", "× plain", "", "spread", "costs")
@@ -199,7 +200,7 @@ class Predictor:
             if drafter.family == "model"
         }
         key = f"{target.model} {target.dtype} {drafts}"
-        # A grown target computes the same function.
+        # The texts of a grown target are those of its original, which computes the same function.
         return self._recorders.setdefault(key, Recorder(target.model, target.dtype, drafts))
 
     def _encoder(self, target: Target) -> Encoder:

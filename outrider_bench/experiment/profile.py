@@ -18,17 +18,17 @@ _MOST_SEQUENCES = 32
 _FORWARDS = "forwards, prompts and drafting"
 _SERVING = "serving a fixed load"
 _PARTS = {_FORWARDS: 1.0, _SERVING: 2.0}
-"""The parts in order, with the minutes that each takes for the bundled pair, about."""
+"""The parts in order, with the approximate minutes that each takes for the bundled pair."""
 # The minutes that one of the 24 runs of the fixed load takes.
 _RUN = _PARTS[_SERVING] / 24
 _HOW = {
-    "costs.forwards": "the fastest of up to 100 forwards behind 128 tokens, in a process alone; "
-    "at most that of more tokens",
+    "costs.forwards": "the fastest of up to 400 forwards after 128 tokens, in a process by itself; "
+    "no figure exceeds that of a larger forward",
     "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
-    "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
+    "costs.host": "the engine's own time for steps whose forward takes no time, the fastest of 55",
     "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
     "served": "a fixed closed load through the gateway, three rounds after one that warms up",
-    "serving": "the difference of the load and costs; no experiment enters it",
+    "serving": "the time of the load beyond what `costs` explains; no experiment is used",
 }
 
 

@@ -21,7 +21,8 @@ class Conditions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     load_averages: tuple[float, float]
-    """Runnable processes in the minute before the measurements, and in their last minute."""
+    """The mean number of runnable processes in the minute before the measurements, and in their
+    last minute."""
     spread: float = Field(ge=1)
     """The 90th percentile over the median of a fixed computation's times, before or after the
     measurements, whichever is larger."""

@@ -1,6 +1,6 @@
-"""Records texts for the simulator: the target's answers, and the tokens that drafters guess.
+"""Records texts for the simulator: the target's answers, and where draft models guess right.
 
-N-gram drafters look up in these tokens. This module uses no experiment and no costs.
+Simulated n-gram drafters look up the recorded tokens. This module uses no experiment and no costs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALTERNATIVES = 3
 
 @dataclass(slots=True)
 class RecordedText:
-    """The target's greedy tokens after a prompt, and for each draft model a character per token."""
+    """The target's greedy tokens after a prompt, and the `model_guesses` of each draft model."""
 
     output: list[int]
     guesses: dict[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Recorder:
     """Runs a target and draft models once for each prompt."""
 
     def __init__(self, target: Path, dtype: str, draft_models: dict[str, Path]) -> None:
-        """`draft_models` maps the name of a model's guesses to its directory."""
+        """`draft_models` maps the name under which a model's guesses are kept to its directory."""
         self._target = target
         self._dtype = dtype
         self._draft_models = draft_models

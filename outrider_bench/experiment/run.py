@@ -2,8 +2,8 @@
 
 A cell is a combination of the experiment's settings. Repetitions go over all stacks and cells,
 alternately forwards and backwards, so that a machine that gets slower or faster affects all cells
-alike. The verifier keeps running while drafters start and end. Plain
-decoding is measured right before its cells' drafters start.
+alike. The verifier keeps running while drafters start and end. Plain decoding is measured right
+before its cells' drafters start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def run(
     console: Console,
     command: str,
 ) -> Folder:
-    """Measure all missing repetitions.
+    """Measure all missing repetitions, and return the folder with the results.
 
     Raises OutriderError(INVALID_VALUE) if this machine does not fit the experiment, and OSError or
     StackFailed when a process fails.
@@ -135,7 +135,7 @@ class Runner:
         folder: Folder,
         tell: Callable[[str, int], None],
     ) -> None:
-        """`tell` gets the present work, and the number of measurements that it finished."""
+        """`tell` gets a description of the work, and how many measurements have just ended."""
         self._experiment = experiment
         self._groups = groups(cells)
         self._folder = folder

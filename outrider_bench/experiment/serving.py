@@ -13,7 +13,7 @@ from outrider_bench.experiment.calibration import Served, Step
 from outrider_bench.simulator.costs import Costs, NotNegative
 
 SLOWNESS_ON_TARGET_CORES = 2.0
-"""How much longer drafting takes on the target's cores: the system shares a core in halves."""
+"""How many times as long drafting takes on the target's cores: target and drafter get half each."""
 
 
 class Serving(BaseModel):
@@ -26,17 +26,17 @@ class Serving(BaseModel):
     sequences: float = Field(gt=0)
     """Sequences of a mean step."""
     slowdown: float = Field(gt=0)
-    """Time of a step's forward while the mode's drafters run, over its time on the idle machine."""
+    """Time of a step's forward in this mode, over its time on the idle machine."""
     before_s: float = Field(ge=0)
     """The host's work for a step before its forward, planning included."""
     after_s: float = Field(ge=0)
     """The host's work for a step after its forward."""
     client_s: float = Field(ge=0)
-    """From a client to the verifier; the way back takes as long."""
+    """Seconds from a client to the verifier; the way back takes as long."""
     round_trip_s: NotNegative = 0.0
-    """From a verdict to a draft, without the drafting."""
+    """Seconds from a verdict to the draft for it, drafting excluded."""
     jitter_s: NotNegative = 0.0
-    """The most that a message is late, in each direction."""
+    """The most seconds by which a message is later than that, in each direction."""
     slowness: NotNegative = 1.0
     """Time of drafting over its time on the idle machine."""
 
@@ -88,7 +88,7 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
         return one.slowdown + share * (many.slowdown - one.slowdown)
 
     def line(low: float, high: float) -> tuple[float, float]:
-        """Return the seconds of a step and of each further sequence, both at least 0."""
+        """Return the fixed seconds of a step and those of each sequence, both at least 0."""
         each = max(0.0, (high - low) / span)
         return max(0.0, low - each * one.sequences), each
 

@@ -36,8 +36,8 @@ class Target(_Part):
     """Directory of the model, or smollm2 for SmolLM2-135M-Instruct."""
 
     grown: bool = False
-    """Decode with the model grown to 154 M parameters, made on first use. It computes the same
-    function."""
+    """Decode with the model grown to 154 M parameters, which computes the same function. It is
+    made on first use."""
 
     dtype: Dtype = "float32"
 
@@ -48,27 +48,28 @@ class Target(_Part):
     """Cores of the verifier, such as 0-3; unset takes any."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
-    """Other settings of the verifier, see `outrider verifier --help`, with underscores."""
+    """Other settings of the verifier, as `outrider verifier --help` names them, but with
+    underscores."""
 
 
 class Drafter(_Part):
     """One kind of drafter and the place of its processes."""
 
     family: str = "ngram"
-    """A family of `outrider drafter`, or for predictions synthetic: it guesses right with the
-    probability in `settings.acceptance`, such as 0.8, or "0.8,0.6" by position. Each guess takes
-    `settings.token_ms`."""
+    """A family of `outrider drafter`, or in predictions synthetic. A synthetic drafter guesses
+    right with the probability in `settings.acceptance`, such as 0.8, or "0.8,0.6" by position.
+    Each guess takes `settings.token_ms`."""
 
     model: Path | None = None
     """Directory of a draft model, or of a head; unset is the family's bundled model."""
 
     count: int = Field(1, ge=1, le=64)
-    """Processes."""
+    """Number of processes."""
 
     transport: Literal["tcp", "unix", "in-process"] = "tcp"
-    """How the drafter reaches the verifier; a Unix socket takes no link. in-process is a draft
-    model or a head in the verifier's own process, as by `outrider verifier --in-process`, on the
-    target's device."""
+    """How the drafter reaches the verifier; a Unix socket takes no link. in-process runs a draft
+    model or a head in the verifier's own process and on the target's device, as
+    `outrider verifier --in-process` does."""
 
     link: Name | None = None
     """The link to the verifier; unset is the loopback interface as it is."""
@@ -91,7 +92,8 @@ class Drafter(_Part):
     """For predictions, any name for another machine; unset is the verifier's machine."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
-    """Other settings of the drafter's process, see `outrider drafter --help`, with underscores."""
+    """Other settings of the drafter, as `outrider drafter --help` names them, but with
+    underscores."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -110,7 +112,7 @@ class Drafter(_Part):
 
     def _check_in_process(self) -> None:
         if self.link or self.host or self.cores or self.threads:
-            problem = "takes no link, host, cores or threads: the process is the verifier"
+            problem = "takes no link, host, cores or threads: it runs in the verifier's process"
             raise ValueError(f"transport in-process {problem}")
         if self.count > 1:
             raise ValueError("transport in-process is one drafter")
@@ -132,7 +134,7 @@ class Workload(_Part):
     `prompts`: the categories of its rows, or else the file's name."""
 
     batch: int = Field(1, ge=1, le=256)
-    """Requests that are kept under way."""
+    """Number of requests that are kept in progress."""
 
     waves: int = Field(4, ge=1)
     """Requests in total, as a multiple of `batch`, but at least 8 requests."""
@@ -171,14 +173,14 @@ class Experiment(_Part):
     workload: Workload = Field(default_factory=lambda: Workload.model_validate({}))
 
     use: list[Name] = Field(default_factory=list)
-    """The drafters that run; others of `drafters` are not started."""
+    """Names of the drafters that run; other drafters of the file are not started."""
 
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
     """Values by path, such as `links.wire.round_trip_ms`, `workload.batch` or `use`. All
     combinations are measured."""
 
     skip: list[dict[str, Any]] = Field(default_factory=list)
-    """Combinations of the sweep to leave out, each by some of its paths and values."""
+    """Combinations of the sweep to leave out; each names some of the paths and their values."""
 
     repetitions: int = Field(3, ge=1, le=100)
 

@@ -1,8 +1,8 @@
 """Decides which processes a cell needs, and in which order; `Processes` starts them.
 
 A cell is a combination of an experiment's settings. `server` starts a verifier with its gateway,
-`drafting` links and drafters, and `run.py` nests the two. The server stays while drafters and links
-come and go, so cells with one target need only one start of a server.
+`drafting` starts links and drafters, and `run.py` nests the two. The server stays while drafters
+and links come and go, so cells with one target need only one start of a server.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Drafting:
     async def shape(self, experiment: Experiment) -> None:
         """Set the links to the shapes of this cell, and wait until every drafter is connected.
 
-        Drafters behind a changed link connect anew, so that the verifier starts each cell without
-        measurements over another link.
+        Drafters behind a changed link connect anew: the verifier then forgets what it measured over
+        the link's earlier shape.
         """
         for name, control in self.links.items():
             link = experiment.links[name]
@@ -185,7 +185,7 @@ async def drafting(experiment: Experiment, server: Server) -> AsyncIterator[Draf
 
 
 def own_drafters(experiment: Experiment, model: Path) -> list[DrafterSpec]:
-    """Return the drafters in the verifier's process.
+    """Return the drafters that run in the verifier's process.
 
     `model` is the directory of the target's model. If the target is grown, the heads are grown too.
     """
@@ -246,7 +246,7 @@ def check(experiment: Experiment) -> None:
     verifier_launch(target, target.model, endpoint, own)
     for name, drafter in drafters_of(experiment):
         if drafter.host is not None:
-            problem = "is another machine, which is only predicted; a link has its round trip"
+            problem = "can only be predicted; to measure, give the drafter a link with a round trip"
             raise invalid(f"drafters.{name}.host", problem)
         if drafter.in_process:
             continue

@@ -1,6 +1,6 @@
 """The requests of a workload: prompts and lengths of answers.
 
-All decoding modes, measurements and predictions have the same requests. No processes are used.
+All decoding modes, measurements and predictions have the same requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Request:
     output_tokens: int
     seed: int | None
     grammar: Mapping[str, Any] | None = None
-    """The request's `structured_outputs`. An answer then ends with the grammar's text."""
+    """The request's `structured_outputs`. An answer then ends when the grammar's text does."""
 
 
 class Encoder:
@@ -74,7 +74,10 @@ class Encoder:
 
 
 def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
-    """Return the requests in order. The last prompt of each kind is reserved for warming up."""
+    """Return the requests in order.
+
+    The last prompt of each kind is reserved for warming up, unless the kind has only one prompt.
+    """
     own = _Prompts(workload)
     kinds = own.kinds
     found = []
@@ -87,7 +90,7 @@ def requests_of(workload: Workload, encoder: Encoder) -> list[Request]:
 
 
 def warm_up_of(workload: Workload, encoder: Encoder) -> list[Request]:
-    """Return requests for warming up; no measurement has their prompts.
+    """Return requests for warming up, with the prompts that are reserved for it.
 
     There are two warm-up requests for each request in progress, and at least one of each kind.
     """

@@ -1,1 +1,1 @@
-"""The report of a run: tables, plots, a page and files of its figures."""
+"""The report of a run: sentences, tables, a plot and a CSV of its figures."""

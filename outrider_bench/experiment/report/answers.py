@@ -10,7 +10,7 @@ from outrider_bench.experiment.report.results import SOURCES, Results, Source, S
 from outrider_bench.experiment.spec import Cell
 
 Points = list[tuple[float, Spread]]
-"""The swept path's numbers, in order, mapped to the speed in × plain decoding."""
+"""Pairs of a number of the swept path and its speed in × plain decoding, in order."""
 
 
 def answers(results: Results) -> list[str]:
@@ -29,7 +29,7 @@ def answers(results: Results) -> list[str]:
 
 
 def rated_cells(results: Results) -> list[tuple[str, Spread]]:
-    """Return descriptions of drafted cells with their plausible speeds over plain decoding."""
+    """Return each drafted cell that is not disturbed: its description, its speed in × plain."""
     found = []
     for cell, source in results.found():
         if results.is_disturbed(cell, source):
@@ -124,7 +124,10 @@ def axis_of(results: Results) -> str | None:
 
 
 def lines_of(results: Results, path: str) -> list[tuple[str, Source, Points]]:
-    """Map the numbers of `path` to × plain, for each source and combination of other paths."""
+    """Return the plot's lines: × plain over the numbers of `path`.
+
+    There is a line for each source and each combination of the other paths' values.
+    """
     groups: dict[str, list[tuple[float, Cell]]] = {}
     for cell, _ in results.found():
         others = {name: value for name, value in cell.point.items() if name != path}

@@ -66,7 +66,7 @@ def _latencies(sample: Sample) -> Figures:
 
 
 def _drafts(counters: Mapping[str, float]) -> Figures:
-    """Return acceptance as vLLM defines it, and commits for each state of the next draft."""
+    """Return acceptance as vLLM defines it, and the share of commits with each of `LOOKUPS`."""
     tokens = counters.get("generation_tokens", 0.0)
     drafted = counters.get("spec_decode_num_draft_tokens", 0.0)
     accepted = counters.get("spec_decode_num_accepted_tokens", 0.0)

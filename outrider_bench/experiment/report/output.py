@@ -1,4 +1,4 @@
-"""Writes tables, a plot and a file of a run's figures."""
+"""Prints a run's answer and tables, and writes its plot and a CSV of its figures."""
 
 from __future__ import annotations
 

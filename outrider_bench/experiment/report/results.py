@@ -34,7 +34,7 @@ class Spread:
     high: float
     count: int
     predicted: bool = False
-    """A prediction is the same in every repetition."""
+    """True for a prediction, which is the same in every repetition."""
 
     @classmethod
     def of(cls, values: Sequence[float], *, predicted: bool = False) -> Spread:
@@ -43,7 +43,10 @@ class Spread:
 
     @property
     def shows(self) -> Shown:
-        """Says whether the ratio is above or below 1; "" if unclear, as after one repetition."""
+        """Is "faster" if the ratio is above 1, "slower" if below; "" if that is not shown.
+
+        One measured repetition shows neither.
+        """
         if self.count == 1 and not self.predicted:
             return ""
         return shown_by(self.low, self.high)

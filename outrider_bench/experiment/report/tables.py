@@ -40,7 +40,10 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The cell and the run that a line of the table describes."""
+    """What a line of the table describes: a cell, the source, and maybe a mode or a group.
+
+    A group is a drafter family or a kind of prompt.
+    """
 
     head: str
     cell: Cell
@@ -61,7 +64,7 @@ ACCEPTANCE = {
 }
 PHASE_TIMES = {f"step_{phase}_ms": phase for phase in PHASES}
 NEXT_DRAFTS = {f"lookup_{result}": result for result in LOOKUPS}
-"""Maps a figure to its column's title, also in the tables of `outrider lab simulate`."""
+"""Maps a figure to its column's title, like the three above; `outrider lab simulate` uses all."""
 _SPEED = [
     _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN, ranged=True),
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED, ranged=True),
@@ -92,15 +95,16 @@ _STEP = [
 ]
 _NOTES = {
     "Speed": "As in all tables, medians of the repetitions; here with their 95 % interval, by "
-    "bootstrap over the repetitions. Ratios are taken within each repetition. A disturbed one "
+    "bootstrap over the repetitions. Ratios are taken within each repetition. A disturbed ratio "
     "exceeds what its tokens per forward allow.",
     "Latency": "TPOT is the time per output token of a request, TTFT its time to the first token.",
-    "Drafts": "Verified drafts of a repetition: rates of few say little. Acceptance rate: accepted "
-    "of verified draft tokens. Acceptance length: 1 + accepted tokens per draft. Then shares of "
+    "Drafts": "Verified drafts of a repetition: few drafts give rough rates. Acceptance rate: "
+    "accepted of verified draft tokens. Acceptance length: 1 + accepted tokens per draft. Shares of "
     "commits by the next draft's state: on the chain, in a branch, late, or a miss. Wasted: draft "
     "tokens dropped for each output token.",
-    "Acceptance by position and kind": "Of all drafts, of a family's, and in requests of a kind of "
-    "prompts. At a position: the share of drafts whose token there was accepted, as vLLM counts.",
+    "Acceptance by position and kind": "Over all drafts, over the drafts of a family, and over the "
+    "drafts for a kind of prompt. At a position: the share of drafts whose token there was "
+    "accepted, as vLLM counts.",
     "Where the time of a step went, ms": "Means by phase, from the verifier's counters. Of limit: "
     "the time of isolated forwards over that of decoding steps, waits included; 1 is no overhead.",
 }
