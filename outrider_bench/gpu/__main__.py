@@ -27,8 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="outrider_bench.gpu", description=__doc__)
     parser.add_argument("step", choices=["steps", "tables", "decisions"])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin no figure after these")
-    parser.add_argument("--short", action="store_true", help="fewer shapes, for a minute")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin no figure later")
+    parser.add_argument("--short", action="store_true", help="fewer shapes: a minute or two")
     chosen = parser.parse_args()
     if chosen.step == "tables":
         _tables(chosen.directory)

@@ -17,20 +17,20 @@ class _Bar:
     use: str
     batch: int
     predicted: float
-    """× plain of bench/experiments/h200.yaml; for n-grams see the results of 2026-11-30."""
+    """Predicted × plain for bench/experiments/h200.yaml; n-grams: see the results of 2026-11-30."""
     least: float
     """If the measured × plain is at least this, everything goes on as planned."""
     missed: str
 
 
 _BARS = (
-    _Bar("head", 1, 2.15, 2.0, "waits above 4 ms a step are launches of a head without graphs"),
+    _Bar("head", 1, 2.15, 2.0, "waits above 4 ms a step mean that the head runs without graphs"),
     _Bar("head", 8, 1.88, 1.4, "look at the head's kernels: gaps between them are launches"),
-    _Bar("inside", 1, 1.38, 1.3, "waits above 2.2 ms a drafted token are the host, else guesses"),
+    _Bar("inside", 1, 1.38, 1.3, "waits above 2.2 ms a drafted token: the host; else the guesses"),
     _Bar("inside", 8, 1.15, 1.04, "as for one sequence"),
-    _Bar("inside", 32, 1.11, 0.98, "the planner should have rested it"),
-    _Bar("ngram", 32, 1.11, 1.0, "steps 3 ms longer than accept are the host's bookkeeping"),
-    _Bar("beside", 1, 1.14, 1.1, "it still drafts during forwards: look at its placement"),
+    _Bar("inside", 32, 1.11, 0.98, "the planner should have paused the drafter"),
+    _Bar("ngram", 32, 1.11, 1.0, "a step that takes 3 ms more than `accept` waits for the host"),
+    _Bar("beside", 1, 1.14, 1.1, "the drafter still works during forwards: look at its place"),
     _Bar("beside", 8, 1.10, 1.0, "as for one sequence"),
 )
 

@@ -70,7 +70,7 @@ class _Model:
         return self._device.timed(lambda: self.runner.forward(slices))
 
     def floor_ms(self, batch: int, context: int) -> float:
-        """Return the least time of a step, in which weights and keys are read once."""
+        """Return the least milliseconds of a step: it reads weights, keys and values once."""
         return self._device.floor_ms(self._bytes + batch * context * self._token_bytes)
 
     def capture(self, lines: Lines) -> None:

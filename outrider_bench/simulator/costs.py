@@ -39,8 +39,8 @@ class DraftingCost(_Table):
     round_s: NotNegative
     token_s: dict[int, float]
     run_token_s: dict[int, float] = Field(default_factory=dict)
-    """Like `token_s`, for drafters that draft a whole run in one call, because they must not run
-    ahead; empty if the times are the same."""
+    """Like `token_s`, for calls that draft several tokens: a draft model makes them if it must not
+    run ahead. Empty if the times are the same."""
     tree_token_s: dict[int, float] = Field(default_factory=dict)
     """Like `token_s`, for a head's drafts that are trees; empty if the times are the same."""
     prompt_token_s: NotNegative = 0.0
@@ -56,7 +56,7 @@ class DraftingCost(_Table):
         return _interpolated(self.token_s, sequences)
 
     def of_run_token(self, sequences: int) -> float:
-        """Return the result of `of_token` for calls that draft a whole run."""
+        """Return the result of `of_token` for calls that draft several tokens."""
         return _interpolated(self.run_token_s or self.token_s, sequences)
 
     def of_tree_token(self, sequences: int) -> float:
@@ -65,20 +65,21 @@ class DraftingCost(_Table):
 
 
 class LinkShape(_Table):
-    """A link delays, slows and cuts connections, alike in both directions."""
+    """How a link delays and slows connections, alike in both directions."""
 
     round_trip_ms: float = Field(0.0, ge=0, le=10_000)
     """Round trip, half in each direction; for a proxy, the time that it adds."""
 
     jitter_ms: float = Field(0.0, ge=0, le=10_000)
-    """The most that a message is late, uniformly, in each direction. The order of bytes is kept."""
+    """The largest random delay of a message in each direction; delays are uniform from 0. The order
+    of bytes is kept."""
 
     mbit_s: float = Field(0.0, ge=0)
     """Bandwidth in each direction; 0 is no limit."""
 
     loss: float = Field(0.0, ge=0, lt=1)
-    """Share of lost segments. TCP sends a lost segment again. That segment and all later segments
-    then come later by a round trip, and by at least `retransmit_ms`."""
+    """Share of lost segments. TCP sends a lost segment again: it and all later segments then come
+    later by a round trip, but by at least `retransmit_ms`."""
 
     retransmit_ms: float = Field(200.0, ge=0)
     """Least time until a lost segment is sent again; Linux has at least 200."""
@@ -89,8 +90,8 @@ class Costs(_Table):
 
     source: str
     measured: bool
-    """Whether the figures were measured on a machine of this kind, not assumed or derived from
-    published figures."""
+    """True if the figures were measured on a machine of this kind; False if they were assumed or
+    derived from published figures."""
     links: dict[str, LinkShape] = Field(default_factory=dict)
     """Links from a drafter to the verifier on machines of this kind, keyed by name."""
     forwards: list[Forward] = Field(min_length=1)
@@ -107,18 +108,18 @@ class Costs(_Table):
     drafted_sequence_s: NotNegative = 0.0
     """Seconds that each sequence with a draft adds to the host's work after a step."""
     drafting: dict[str, DraftingCost] = Field(default_factory=dict)
-    """Costs, keyed by the name in a drafter's `cost` setting."""
+    """Costs of drafting, keyed by the name in a drafter's `cost` setting."""
 
     _grid: dict[int, dict[float, float]] = PrivateAttr(default_factory=dict)
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
 
     @property
     def host_link(self) -> LinkShape:
-        """The link between drafter and verifier on one host: the table's, else gRPC's on a CPU."""
+        """The link between drafter and verifier on one host: the table's, else 0.4 ms of gRPC."""
         return self.links.get("drafter", LinkShape.model_validate({"round_trip_ms": 0.4}))
 
     def forward_s(self, sequences: int, tokens: int, prompt_tokens: int = 0) -> float:
-        """Return the seconds of a forward of `tokens` decoded tokens and the prompt tokens."""
+        """Return the seconds of a forward: `tokens` tokens of decoding sequences, and prompts."""
         key = (sequences, tokens)
         seconds = self._known.get(key)
         if seconds is None:

@@ -237,10 +237,7 @@ class DrafterActor:
             self._computes(work.ends[-1])
 
     def _computes(self, seconds: float) -> None:
-        """Record `seconds` of drafting.
-
-        Of these, the drafter's share is lost to the target's forward.
-        """
+        """Record `seconds` of drafting; the target's forwards lose the drafter's share of them."""
         self.computed_s += seconds
         self._verifier.target.share_cores(self._share * seconds)
 

@@ -25,7 +25,7 @@ class Events:
         self._number = 0
 
     def clock(self) -> float:
-        """Return the `outrider.process.clock.Clock` of the simulated stack."""
+        """Return the time; this is the `outrider.process.clock.Clock` of the simulated stack."""
         return self.now
 
     def spend(self, seconds: float) -> None:
@@ -56,8 +56,8 @@ class Work:
     """A simulated drafter's coroutine awaits this to work in parts, until a message comes.
 
     `ends` are the times at which the parts end, in seconds from now, rising. The part in progress
-    when a message comes is the last. The result is the number of parts done. Without parts it
-    is a sleep until a message comes.
+    when a message comes is the last. The result is the number of parts done. Without parts, the
+    coroutine sleeps until a message comes.
     """
 
     ends: list[float]

@@ -67,7 +67,7 @@ class SimulatedFamily(Family):
         return self._slowness * self._cost.of_token(len([goal for goal in goals if goal > number]))
 
     def _extend(self, sequence: DraftSequence, count: int) -> None:
-        """Add `count` guesses; all guesses after a wrong one are wrong."""
+        """Add up to `count` guesses; all guesses after a wrong guess are wrong."""
         depth = len(sequence.guesses)
         text = self._world.text_of(sequence.tokens, depth + max(count, 1))
         first = len(sequence.tokens) - text.prompt_length
@@ -113,7 +113,7 @@ class SimulatedFamily(Family):
         return leaves
 
     def _offered(self, text: DrawnText, index: int, count: int) -> int:
-        """Return how many guesses are offered for `count` tokens, from `index` after the prompt."""
+        """Return how many of `count` guesses are offered, the first at `index` after the prompt."""
         recorded = text.guesses.get(self.name)
         if recorded is None:
             return 0 if self._skips_hard and text.hard[index] else count

@@ -1,4 +1,4 @@
-"""A link between two processes: latency, jitter and bandwidth, in order as on a TCP connection."""
+"""A link between two processes: latency, jitter, bandwidth and loss; messages stay in order."""
 
 from __future__ import annotations
 

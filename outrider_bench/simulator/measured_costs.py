@@ -36,8 +36,8 @@ _TOKENS = (1, 2, 3, 5, 9)
 _CONTEXT = 128
 _PROMPTS = (32, 256)
 _REPEATS = 100
-# The number of times to measure each point, and the duration of each. Each round measures all
-# points, so that a period of other work on the machine spoils no point in all rounds.
+# The number of rounds, and the seconds for a point in each round. Each round measures all points,
+# so that a period of other work on the machine spoils no point in all rounds.
 _ROUNDS = 4
 _POINT_S = 0.12
 # The number of tokens in a run that one call guesses.
@@ -235,7 +235,7 @@ def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
 
 
 def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
-    """Return the seconds that a step with a prompt adds, and that each of its tokens adds."""
+    """Return the seconds that a prompt adds to a step, and those that each of its tokens adds."""
     short, long = (_prompt_s(runner, count) for count in _PROMPTS)
     token_s = max(0.0, long - short) / (_PROMPTS[1] - _PROMPTS[0])
     return max(0.0, short - decode_step_s - _PROMPTS[0] * token_s), token_s

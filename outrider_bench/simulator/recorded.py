@@ -22,23 +22,23 @@ class RecordedRequest(BaseModel):
     kind: str = ""
     tenant: str = ""
     count: Annotated[int, Field(ge=1)] = 1
-    """Equal requests that the line stands for, `every` seconds apart."""
+    """Number of equal requests that the line stands for, `every` seconds apart."""
     every: Annotated[float, Field(ge=0)] = 0.0
     choices: Annotated[int, Field(ge=1)] = 1
     """The request's `n`: sequences with the same prompt."""
     reads: bool = True
-    """Whether the request's client reads the answer."""
+    """True if the request's client reads the answer."""
     guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(
         default_factory=dict
     )
-    """By drafter, one character for each token of the output, given the tokens before it: + if the
-    drafter guesses the token, - if it guesses another token, 1 to 9 if the token is that
-    alternative to its guess (for `drafts_by: model`), and . if it has no guess. The scenario's
-    acceptance of such a drafter is ignored."""
+    """Keyed by drafter, a character for each token of the output, given the tokens before it: + if
+    the drafter guesses the token, - if it guesses another token, 1 to 9 if the token is the
+    alternative to its guess with this number (for `drafts_by: model`), and . if it has no guess.
+    The scenario's acceptance of such a drafter is ignored."""
     grammar: bool = False
-    """Whether the request has a grammar. Some drafters draft for no other requests."""
+    """True if the request has a grammar. Some drafters draft for no other requests."""
     prompt_ids: list[int] = Field(default_factory=list)
-    """The prompt's tokens. Drafters that look up need these and `output_ids`."""
+    """The prompt's tokens. Drafters with `drafts_by: lookup` need these and `output_ids`."""
     output_ids: list[int] = Field(default_factory=list)
     """The target's tokens after the prompt. There may be more than `output_tokens`, for drafts
     beyond the end."""
@@ -48,10 +48,10 @@ class RecordedRequest(BaseModel):
         wanted = self.prompt_tokens
         found = len(self.prompt_ids)
         if found and found != wanted:
-            raise ValueError(f"prompt_ids must be {wanted}, as prompt_tokens says, not {found}")
+            raise ValueError(f"prompt_ids must have the {wanted} of prompt_tokens, not {found}")
         if found and len(self.output_ids) < self.output_tokens:
             wanted = self.output_tokens
-            raise ValueError(f"output_ids must be at least {wanted}, as output_tokens says")
+            raise ValueError(f"output_ids must have at least the {wanted} of output_tokens")
         return self
 
 

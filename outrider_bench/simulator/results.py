@@ -24,7 +24,7 @@ from outrider_bench.simulator.simulation import Outcome, simulate
 PLAIN = "plain"
 DRAFTED = "drafted"
 Outcomes = dict[tuple[int, str], Outcome]
-"""Maps a number of requests under way, and then a decoding mode, to its results."""
+"""Maps a number of requests in progress and a decoding mode to the results."""
 _SPEED = {"tokens_per_s": "tokens/s", "times_plain": "× plain", **LATENCIES}
 _STEPS = {
     **PHASE_TIMES,
@@ -35,8 +35,8 @@ _STEPS = {
     "draft_bytes_per_token": "bytes / token",
 }
 _STEPS_NOTE = (
-    "the verifier's steps: milliseconds by phase; tokens that a sequence's step commits; the limit "
-    "is the time of forwards alone; then what commits found of the next draft"
+    "the verifier's steps: milliseconds by phase; tokens that a step commits per sequence; of "
+    "limit: time of forwards alone over time of steps; shares of commits by the next draft's state"
 )
 _ACCEPTANCE_NOTE = "acceptance, and the share of drafts whose token at a position was accepted,"
 
@@ -91,7 +91,7 @@ def _tables(name: str, found: Outcomes) -> Iterator[Table]:
         plain = figures.get((load, PLAIN))
         if way == DRAFTED and plain is not None:
             own["times_plain"] = own["tokens_per_s"] / plain["tokens_per_s"]
-    yield _table(f"{name}\nlatency in tokens, not chunks", figures, _SPEED)
+    yield _table(f"{name}\nTPOT is per token, not per chunk", figures, _SPEED)
     yield _table(f"{name}\n{_STEPS_NOTE}", figures, _STEPS)
     for group in ("", *groups_of(each for own in figures.values() for each in own)):
         of = f"of {group.replace('_', ' ', 1)}" if group else "of all"

@@ -58,11 +58,11 @@ class DrafterSpec(_Part, LinkShape):
     verifier: str = "verifier-1"
 
     drafts_by: Literal["acceptance", "lookup", "model", "head"] = "acceptance"
-    """acceptance draws from `acceptance`, or takes a recording's guesses, and drafts a chain, with
-    branches of one token only by `alternatives`. lookup runs the production n-gram family on the
-    recording's tokens. model runs the production draft-model family, with branches, on the
-    recording's guesses. head runs the production family of heads, whose offers only
-    `outrider lab predict` records."""
+    """acceptance draws whether a guess is right from `acceptance`, or takes a recording's guesses;
+    it drafts a chain, and with `alternatives` branches of one token. lookup runs the production
+    n-gram family on the recording's tokens. model runs the production draft-model family, with
+    branches, on the recording's guesses. head runs the production family of heads on the offers in
+    `World.offers`, which only tests fill."""
 
     acceptance: Acceptance = Field(default_factory=lambda: {"": [0.0]})
 
@@ -71,8 +71,8 @@ class DrafterSpec(_Part, LinkShape):
 
     alternatives: list[Share] = Field(default_factory=list, max_length=16)
     """Offer other tokens beside each guess, one for each number, where the verifier verifies trees.
-    A number is the probability that its token is right if the guess and the tokens before it are
-    wrong."""
+    A number is the probability that its token is right if the guess and the tokens of the earlier
+    numbers are wrong."""
 
     skips_hard: bool = False
     """Propose nothing within hard stretches, like a lookup that finds nothing."""
@@ -92,7 +92,7 @@ class DrafterSpec(_Part, LinkShape):
     """Hidden states of each token that a head reads. They cross the link."""
 
     in_process: bool = False
-    """Whether the drafter is in the verifier's process: its messages then cost nothing."""
+    """True if the drafter is in the verifier's process: its messages then cost nothing."""
 
     requires_grammar: bool = False
     """Draft only for recorded requests with a grammar."""
@@ -110,8 +110,8 @@ class DrafterSpec(_Part, LinkShape):
     """Time to the verifier and back."""
 
     on_target_device: bool = False
-    """Announce placement on the target's device. Forwards then lose all the time that it drafts
-    during them, or the share in `interference`."""
+    """Announce placement on the target's device. Forwards then lose all the time that the drafter
+    computes during them, or the share in `interference`."""
 
     interference: float = Field(0.0, ge=0, le=1)
     """Share of the drafter's drafting time that forwards on the same machine lose."""
@@ -121,7 +121,7 @@ class Event(_Part):
     """An event in the life of a drafter or a verifier."""
 
     at: float = Field(ge=0)
-    """Seconds."""
+    """Seconds since the measurement began."""
 
     who: str
     """The name of a drafter, or of a verifier: verifier-1, verifier-2, ..."""
@@ -171,21 +171,21 @@ class Scenario(_Part):
     """The cost table: a file, or the name of a table that comes with the simulator."""
 
     noise: float = Field(0.0, ge=0, lt=1)
-    """Greatest random change of a forward's time, as a share of it."""
+    """Greatest random change of a forward's time, as a share of this time."""
 
     arrivals: Literal["closed", "poisson", "recorded"] = "closed"
     """closed keeps `sequences` requests under way, poisson sends `rate` requests each second,
     recorded sends the requests of a file at their times."""
 
     sequences: list[Annotated[int, Field(ge=1, le=4096)]] = Field([8], min_length=1)
-    """Requests under way; each number is a simulation.
+    """Numbers of requests in progress; there is a simulation for each number.
 
-    If arrivals are not closed, the number is only a label.
+    If arrivals are not closed, the first number is only a label.
     """
 
     waves: int | None = Field(None, ge=1)
     """Total of requests, as a multiple of `sequences`, as in `outrider lab bench`; by default
-    there is no end before the time is up. Needs closed arrivals."""
+    requests go on until the time is up. Needs closed arrivals."""
 
     rate: float = Field(1.0, gt=0)
     """Requests each second of poisson arrivals."""
@@ -200,14 +200,14 @@ class Scenario(_Part):
     When all these requests have ended, time begins for the other requests and for the schedule."""
 
     timeout_seconds: float | None = Field(None, gt=0)
-    """How long clients wait for an answer. Then they cancel it. The gateway's rule refuses requests
-    that would be late. By default clients wait for ever, and nothing is refused."""
+    """How long clients wait for an answer before they cancel it. The gateway refuses requests that
+    would be late. By default clients wait for ever, and nothing is refused."""
 
     prompt_tokens: list[Annotated[int, Field(ge=1)]] = Field([64], min_length=1, max_length=2)
     """Length of prompts; two numbers are the bounds of a uniform distribution."""
 
     output_tokens: list[Annotated[int, Field(ge=1)]] = Field([128], min_length=1, max_length=2)
-    """Length of answers, in the same way."""
+    """Length of answers; two numbers are the bounds of a uniform distribution."""
 
     kinds: list[str] = Field([""], min_length=1)
     """Kinds of traffic; the requests take them in turn."""
@@ -219,10 +219,11 @@ class Scenario(_Part):
     """The simulated drafters."""
 
     verifiers: int = Field(1, ge=1)
-    """Verifiers, verifier-1 and so on; a request goes to the verifier with the fewest requests."""
+    """Number of verifiers; their names are verifier-1, verifier-2 and so on. A request goes to the
+    verifier with the fewest requests."""
 
     schedule: list[Event] = Field(default_factory=list)
-    """Events at their times."""
+    """The events of drafters and verifiers, each with its time."""
 
     draft_tokens: DraftTokensSetting = "goodput"
     """The verifier's setting."""

@@ -31,7 +31,7 @@ class Outcome:
     request_count: int = 0
     resubmitted_count: int = 0
     late_count: int = 0
-    """Requests whose clients gave up."""
+    """The number of requests whose clients gave up."""
     errors: list[str] = field(default_factory=list)
 
 
@@ -64,7 +64,7 @@ class Simulation:
         self.traffic = Traffic(self.events, scenario, load, self.world, self.verifiers, drafting)
 
     def run(self) -> Outcome:
-        """Simulate the whole scenario; raise RuntimeError if pages or sequences are lost."""
+        """Simulate the whole scenario; raise RuntimeError if pages or sequences are left in use."""
         scenario = self._scenario
         events = self.events
         for spec in self._specs.values():
@@ -175,7 +175,7 @@ class Simulation:
     def _end(self, requests: list[Request]) -> float:
         """Return when the measurement of these requests ended.
 
-        If all requests have ended, the measurement ended with the last of them, else when the time
+        If all requests have ended, the measurement ended with the last request, else when the time
         was up. More poisson arrivals could always come, so their measurement ends when the time is
         up.
         """

@@ -2,8 +2,8 @@
 
 Forwards take the time of a cost table, and the simulated world decides which guesses are right.
 
-The class replaces `outrider.lm.runner.ModelRunner` and
-`verifier_svc.verification.batch.DraftVerifier`, and computes no logits.
+Its classes replace `outrider.lm.runner.ModelRunner` and
+`verifier_svc.verification.batch.DraftVerifier`, and compute no logits.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class SimulatedTarget:
     def share_cores(self, seconds: float) -> None:
         """From now, let a drafter compute for `seconds` on the target's cores.
 
-        The time that overlaps with this forward makes the next forward of its kind longer, because
-        this forward's end is already an event. Forwards with drafts and forwards without drafts
-        lose time separately, so that the planner sees the same steps slow down as on a real
-        machine.
+        The time that overlaps with the forward in progress makes the next forward of the same kind
+        longer, because the end of this forward is already an event. Forwards with drafts and
+        forwards without drafts lose time separately, so that the planner sees the same steps slow
+        down as on a real machine.
         """
         left_s = self._ends_at - self._events.now
         self._lost_s[self._drafted] += max(0.0, min(seconds, left_s))

@@ -53,7 +53,7 @@ class Request:
 
 
 class Traffic:
-    """Sends requests by the scenario's arrivals, each to the verifier with the fewest requests.
+    """Sends requests as the scenario's `arrivals` say, to the verifier with the fewest requests.
 
     Closed arrivals keep `load` requests in progress. `speculates` says whether requests use
     drafters.
@@ -71,7 +71,7 @@ class Traffic:
         self.requests: list[Request] = []
         self.resubmitted_count = 0
         self.full_until = 0.0
-        """When fewer than `load` requests were under way for the first time; 0 before that."""
+        """When fewer than `load` requests were in progress for the first time; 0 until then."""
         self._events = events
         self._scenario = scenario
         self._load = load

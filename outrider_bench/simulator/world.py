@@ -21,7 +21,7 @@ VOCAB = 256
 # Recorded prompts begin with a token of at least this number, which identifies the text. No model
 # has such tokens.
 FIRST_MARK = 2**31
-# Recorded guesses: the true token, or no guess. All other characters are wrong tokens.
+# Recorded guesses: the true token, or no guess. All other characters stand for wrong guesses.
 RIGHT = "+"
 NO_GUESS = "."
 _CHUNK = 128
@@ -68,8 +68,8 @@ class World:
 
     def __init__(self, seed: int, hard_share: float = 0.0) -> None:
         self.offers: Mapping[tuple[int, ...], Mapping[str, Sequence[Offer]]] = {}
-        """By recorded prompt, the offers of heads by drafter: after the prompt and after each
-        token of the output."""
+        """Keyed by recorded prompt and drafter, the offers of a head: after the prompt and after
+        each token of the output."""
         self._seed = seed
         self._hard_share = hard_share
         self._texts: dict[int, DrawnText] = {}

@@ -99,9 +99,9 @@ _NOTES = {
     "exceeds what its tokens per forward allow.",
     "Latency": "TPOT is the time per output token of a request, TTFT its time to the first token.",
     "Drafts": "Verified drafts of a repetition: few drafts give rough rates. Acceptance rate: "
-    "accepted of verified draft tokens. Acceptance length: 1 + accepted tokens per draft. Shares of "
-    "commits by the next draft's state: on the chain, in a branch, late, or a miss. Wasted: draft "
-    "tokens dropped for each output token.",
+    "accepted of verified draft tokens. Acceptance length: 1 + accepted tokens per draft. Chain, "
+    "branch, late, miss: shares of commits by the next draft's state. Wasted: draft tokens dropped "
+    "for each output token.",
     "Acceptance by position and kind": "Over all drafts, over the drafts of a family, and over the "
     "drafts for a kind of prompt. At a position: the share of drafts whose token there was "
     "accepted, as vLLM counts.",

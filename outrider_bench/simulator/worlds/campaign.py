@@ -14,7 +14,7 @@ from outrider_bench.simulator.worlds.plan import WorldPlan, draw_world
 from outrider_bench.simulator.worlds.play import play
 
 MESSAGES = ("draft messages", "verdict messages", "chunks")
-"""The counts of messages that arrived."""
+"""The names of the counts of messages that arrived."""
 _MOST_FAILURES = 5
 
 
@@ -43,7 +43,7 @@ def failure_of(plan: WorldPlan) -> tuple[str, Counter[str]]:
 
 
 def run_campaign(seeds: Iterable[int]) -> Campaign:
-    """Run the simulated worlds of the seeds; stop after a few worlds have failed."""
+    """Run the simulated worlds of the seeds; stop when five worlds have failed."""
     campaign = Campaign()
     began = time.process_time()
     with _quiet_log():
@@ -95,7 +95,7 @@ def _smaller(plan: WorldPlan) -> Iterator[WorldPlan]:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Log nothing: the plan makes forwards and strategies fail, and hostile drafters be refused."""
+    """Log nothing: forwards and strategies fail as planned, and hostile drafters are refused."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -105,7 +105,7 @@ def _quiet_log() -> Iterator[None]:
 
 
 def show_campaign(first: int, count: int) -> int:
-    """Run `count` worlds, the first with `seed`; print results and return the exit status."""
+    """Run `count` worlds of the seeds from `first` on; print results and return the exit status."""
     with progress() as bar:
         campaign = run_campaign(bar.track(range(first, first + count), description="worlds"))
     rate = campaign.message_count / max(campaign.cpu_s, 1e-9)

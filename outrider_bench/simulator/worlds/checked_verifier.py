@@ -41,7 +41,7 @@ _MOST_ADVANCES = 10_000
 class CheckedVerifier(EngineActor):
     """The production engine, its scheduler, planner, tries and acceptance, on a paged target.
 
-    `skew_s` is the error of its clock. `counts` counts its actions.
+    `skew_s` is the error of its clock in seconds. `counts` counts its actions.
     """
 
     def __init__(self, events: Events, name: str, plan: EnginePlan, counts: Counter[str]) -> None:
@@ -51,10 +51,10 @@ class CheckedVerifier(EngineActor):
         self._plan = plan
         self._counts = counts
         self._truths: dict[int, Truth] = {}
-        # Maps a drafter to the length of each sequence at its announcement.
+        # Maps a drafter to the length of each sequence when the sequence was announced.
         self._opened: dict[Drafter, dict[int, int]] = {}
         self._proposed = (0, 0)
-        self._advanced_at = (0.0, 0)  # the time of the last call of the engine, and the calls then
+        self._advanced_at = (0.0, 0)  # the last time the engine was called, and the calls then
         self.target = PagedTarget(
             events, plan.page_count, plan.page_size, plan.step_s, plan.token_s
         )
@@ -85,7 +85,7 @@ class CheckedVerifier(EngineActor):
             self._warm_up()
 
     def clock(self) -> float:
-        """Return the clock that the engine reads."""
+        """Return the time of the engine's clock."""
         return _EPOCH_S + self._events.now + self.skew_s
 
     def _warm_up(self) -> None:

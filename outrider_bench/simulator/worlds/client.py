@@ -1,6 +1,7 @@
 """A client and its gateway in a simulated world.
 
-The client sends a request and collects the tokens; the gateway resumes it at another verifier.
+The client sends a request and collects the tokens; the gateway resumes the request at another
+verifier.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Client:
     # --- faults ---
 
     def leave(self) -> None:
-        """Stop reading, as a client that hangs up or whose deadline has passed."""
+        """Stop reading, like a client that hangs up or whose deadline has passed."""
         if not self.end and self._attempt:
             self._finish("left")
             self._world.events.after(self.plan.latency_s, self._cancel)

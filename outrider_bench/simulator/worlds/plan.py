@@ -10,7 +10,7 @@ from outrider_bench.simulator.worlds.requests import REQUEST_COUNT, wanted_token
 
 Manner = Literal["honest", "forger", "flooder"]
 # One of three drafters is hostile. A forger sends messages that no delay explains. A flooder sends
-# allowed messages, sometimes more than the messages that it received permit.
+# allowed messages, sometimes more of them than the verifier's messages permit.
 _MANNERS: list[Manner] = ["honest", "honest", "honest", "honest", "forger", "flooder"]
 _FAULTS_UNTIL_S = 0.3
 _DRAFTER_FAULTS = (
@@ -59,7 +59,7 @@ class DrafterPlan:
     branches: float
     """Probability of a branch beside an offer."""
     fails: float
-    """Probability that the drafter's strategy raises."""
+    """Probability that the drafter's strategy raises an exception."""
     samples: bool
     """True if the drafter offers SPARSE and COUPLED, too."""
     max_draft_tokens: int

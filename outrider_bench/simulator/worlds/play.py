@@ -13,8 +13,9 @@ from outrider_bench.simulator.worlds.plan import Fault, WorldPlan
 from outrider_bench.simulator.worlds.random_drafter import RandomDrafter
 from outrider_bench.simulator.worlds.world import World
 
-# By this time after the last fault, all requests must have ended, and all messages arrived.
+# The seconds after the last fault in which all requests must end.
 _MOST_S = 120.0
+# The seconds in which the remaining messages arrive.
 _SETTLE_S = 3.0
 _LOOK_S = 0.25
 _MOST_REPEATS = 0.5
@@ -23,7 +24,7 @@ _SLOWER = 20.0
 
 @dataclass(slots=True)
 class Played:
-    """The events of a simulated world. Equal worlds have equal digests."""
+    """Counts of a simulated world's events, and their digest. Equal worlds have equal digests."""
 
     counts: Counter[str] = field(default_factory=Counter)
     digest: str = ""

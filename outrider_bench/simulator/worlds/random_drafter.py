@@ -43,7 +43,7 @@ class RandomDrafter:
         self.hangs_until = 0.0
         self.skew_s = 0.0
         self.violation_count = 0
-        """Messages for which the verifier ended its stream."""
+        """The number of messages for which the verifier ended the drafter's stream."""
         links = [
             UnreliableLink(
                 world.events,
@@ -59,7 +59,7 @@ class RandomDrafter:
         self._dials = 0
 
     def dial(self, after_s: float) -> None:
-        """Connect after `after_s` seconds, unless another call of this comes before."""
+        """Connect after `after_s` seconds, unless `dial` is called again before then."""
         self.connection = None
         self._dials += 1
         number = self._dials
@@ -76,7 +76,7 @@ class RandomDrafter:
         self.world.events.after(after_s, connect)
 
     def clock(self) -> float:
-        """Return the clock that its session reads."""
+        """Return the time of the clock that its session reads."""
         return self.world.events.now + self.skew_s
 
     @property
@@ -309,4 +309,4 @@ def _result(coroutine: Coroutine[Any, Any, DraftBatch]) -> DraftBatch:
     except StopIteration as done:
         batch: DraftBatch = done.value
         return batch
-    raise RuntimeError("a round of a random drafter waits for nothing")
+    raise RuntimeError("a round of a random drafter must not wait")

@@ -93,7 +93,7 @@ def wanted_tokens(number: int) -> int:
 
 @cache
 def modulus_of(number: int) -> int:
-    """Return the modulus of a request's grammar; 0 without one."""
+    """Return the modulus of a request's grammar; 0 without a grammar."""
     draw = Random(f"grammar {number}")
     if draw.random() < 0.85 or request_of(number).sampling.adjusts:
         return 0
@@ -101,7 +101,7 @@ def modulus_of(number: int) -> int:
 
 
 def matcher_of(number: int, committed: Sequence[int]) -> ResidueMatcher | None:
-    """Return the state of a request's grammar after committed tokens; None without one."""
+    """Return the state of a request's grammar after committed tokens; None without a grammar."""
     if modulus_of(number) == 0:
         return None
     matcher = ResidueMatcher(modulus_of(number))

@@ -41,7 +41,7 @@ class PagedTarget:
         self.slowness = 1.0
         self.fails_next = False
         self.failed_count = 0
-        """Sequences of failed forwards whose clients have not heard of the failure yet."""
+        """The number of sequences in failed forwards whose clients have not been told yet."""
         self.is_warm = True
         """True if reading an empty slot is an error. Trial forwards read empty slots."""
         self.token_counts: list[int] = []

@@ -34,8 +34,8 @@ class UnreliableLink:
     def send(self, deliver: Callable[[], object], *, surely: bool = False) -> bool:
         """Run `deliver` when the message arrives; return whether the message will arrive.
 
-        `surely` is for the beginning and the end of a stream: unless such a message is held, it
-        comes once.
+        `surely` is for the beginning and the end of a stream: such a message comes exactly once,
+        though a partition may hold it back.
         """
         draw = self._random
         if not surely and draw.random() < self.loses:
