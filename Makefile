@@ -34,9 +34,9 @@ test-slow: $(VENV)/installed-dev $(VENV)/smollm2 tools
 
 test-all: test test-slow test-vllm
 
-# Tests with clients, servers and time-outs run one by one, and mostly wait. Tests without a clock
-# run beside them at a lower priority; their output follows at the end. At the lowest priority they
-# would not run at all on a busy machine.
+# Tests with clients, servers and time-outs run one by one, and mostly wait. Tests that depend on no
+# clock run beside them at a lower priority; their output follows at the end. At the lowest priority
+# they would not run at all on a busy machine.
 MEASURED := $(addprefix tests/, grammar shared verifier)
 UNMEASURED := $(addprefix tests/, losslessness simulator lm heads experiment repo placement)
 TOGETHER = $(UNMEASURED) $(MEASURED)

@@ -37,7 +37,7 @@ _BUILDS = {
         "-mavx512bf16",
         "-mavx512vnni",
     ],
-    # Every processor with these products has the rest of armv8.2-a, but not all of armv8.6-a.
+    # Every processor with bf16 and i8mm has the rest of armv8.2-a, but not all of armv8.6-a.
     "_cpu_arm_dot": ["-march=armv8.2-a+dotprod"],
     "_cpu_arm_bf16": ["-march=armv8.2-a+bf16+i8mm"],
 }
@@ -63,7 +63,7 @@ def _kernels() -> list[Extension]:
 
 
 def _is_for(extension: Extension, machine: str) -> bool:
-    """Whether an extension's code can run on a machine such as `aarch64-linux-gnu`."""
+    """Return True if an extension's code can run on a machine such as `aarch64-linux-gnu`."""
     library = extension.name.rpartition(".")[2]
     needed = [needed for start, needed in _ARCHITECTURES.items() if library.startswith(start)]
     return not needed or machine.startswith(needed[0])
@@ -181,7 +181,11 @@ class _BuildExtensions(build_ext):
 
 
 def _commit() -> str:
-    """Return the commit of these sources; empty if neither git nor an archive of them tells it."""
+    """Return the commit of these sources; empty if it is unknown.
+
+    An archive of the sources has it in a file, a build may get it as OUTRIDER_COMMIT, and git
+    knows it in a checkout.
+    """
     told = Path("outrider/commit.txt")
     if told.exists():
         return told.read_text().strip()
@@ -212,7 +216,7 @@ class _BuildPython(build_py):
 
 
 class _ArchiveSources(sdist):
-    """Adds the commit."""
+    """Adds the commit to an archive of the sources."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
@@ -222,7 +226,7 @@ class _ArchiveSources(sdist):
 def _fetch_plotting_library() -> None:
     """Copy the web page's plotting library from the package `uplot`, a build dependency.
 
-    Raises SystemExit if a file has another hash than the tested one.
+    Raises SystemExit if a file's hash is not that of the tested file.
     """
     package = find_spec("uplot")
     if package is None or package.origin is None:

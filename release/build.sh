@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds a release from the commit that is checked out, into a new folder: the sources, the wheels
 # of Outrider (for this Python, processor and libc) and of its protos, the list of packages
-# (CycloneDX), the notes and SHA256SUMS. With SIGNING_KEY, the file of a private key of SSH, it also
-# signs SHA256SUMS. Each build of a commit has the same bytes, in any folder, with the same Python
-# and compiler. `make release` calls this. Usage: release/build.sh FOLDER SBOM
+# (CycloneDX), the notes and SHA256SUMS. With SIGNING_KEY, the file of a private SSH key, it also
+# signs SHA256SUMS. With the same Python and compiler, each build of a commit has the same bytes, in
+# any folder. `make release` calls this. Usage: release/build.sh FOLDER SBOM
 set -euo pipefail
 into=$(realpath -m "${1:?usage: $0 FOLDER SBOM}")
 sbom=$(realpath "${2:?usage: $0 FOLDER SBOM}")
@@ -14,7 +14,7 @@ die() { echo "release: $*" >&2; exit 1; }
 version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' outrider/__init__.py)
 name=outrider-$version
 
-# What a build could take from its surroundings is the same in each build.
+# A build could take these values from its surroundings, so they are set alike for each build.
 umask 022
 export LC_ALL=C TZ=UTC PYTHONHASHSEED=0
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
@@ -44,13 +44,14 @@ tar -xzf "$work/$name.tar.gz" --no-same-permissions -C "$work/tree"
 tar --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner --format=ustar \
   -C "$work/tree" -c "$name" | gzip -n -9 >"$into/$name.tar.gz"
 
-# Compilers write the folders of the sources, and of mypyc's sources, into what they make.
+# Compilers write the folders of the sources, and of mypyc's sources, into their output. This option
+# removes the part of the paths that differs between builds.
 export CFLAGS="-ffile-prefix-map=$work/="
 quietly wheel --no-deps --no-build-isolation --no-index --wheel-dir "$work" "$work/tree/$name"
 quietly wheel --no-deps --no-build-isolation --no-index --wheel-dir "$into" \
   "$work/tree/$name/protos"
-# Names the oldest glibc that has every function which the libraries call, so that pip takes the
-# sources on an older or another libc. OpenMP is torch's.
+# Writes the oldest glibc that has every function which the libraries call into the wheel's name, so
+# that pip takes the sources on an older or another libc. The wheel uses torch's OpenMP.
 auditwheel repair --exclude libgomp.so.1 --disable-isa-ext-check --wheel-dir "$into" \
   "$work/$name"-*.whl >"$work/log" 2>&1 || { cat "$work/log"; die "auditwheel failed"; }
 

@@ -1,4 +1,4 @@
-"""Bugs that remove a budget for the cost of one tenant or drafter to the others."""
+"""Bugs that remove a limit on what one tenant or drafter costs the others."""
 
 from __future__ import annotations
 

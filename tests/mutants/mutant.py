@@ -21,7 +21,7 @@ class Mutant:
     def applied(self, source: str) -> str:
         """Return the source with the bug in it.
 
-        Raises ValueError unless there is exactly one place.
+        Raises ValueError unless `old` occurs exactly once.
         """
         if (count := source.count(self.old)) != 1:
             raise ValueError(f"mutant {self.name}: {self.path} has {count} times {self.old!r}")
