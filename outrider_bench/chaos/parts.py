@@ -17,7 +17,7 @@ DRAFTERS = {
 REDIS = ("redis", "link-redis")
 """The Redis of the n-gram and suffix drafters, and the link to it."""
 ALL_VERIFIERS = "verifiers"
-"""The target of faults that both verifiers have at once."""
+"""The target of a fault that hits both verifiers at once."""
 
 
 def absent() -> frozenset[str]:

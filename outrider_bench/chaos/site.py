@@ -98,7 +98,7 @@ class Site:
         )
 
     async def start(self) -> None:
-        """Start all processes, and wait until they are ready. Raises StackFailed if one ends."""
+        """Start all processes, and wait until they are ready. Raises StackFailed if one fails."""
         redis = await self._start_redis()
         for name in VERIFIERS:
             await self._start_verifier(name)

@@ -15,7 +15,7 @@ from outrider_bench.commands.entry import entry
 @click.option(
     "--baseline/--no-baseline",
     default=None,
-    help="Whether to simulate plain decoding too, and compare with it, whatever the file says.",
+    help="Simulate plain decoding too and compare with it, or do not, whatever the file says.",
 )
 @click.option(
     "--out",

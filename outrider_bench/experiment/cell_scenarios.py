@@ -248,7 +248,7 @@ def _target_device(experiment: Experiment, drafter: Drafter, profile: Profile) -
 def _linked(
     experiment: Experiment, drafter: Drafter, link: Link | None, profile: Profile
 ) -> dict[str, Any]:
-    """Return the network between drafter and verifier; a drafter in its process has none.
+    """Return the network between drafter and verifier; inside the verifier's process there is none.
 
     The calibration load went over TCP. A Unix socket, or the process of a link, differs from it by
     too little to measure.

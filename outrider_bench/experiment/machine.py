@@ -100,7 +100,7 @@ def check(experiment: Experiment) -> None:
 
 
 def spread() -> float:
-    """Time a computation for a second; return its 90th percentile divided by its median."""
+    """Repeat a computation for a second; return its times' 90th percentile over their median."""
     data = np.ones((_SPREAD_SIZE, _SPREAD_SIZE))
     times: list[float] = []
     while sum(times) < _WATCH_S:

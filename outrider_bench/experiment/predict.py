@@ -1,4 +1,4 @@
-"""Simulates an experiment on the costs of a profile, and returns a table and a plot."""
+"""Simulates an experiment on the costs of a profile, prints a table and writes a plot."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def table(
         )
     sources = [profile.described for profile in predictor.profiles]
     shown.caption = (
-        "◀ is at the fastest place, and at those that are not shown to be slower. Spread: equal "
+        "◀ is at the fastest place, and at places that are not shown to be slower. Spread: equal "
         "computations differed by this factor while the costs were measured. "
         f"Costs: {'; '.join(sources)}."
     )

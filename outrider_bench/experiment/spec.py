@@ -115,7 +115,7 @@ class Drafter(_Part):
             problem = "takes no link, host, cores or threads: it runs in the verifier's process"
             raise ValueError(f"transport in-process {problem}")
         if self.count > 1:
-            raise ValueError("transport in-process is one drafter")
+            raise ValueError("transport in-process is one drafter, so count must be 1")
 
 
 class Link(_Part, LinkShape):
@@ -235,7 +235,7 @@ class Experiment(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination: its values, keyed by path, and an experiment with them, without a sweep."""
+    """One combination: its values, keyed by path, and the experiment with them and no sweep."""
 
     point: dict[str, Any]
     experiment: Experiment
@@ -248,7 +248,7 @@ class Cell:
 
     @property
     def stack_key(self) -> str:
-        """A key, equal for cells that one stack can serve: only links and workloads differ."""
+        """A key equal for cells that one stack can serve: only their links and workloads differ."""
         return self.experiment.model_dump_json(include={"target", "drafters", "use"})
 
     @property

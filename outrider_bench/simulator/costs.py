@@ -119,7 +119,10 @@ class Costs(_Table):
         return self.links.get("drafter", LinkShape.model_validate({"round_trip_ms": 0.4}))
 
     def forward_s(self, sequences: int, tokens: int, prompt_tokens: int = 0) -> float:
-        """Return the seconds of a forward: `tokens` tokens of decoding sequences, and prompts."""
+        """Return the seconds of a forward.
+
+        The forward has `tokens` tokens of `sequences` decoding sequences, and `prompt_tokens`.
+        """
         key = (sequences, tokens)
         seconds = self._known.get(key)
         if seconds is None:

@@ -282,7 +282,7 @@ class Scenario(_Part):
 
     @property
     def loads(self) -> list[int]:
-        """Numbers of requests in progress; each is a simulation."""
+        """Numbers of requests in progress; there is a simulation for each."""
         return self.sequences if self.arrivals == "closed" else self.sequences[:1]
 
 

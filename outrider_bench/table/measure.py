@@ -54,7 +54,7 @@ def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prom
     for group, prompts in mixed(found).items():
         if len(prompts) < max(settings.batches):
             known = f"there are {len(prompts)} {group}; ask more with --count"
-            raise ValueError(f"batches: {max(settings.batches)} need as many prompts, and {known}")
+            raise ValueError(f"batches: {max(settings.batches)} need as many prompts, but {known}")
     return found
 
 

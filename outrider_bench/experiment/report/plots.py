@@ -57,7 +57,7 @@ def _lines(results: Results, path: str) -> Figure | None:
 
 
 def _bars(results: Results) -> Figure | None:
-    """Plot each cell's × plain with its range, for sweeps without a numeric axis."""
+    """Plot each cell's × plain with the median's interval, for sweeps without a numeric axis."""
     rated = rated_cells(results)
     if not rated:
         return None

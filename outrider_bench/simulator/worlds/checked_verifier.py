@@ -54,7 +54,7 @@ class CheckedVerifier(EngineActor):
         # Maps a drafter to the length of each sequence when the sequence was announced.
         self._opened: dict[Drafter, dict[int, int]] = {}
         self._proposed = (0, 0)
-        self._advanced_at = (0.0, 0)  # the last time the engine was called, and the calls then
+        self._advanced_at = (0.0, 0)  # when the engine was last called, and how often at that time
         self.target = PagedTarget(
             events, plan.page_count, plan.page_size, plan.step_s, plan.token_s
         )

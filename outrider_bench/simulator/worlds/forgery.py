@@ -48,7 +48,7 @@ def _unknown_sequence(draw: Random, proposal: drafts_pb2.Proposal) -> None:
 def _certain(draw: Random, proposal: drafts_pb2.Proposal) -> None:
     """Claim that each token was drawn with probability 1.
 
-    The claim is allowed, but must not count.
+    The claim is allowed, but counts only where the verifier trusts sampled drafts.
     """
     for token in proposal.token_ids:
         proposal.distributions.add(token_ids=[token], probabilities=[1.0])

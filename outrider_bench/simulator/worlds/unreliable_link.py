@@ -47,7 +47,7 @@ class UnreliableLink:
         return True
 
     def heal(self) -> None:
-        """End all faults; messages that a partition held back arrive now."""
+        """End all faults for further messages; earlier messages keep their times of arrival."""
         self.slowness = 1.0
         self.shuffles = False
         self.repeats = self.loses = self.held_until = 0.0
