@@ -1,9 +1,9 @@
-"""Sets variables that libraries read once, when they are imported, and Hypothesis' profile.
+"""Sets Hypothesis' profile, and variables that libraries read once, when they are imported.
 
-Each test process has one core, since several run at once, and collects garbage seldom.
+PyTorch gets one thread, since several test processes run at once. Garbage is collected seldom.
 
-Without a GPU, Triton interprets its kernels. gRPC must not handle forks; `outrider` sets that too,
-but a test may import gRPC before it.
+Without a GPU, Triton interprets its kernels. gRPC must not handle forks. `outrider` turns that off
+too, but a test may import gRPC before `outrider`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ gc.set_threshold(200_000, 50, 100)
 
 
 def _is_not_of_an_ended_test(record: logging.LogRecord) -> bool:
-    """Return False for gRPC's record that the event loop of an earlier test is closed.
+    """Return False for gRPC's log record that the event loop of an earlier test is closed.
 
     gRPC has one completion queue for all loops of a process. A call that a test cancels may end
     later than the test's loop. gRPC then logs this during a later test.

@@ -1,7 +1,7 @@
 """A device that pretends to compute like a GPU, and counts what the host does with it.
 
-The device's tensors say that they are on a GPU and lie on the CPU. So code runs the branches for a
-GPU, and every operator, every copy and every wait for the device passes through here.
+The device's tensors lie on the CPU, but say that they are on a GPU. So the tested code takes its
+branches for a GPU, and every operator, copy and wait for the device passes through here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 DEVICE = torch.device("cuda", 0)
 
 _aten = torch.ops.aten
-# Operators after which the host has to know the size or a value of the result.
+# Operators that wait: the host has to know the size or a value of their result.
 _WAITS = {
     _aten._local_scalar_dense.default,
     _aten.nonzero.default,
@@ -49,7 +49,7 @@ class Far(torch.Tensor):
             strides=held.stride(),
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
-            # Torch without CUDA has operators for tensors of this device, but not of a GPU.
+            # Torch without CUDA has operators for tensors on `meta`, but none for tensors on a GPU.
             device="meta",
         )
         made.held = held
@@ -57,7 +57,7 @@ class Far(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The fake device. Torch itself has another device for the tensor."""
+        """The fake device. Torch itself believes that the tensor is on `meta`."""
         return DEVICE
 
     def tolist(self) -> Any:
@@ -137,7 +137,7 @@ class FakeDevice(TorchDispatchMode):
         return call
 
     def _factory(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a function that makes a tensor and, for a device, a blocking copy of it."""
+        """Return a function that makes a tensor, and copies it to a given device, waiting."""
 
         def call(*args: Any, device: torch.device | None = None, **kwargs: Any) -> torch.Tensor:
             made = make(*args, **kwargs)
@@ -201,7 +201,10 @@ class FakeDevice(TorchDispatchMode):
 
 
 def _has_mask(indices: Any) -> bool:
-    """Return whether an index is a mask: the host has to know how many of its entries are true."""
+    """Return whether an index is a mask.
+
+    The host has to know how many entries of a mask are true.
+    """
     return any(isinstance(index, Far) and index.dtype is torch.bool for index in indices)
 
 

@@ -47,7 +47,7 @@ class Rig:
     def commit(
         self, sequence_id: int, *new: int, window: Window | None = None, tree_tokens: int = 0
     ) -> None:
-        """Send a verdict with these tokens; the window stays."""
+        """Send a verdict with these tokens; by default the window stays."""
         sequence = self.session.sequences[sequence_id]
         length = len(sequence.tokens) + len(new)
         draft_tokens = sequence.draft_tokens

@@ -1,7 +1,7 @@
 """Streams that compute late: each stream in order, the streams interleaved at random.
 
-Within `LateStreams`, operators on tensors that it made are queued, and their results are NaN until
-their turn comes. So code that leaves out an event reads NaN, or numbers that were written later.
+Within a `LateStreams` block, operators on the block's tensors are queued, and their results are NaN
+until their turn comes. So code that forgets an event reads NaN, or numbers that were written later.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class LateStreams(TorchDispatchMode):
         self._random = Random(seed)
         self._all: dict[str, LateStream] = {}
         self._current = ""
-        # Keyed by the memory's address: the stream that made it, and the streams that still read
-        # it.
+        # Keyed by the memory's address: its tensor and the stream that made it, and the streams
+        # that still read it.
         self._makers: dict[int, tuple[torch.Tensor, str]] = {}
         self._readers: dict[int, set[str]] = {}
         monkeypatch.setattr(streams, "_stream_of", lambda tensor: self._all[self._current])
@@ -112,7 +112,7 @@ class LateStreams(TorchDispatchMode):
     def free(self, maker: str, reader: str) -> None:
         """Let the stream `maker` overwrite its memory, as if the allocator had reused it.
 
-        The allocator does not get memory that a reading stream still keeps.
+        Memory that the stream `reader` still keeps is left alone: the allocator would not get it.
         """
         for address, (tensor, name) in self._makers.items():
             if name == maker and reader not in self._readers.get(address, ()):

@@ -38,7 +38,9 @@ def order_of(seed: int, removed_share: float = 0.0) -> list[int]:
 
 
 def tokenizer_of(order: Sequence[int], *, rename_end: bool = False) -> str:
-    """Return the bundled tokenizer.json with only these tokens. Their places here are their ids.
+    """Return the bundled tokenizer.json with only these tokens
+
+    A token's id is its place in `order`.
 
     With `rename_end`, the token that ends a text has another name.
     """

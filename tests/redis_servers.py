@@ -222,7 +222,7 @@ class Cluster(Deployment):
             return int(client.cluster("info")["cluster_known_nodes"])
 
     def is_whole(self, node: RedisProcess) -> bool:
-        """Return whether a node has an owner for every slot; three nodes own the slots."""
+        """Return whether the node knows an owner for every slot; three nodes must own the slots."""
         with node.admin() as client:
             info = client.cluster("info")
             return info["cluster_state"] == "ok" and info["cluster_size"] == "3"

@@ -23,8 +23,8 @@ from tests.stack import Client
 COUNT = int(os.environ.get("OUTRIDER_SMOLLM2_TEXTS", "12"))
 """How many texts a test asks for, at most 216."""
 TOKENS = 24
-# A token may be this much less likely than the likeliest token, in logits: the order of a sum's
-# terms decides a tie this close.
+# A greedy token's logit may be this far below the highest logit. In such a tie, the order in which
+# a sum's terms are added decides.
 TIE = 1e-4
 LOGPROB_ERROR = 1e-4
 

@@ -154,7 +154,7 @@ class GatewayProcess(Process):
 
 
 class Stack:
-    """A verifier with the bundled or another target, and drafters, keyed by name."""
+    """A verifier, with the bundled target or another, and its drafters, keyed by name."""
 
     def __init__(
         self,
@@ -276,9 +276,9 @@ class Client:
         max_tokens: int = 48,
         at_once: int = 8,
     ) -> Answers:
-        """Return the answers to these prompts, some at once.
+        """Return the answers to these prompts; `at_once` requests run at once.
 
-        The answers do not end before `max_tokens`.
+        Each answer has `max_tokens` tokens, whatever its end tokens are.
         """
         found = Answers()
         for first in range(0, len(prompts), at_once):

@@ -45,8 +45,8 @@ def gb200(root: Path) -> Path:
 def gh200(root: Path, *, boards: int = 1, driver_manages: bool = False) -> Path:
     """Return the /sys of one GH200, or of four in one machine; **reconstructed**, not recorded.
 
-    Each has 72 cores on one node. Eight nodes of GPU memory for each GH200 follow behind all nodes
-    with cores; MIG may use seven of the eight. There are no nodes of GPU memory where the driver
+    Each has 72 cores on one node. After all nodes with cores come eight nodes of GPU memory for
+    each GH200; MIG may use seven of the eight. There are no nodes of GPU memory where the driver
     manages the GPU's memory itself (CDMM). The nodes of one GH200 are taken from an lscpu in
     https://github.com/bytedance/xpu-perf/issues/129, and the number of nodes of four is taken from
     a `numactl -H` in https://github.com/numactl/numactl/issues/224.
@@ -58,10 +58,11 @@ def gh200(root: Path, *, boards: int = 1, driver_manages: bool = False) -> Path:
 
 
 def graviton4(root: Path, *, sockets: int) -> Path:
-    """Return the /sys of an EC2 instance with all of one or two Graviton 4; **reconstructed**.
+    """Return the /sys of an EC2 instance with one or two whole Graviton 4; **reconstructed**.
 
-    The machine has Grace's core, Neoverse V2, 96 to a socket, on one node or two:
-    https://github.com/aws/aws-graviton-getting-started/pull/459. EC2's machines name this vendor.
+    It has Grace's core, Neoverse V2: 96 in a socket, and one node for each socket:
+    https://github.com/aws/aws-graviton-getting-started/pull/459. EC2's machines name Amazon EC2 as
+    their vendor.
     """
     nodes = {node: f"{96 * node}-{96 * node + 95}" for node in range(sockets)}
     return tree(root, f"0-{96 * sockets - 1}", nodes, _GRAVITON4, "Amazon EC2")

@@ -6,10 +6,10 @@ from outrider.grammar.backends import Mask
 
 
 class ToyGrammar:
-    """A matcher of texts in which `allows` is true for each token."""
+    """A matcher of the texts whose every token passes `allows`."""
 
     vocab_size = 8
-    """No mask may have more tokens than the model."""
+    """The number of tokens in a mask; at most the model's."""
 
     def __init__(self) -> None:
         self.text: list[int] = []

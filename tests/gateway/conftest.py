@@ -15,7 +15,8 @@ from tests.gateway.mortal_verifiers import Site, running_site
 from tests.gateway.scripted_verifier import Script, ready
 from tests.waiting import until
 
-# The template of a model that thinks, and calls tools in Hermes' format. It drops some texts.
+# The template of a model that thinks, and calls tools in Hermes' format. It leaves out a content
+# with the word "hidden".
 _THINKERS_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -50,7 +51,7 @@ async def rig(shared_rig: Rig) -> Rig:
     await until(lambda: script.running == 0)
     for field in fields(Script):
         setattr(script, field.name, getattr(fresh, field.name))
-    # Another test may have changed the pause between polls just when this gateway began one.
+    # Poll now: this gateway's pause may have begun while another test had set a longer one.
     shared_rig.gateway.router.replicas[0].poll_now.set()
     await until(lambda: is_ready(shared_rig.http))
     await until(lambda: shared_rig.gateway.router.replicas[0].info == script.info)

@@ -146,7 +146,10 @@ def model_with_template(folder: Path, template: object, **config: object) -> str
 
 
 def text_by_part(choice: dict[str, Any]) -> dict[str, str]:
-    """Return the text of each part of an answer, marks included, from its attributed tokens."""
+    """Return the text of each part of an answer, joined from its attributed tokens.
+
+    A part's text includes its marks.
+    """
     texts: dict[str, str] = {}
     open_text = ""
     for token in choice["speculation"]["tokens"]:

@@ -28,7 +28,7 @@ def auth(key: str) -> dict[str, str]:
 async def keyed_rig(
     prompts: Prompts, folder: Path, entries: Sequence[KeyEntry], **given: Any
 ) -> AsyncIterator[Rig]:
-    """Run a gateway whose keys are in `folder`/keys.yaml, with more settings if they are given."""
+    """Run a gateway whose keys are in `folder`/keys.yaml; `given` has its other settings."""
     path = folder / "keys.yaml"
     write_keys(path, entries)
     async with own_rig(prompts, keys_file=path, **given) as rig:

@@ -38,9 +38,9 @@ async def ask(rig: Rig, given: Any = "hi", **body: Any) -> Json:
 
 
 def events_of(answer: httpx.Response) -> list[Json]:
-    """Return the events of a stream.
+    """Return the events of a stream, and check their form.
 
-    Each event has OpenAI's form, its type as its name, and the next number.
+    Each event must have OpenAI's form and its type as its name; numbers count from 0.
     """
     events = []
     for text in answer.text.split("\n\n")[:-1]:

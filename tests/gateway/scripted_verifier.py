@@ -50,7 +50,7 @@ class Script:
     """True if each stream must say that the verifier is about to stop."""
     stream_count: int = 0
     message_count: int = 0
-    """The gateways' messages; each has one or more requests."""
+    """The number of messages from gateways; each message has one or more requests."""
     versions: Versions | None = SPOKEN
     """The versions of outrider.internal.v1; None for a verifier that lacks AgreeVersion."""
     asked_versions: list[Versions] = field(default_factory=list)

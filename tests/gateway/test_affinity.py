@@ -98,7 +98,7 @@ async def test_a_replica_that_takes_no_requests_is_not_followed(router: Router) 
 
 @pytest.mark.parametrize("ended_share", [0.0, 0.5])
 async def test_a_hot_prefix_overloads_no_replica(router: Router, ended_share: float) -> None:
-    """All requests have one system prompt, and half of them have a chat too."""
+    """All requests share one system prompt; in every second request, its own chat follows."""
     for number in range(240):
         prompt = [*text(8), *text(2, number=number)] if number % 2 else text(8)
         pick = router.pick(None, prefixes("", prompt))

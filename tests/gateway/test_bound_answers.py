@@ -16,8 +16,8 @@ from tests.gateway.gateway_rig import Rig, rig_with_template, text_by_part
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# Like Qwen 3's template: the model may think, unless the prompt has an empty thought. With "open",
-# the model always thinks; with "deaf", the template has no switch for thoughts.
+# Like Qwen 3's template: the model may think, unless the prompt has an empty thought. With
+# `always`, the prompt begins a thought; with `deaf`, the template has no switch for thoughts.
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>"

@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type
 
 
 def template(call: str, beside: str = "true", rest: str = "") -> str:
-    """Return a template that writes calls in this form if `beside` is true."""
+    """Return a template that writes calls in the form `call` where `beside` is true."""
     return (
         "{% for m in messages %}{{ m.role }}: {% if m.tool_calls and " + beside + " %}"
         "{% for t in m.tool_calls %}" + call + "|{% endfor %}"
@@ -151,7 +151,8 @@ def test_of_named_templates_the_one_for_tools_is_taken_as_in_transformers(
     prompts, own = Prompts(model), AutoTokenizer.from_pretrained(model)
     for tools in ([TOOL], None):
         if place == "file beside the configuration" and tools is None:
-            # `transformers` refuses: it forgets the configuration's own template.
+            # `transformers` refuses a chat without tools here: it forgets the configuration's
+            # template.
             assert prompts.render_blocking(TALK[:1]) == "user: ?\n"
             continue
         expected = own.apply_chat_template(TALK[:1], tools=tools, tokenize=False)
@@ -179,7 +180,7 @@ def test_a_chat_template_of_another_type_is_an_error_at_the_start(
 
 
 def test_the_bundled_template_gets_objects(prompts: Prompts) -> None:
-    """The model was trained with such prompts; `transformers` renders the same text."""
+    """The model was trained with objects; `transformers` renders the same text."""
     messages = [Message.model_validate(message).for_template() for message in TALK]
     calls = [{**CALL, "function": {"name": "look_up", "arguments": json.loads(ARGUMENTS)}}] * 2
     given = [TALK[0], {**TALK[1], "content": "", "tool_calls": calls}, TALK[2]]

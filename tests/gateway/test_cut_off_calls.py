@@ -96,7 +96,7 @@ async def after_message(rig: Rig) -> str:
 
 
 async def after_rpc(rig: Rig) -> str:
-    """Send a chat over gRPC, continue its answer in a second chat, and return that prompt."""
+    """Send a chat over gRPC, continue its answer in a second chat, and return its prompt."""
     tool = generation_pb2.Tool(name="weather", parameters=json.dumps(SCHEMA))
     chat = generation_pb2.Chat(tools=[tool])
     chat.messages.add(**ASK)

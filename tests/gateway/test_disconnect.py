@@ -40,7 +40,7 @@ async def freed(rig: Rig, count: int) -> None:
 
 
 def unread_and_placed(rig: Rig) -> tuple[float, int]:
-    """Return the number of unread answers by the metric, and of answers that admission counts."""
+    """Return how many answers the metric counts as unread, and how many admission counts."""
     labels = {"model_name": "models/target"}
     unread = rig.gateway.metrics.registry.get_sample_value("outrider:num_requests_unread", labels)
     counts = rig.gateway.generation.admission.counts["models/target"]

@@ -1,4 +1,4 @@
-"""Each request makes one span, whose context the verifier gets; without tracing it gets none."""
+"""Each request makes one span, and the verifier gets its context; without tracing it gets none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of_requests(spans: InMemorySpanExporter) -> list[ReadableSpan]:
 
 
 def check_links(rig: Rig, spans: InMemorySpanExporter) -> None:
-    """The request's span has a client's span for each sequence, which has the verifier's span."""
+    """Check that the verifier got a client span per sequence, a child of the request's span."""
     [root] = of_requests(spans)
     clients = [span for span in spans.get_finished_spans() if span.kind is SpanKind.CLIENT]
     assert sorted(rig.script.traceparents) == sorted(

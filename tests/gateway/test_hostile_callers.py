@@ -84,7 +84,8 @@ async def test_a_browsers_message_is_answered_or_clearly_refused(
 ) -> None:
     rig.script.answer = echo_within_limit
     message = data.draw(ENCODED[encoding])
-    # For bit 0, a compressed message without an encoding, the protocols require INTERNAL.
+    # Bit 0 stays unset. It marks a compressed message, and where no encoding was agreed on, the
+    # protocols require INTERNAL.
     flags = data.draw(st.sampled_from([0, 0, 0, 0, 2, 128, 254]))
     length = data.draw(st.sampled_from([*[len(message)] * 6, 0, len(message) + 1, 2**32 - 1]))
     _, status = await post(rig, encoding, struct.pack(">BI", flags, length) + message)

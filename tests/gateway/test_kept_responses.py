@@ -43,7 +43,10 @@ async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig
 
 @pytest.fixture(autouse=True)
 def one_tenant(rig: Rig, thinker: Rig) -> Iterator[None]:
-    """Send the key of OpenAI's client with all requests: without API keys, a key names a tenant."""
+    """Send the key of OpenAI's client with all requests, so that all have the same tenant.
+
+    Without API keys at the gateway, a bearer token names the tenant.
+    """
     for each in (rig, thinker):
         each.http.headers["authorization"] = f"Bearer {each.client.api_key}"
     yield

@@ -59,7 +59,7 @@ async def test_a_pair_uses_the_newest_version_that_both_speak(
     verifier: Versions | None,
     used: int,
 ) -> None:
-    """A verifier of before the call AgreeVersion speaks version 1."""
+    """A verifier that is older than the call AgreeVersion speaks version 1."""
     monkeypatch.setattr(agreement, "SPOKEN", gateway)
     await site.second.kill()
     await restart(site, site.first, verifier)

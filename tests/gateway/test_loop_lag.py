@@ -84,7 +84,7 @@ class Target:
             assert await call.code() is status
 
     async def say(self, data: bytes, times: int = 1) -> None:
-        """Send data on a raw connection, until the gateway closes it."""
+        """Send data `times` times on a raw connection; return once the gateway closes it."""
         where = urlsplit(self.gateway.url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port)
         try:

@@ -207,7 +207,7 @@ def drafted(token_ids: list[int], accepted: int, draft_tokens: int) -> TokenChun
 
 
 async def test_the_statistics_are_those_of_all_verifiers(site: Site) -> None:
-    """The steps of the lost verifier that arrived count, and so do its cached tokens."""
+    """Steps and cached tokens of the lost verifier count if they arrived."""
     begun = replace(drafted(site.ids[:2], 1, 3), cached_token_count=16)
     site.first.script.answer = lambda _: [begun, FOREVER]
     stats = SpeculationStats(2, 1, 4, 2, [0, 0, 1], 4)

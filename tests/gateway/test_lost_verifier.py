@@ -30,7 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    """The gateway reaches the first verifier through a link."""
+    """Yield a gateway that reaches the first of its two verifiers through a link."""
     monkeypatch.setattr(replica, "_POLL_TIMEOUT_S", 0.5)
     async with running_site(prompts, through_link=True) as made:
         yield made

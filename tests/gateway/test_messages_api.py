@@ -82,7 +82,7 @@ def choice(kind: str, **more: Any) -> dict[str, Any]:
 
 
 async def final_message(rig: Rig, **given: Any) -> dict[str, Any]:
-    """The message that Anthropic's client makes from a stream."""
+    """Return the message that Anthropic's client makes from a stream."""
     async with (
         client_of(rig) as client,
         client.messages.stream(model="", messages=ASK, max_tokens=500, **given) as stream,

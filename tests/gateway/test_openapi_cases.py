@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 DOCUMENT: Any = create_app(settings(), *unused()).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
-# Without parameters and a body there is only one request.
+# An operation without parameters and body is left out: it has only one request.
 OPERATIONS = [
     (method.upper(), path)
     for path, methods in DOCUMENT["paths"].items()

@@ -175,7 +175,7 @@ async def test_streams_of_equal_rights_share_an_encoded_state(
     monkeypatch.setattr(page, "_SHARED_S", 1000.0)
     found = await asyncio.gather(*[events(rig, 4) for _ in range(8)])
     assert [len(each) for each in found] == [4] * 8
-    # Each stream's first state is made anew.
+    # The first state of each stream is made anew; later states are shared.
     assert len(made) == 8
 
 

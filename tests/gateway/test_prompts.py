@@ -179,7 +179,7 @@ async def test_a_template_that_hangs_ends_at_its_limit_and_delays_no_other(
         for name in attackers
         for _ in range(2)
     ]
-    await asyncio.sleep(0.1)  # all requests that may run at once start
+    await asyncio.sleep(0.1)  # by now all requests that may run at once run
     assert await prompts.render(said("hello"), "messages", 2048, "b") == "hello"
     if text == "loop":
         assert not any(task.done() for task in hanging)

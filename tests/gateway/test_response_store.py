@@ -54,7 +54,7 @@ def test_a_tenants_oldest_answers_make_room_and_no_others(
     store.add("b", response("r0"), [])
     for turn in range(9):
         store.add("a", response(f"r{turn}"), [])
-        # An answer that is read is kept.
+        # Reading an answer makes it the newest, so it is kept.
         assert store.item("a", "msg_r0") is not None
     assert store.response("a", "r8") is not None
     assert store.response("a", "r1") is None

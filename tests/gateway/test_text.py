@@ -70,7 +70,7 @@ def test_the_bytes_of_tokens_join_to_those_of_the_text(
 
 
 def test_a_byte_token_has_its_own_byte() -> None:
-    """With sentencepiece's byte fallback, a token of the text U+FFFD has that character's bytes."""
+    """With sentencepiece's byte fallback, a token whose text is U+FFFD has U+FFFD's own bytes."""
     vocabulary = {"<unk>": 0, "é": 1, "<0xC3>": 2, "<0xA9>": 3, "\ufffd": 4}
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
@@ -171,7 +171,7 @@ def test_wherever_a_text_is_cut_its_parts_join_to_the_text(
     table = kind_table(kind)
     ids = ([1] if bos else []) + tokenizer(kind).encode(text).ids
     whole = tokenizer(kind).decode(ids)
-    # The part of a prompt that an echo shows.
+    # An echo shows this part of the prompt.
     prompt, answer = ids[:cut], ids[cut:]
     shown = [token for token in prompt if token != 1]
     echo = table.decode(shown[: table.whole_characters(shown)])

@@ -156,7 +156,10 @@ NASTY = [
 
 
 def written(form: ToolFormat, value: str) -> Iterator[str]:
-    """The arguments {"a": value, "n": 7, "o": {"x": true}, "l": [1, 2]} as models write them."""
+    """Yield arguments as models write them.
+
+    The arguments are {"a": value, "n": 7, "o": {"x": true}, "l": [1, 2]}.
+    """
     others = {"n": "7", "o": '{"x": true}', "l": "[1, 2]"}
     match form.style:
         case "json":
@@ -356,7 +359,7 @@ def test_a_call_within_a_thought_ends_the_thought(libraries: Libraries, form: To
             assert not matcher.accept(EOS)
 
 
-# A section's mark always begins a section, so no thought can speak of it.
+# Formats with sections are left out: the mark of a section begins one even within a thought.
 SPOKEN = [form for form in THINKING if not form.sections]
 
 

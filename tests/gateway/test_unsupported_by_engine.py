@@ -1,4 +1,4 @@
-"""The gateway refuses requests that the verifiers' engine cannot serve, and sends nothing."""
+"""The gateway refuses requests that the verifiers' engine cannot serve, and sends them nothing."""
 
 from dataclasses import replace
 from typing import Any

@@ -72,7 +72,7 @@ class Fleet:
         return asyncio.create_task(self.http.post("/v1/completions", json=body))
 
     async def ask_the_first_and_delist_it(self) -> asyncio.Task[httpx.Response]:
-        """Return a request that runs at the first verifier; the name stands for the second."""
+        """Start a request at the first verifier; then let the name stand for the second."""
         first, second = self.verifiers
         self.serves(first, 0.05)
         begun = self.ask()

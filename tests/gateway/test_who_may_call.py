@@ -176,7 +176,7 @@ async def test_an_unknown_rpc_needs_a_key(keyed: Rig) -> None:
 async def call(
     address: str, method: str, request: Message, headers: dict[str, str]
 ) -> grpc.StatusCode:
-    """Return the status of a call, OK as soon as it answers."""
+    """Return the status of a call, OK as soon as a message arrives."""
     async with rpc.dial(address) as channel:
         # A call that streams its request reports INTERNAL if the refusal comes before its write.
         stub: Any = channel.unary_stream(
