@@ -66,7 +66,10 @@ async def _shared_thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
 
 @pytest.fixture
 def thinker(_shared_thinker: Rig) -> Rig:
-    """Return a gateway whose model thinks and calls tools, with a verifier without requests."""
+    """Return a gateway whose model thinks and calls tools.
+
+    Its verifier has got no requests yet.
+    """
     _shared_thinker.script.requests.clear()
     _shared_thinker.script.answer = echo
     return _shared_thinker

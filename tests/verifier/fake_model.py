@@ -81,7 +81,7 @@ class TableModel:
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
     def _keep_states(self, part: SequenceSlice) -> None:
-        """A token's state is the token before it, the token itself, and its position."""
+        """Keep each token's state: the token before it, the token itself, and its position."""
         for slot, position in zip(part.slots, part.positions, strict=True):
             pair = self.cache[self._slots(part, np.array([_slot_before(part, slot), slot]))]
             self._states.append((*pair.tolist(), position))
@@ -102,7 +102,7 @@ class TableModel:
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """Return the states of rows, plus 100 times each state's number.
+        """Return the states of these rows, as bytes; the numbers of state k are raised by 100 k.
 
         See `FeatureSource.copy_states`.
         """

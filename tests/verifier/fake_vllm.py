@@ -17,7 +17,7 @@ PADDED = -1
 
 
 class SamplingParams(SimpleNamespace):
-    """vLLM's parameters of a request, unchanged."""
+    """Keeps a request's parameters as they were given, without vLLM's checks."""
 
 
 class Request:
@@ -96,7 +96,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def preempt(self, name: str) -> None:
-        """Take a request's pages."""
+        """Preempt a request: it loses its pages."""
         request = self.requests[name]
         self.running.remove(request)
         self._preempt_request(request, 0.0)
@@ -138,7 +138,7 @@ class LogitsProcessor:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let our modules import these classes; afterwards remove both."""
+    """Let our modules import these classes; afterwards remove our modules and the classes."""
     before = set(sys.modules)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"SamplingParams": SamplingParams, "__version__": "0.32.0"},

@@ -15,7 +15,7 @@ def test_acceptance_is_measured_by_position() -> None:
     first, second, *unjudged = rate.by_position
     assert first > 0.85
     assert second < 0.3
-    assert unjudged == pytest.approx([second] * 2), "positions without data inherit the one before"
+    assert unjudged == pytest.approx([second] * 2), "the rate of the last measured position"
 
 
 def test_a_good_sequence_gets_long_drafts_from_a_bad_drafter() -> None:

@@ -105,7 +105,7 @@ def test_an_inconsistent_pool_is_reported_once_per_idle_period(
     assert failures() == 0.0
     engine.pool._blank.pop()
     assert engine.advance() is None
-    assert failures() == 0.0, "the engine was idle before"
+    assert failures() == 0.0, "an engine that was idle before checks no pages"
     serve_one()
     assert failures() == 1.0
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]

@@ -159,7 +159,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
     connected = engine.drafting.roster.connected
     async with asyncio.timeout(60):
         await until(lambda: thread.call(lambda: connected))
-        # The drafts are for a sequence that has ended, as late messages are.
+        # Like late messages, the flood's drafts are for a sequence that has ended.
         thread.post(submit)
         await until(
             lambda: thread.call(lambda: connected["loud"].last_sequence_id and not engine.sequences)
@@ -185,7 +185,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
 
 
 async def test_the_event_loop_does_not_check_a_large_messages_distributions() -> None:
-    """The check of each of 16,384 distributions takes some 10 µs, while every client waits."""
+    """A check takes some 10 µs for each of 16,384 distributions; every client would wait for it."""
     checked_by: list[threading.Thread] = []
     convert = wire_drafts.drafts_from_proto
 

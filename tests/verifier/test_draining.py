@@ -46,7 +46,8 @@ async def test_gathered_tokens_leave_before_the_verifier_says_that_it_drains(
     thread.post(lambda: engine.submit(request, sink))
     assert entered.wait(30)
     draining = asyncio.create_task(servicer.drain(0.0))
-    # The drain must reach the engine while its forward stalls. A task of a task needs a few turns.
+    # The drain must reach the engine while its forward stalls. It runs in a task within a task, so
+    # it gets there only after a few turns of the event loop.
     for _ in range(10):
         await asyncio.sleep(0)
     release.set()

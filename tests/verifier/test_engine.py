@@ -122,7 +122,7 @@ def guess_randomly(
     if assignment is None or assignment.trie.node_count or noise.random() < 0.3:
         return
     if drafter.length[sequence_id] != len(engine.sequences[sequence_id].tokens):
-        return  # it is paused and does not know the last tokens
+        return  # it is paused: the drafter does not know the last tokens
     right = noise.randint(0, len(truth))
     wrong = [noise.randrange(VOCAB) for _ in range(3)]
     tokens = [*truth[:right], *wrong][: assignment.trie.window.depth]
@@ -234,8 +234,9 @@ def test_a_text_that_waits_for_pages_is_hashed_once_and_shares_pages_as_soon_as_
     finish(engine)
     assert [client.tokens for client in clients] == [model.greedy(prompt, 3)] * 2
     assert clients[1].chunks[-1].cached_token_count == 24
-    # The first request looks up its first page and enters it; the second waits and shares the page.
-    # A page's hash covers 32 + 4 * 4 bytes. Only the hash of a first page also hashes the salt.
+    # A page's hash covers 32 + 4 * 4 bytes; only the hash of a first page also covers the salt. The
+    # first request hashes its first page to look it up and to enter it, and the second request to
+    # wait for it and to share it.
     assert sum(len(content) != 48 for content in hashed) == 4
 
 

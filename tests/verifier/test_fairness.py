@@ -83,8 +83,8 @@ def test_a_request_that_began_elsewhere_is_not_dropped() -> None:
 def test_a_refused_request_drops_nobody() -> None:
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=1, max_waiting=2))
     _, clients = submit(engine, "flood", 3)
-    # Sequences that have started may exceed the queue's bound for new sequences, up to twice as
-    # many.
+    # Sequences that have started may exceed the queue's bound for new sequences, up to twice this
+    # bound.
     for _ in range(2):
         clients.append(Client())
         begun = TokenRequest([1, 2], 4, GREEDY, tenant="flood", committed=[1])

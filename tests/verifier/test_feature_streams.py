@@ -25,7 +25,7 @@ class Text:
 
 
 class Head:
-    """The features of two texts, as a head reads them on its stream."""
+    """Reads the features of two texts on its own stream, as a head does."""
 
     def __init__(self, late: LateStreams, drafter: ScriptedDrafter, text: list[int]) -> None:
         self._late = late
@@ -36,7 +36,7 @@ class Head:
         """The features that were read, keyed by sequence and in order."""
 
     def follow(self) -> None:
-        """Read the messages to the drafter."""
+        """Read the messages to the drafter, and the features that came."""
         for message in self._drafter.received:
             for entry in message.features:
                 assert isinstance(entry.rows, SharedRows)

@@ -18,7 +18,7 @@ from verifier_svc.verification.grammar_masks import GrammarMasks
 def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -> None:
     """The drafter draws 0 or the forbidden 2; the target draws 0 as often as 1.
 
-    With 400 first tokens, the test sees a bias of 0.15 with a probability of 97 %.
+    With 400 first tokens, the test detects a bias of 0.15 with a probability of 97 %.
     """
     engine, model = make_engine(trust=True)
     ScriptedDrafter(

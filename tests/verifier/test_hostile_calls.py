@@ -147,10 +147,10 @@ NAMES = count()
 
 
 def aimed(data: bytes, opened: drafts_pb2.Opened) -> bytes:
-    """Return a drafter's message with each small number replaced by the id of an open sequence.
+    """Return a drafter's message whose small numbers are changed to fit an open sequence.
 
-    Without this change, nearly every message would be about no sequence. Bytes that cannot be
-    parsed stay.
+    Small sequence ids, base lengths and token ids become valid. Otherwise hardly any message would
+    be about a sequence. Bytes that cannot be parsed stay.
     """
     try:
         request = verifier_pb2.StreamDraftsRequest.FromString(data)

@@ -17,10 +17,10 @@ STEP_S = 0.010
 def rarely_right(
     token_s: float = 0.0001, row: float = 0.2, most: int = 16
 ) -> tuple[Engine, Assignment]:
-    """Return a drafter that takes an eighth of a step to answer, and is right one time in ten.
+    """Return an engine whose drafter answers in an eighth of a step, and is right one time in ten.
 
-    After a right guess most guesses are right. The drafter's drafts have at most `most` tokens;
-    each token makes a step longer by the share `row`.
+    After eight right guesses all guesses are right. The drafter's drafts have at most `most`
+    tokens; each token makes a step longer by the share `row`.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine, max_draft_tokens=most)
@@ -29,7 +29,7 @@ def rarely_right(
     drafter.handle.token_time.observe(token_s)
     sequence = engine.submit(TokenRequest([1, 2], 400, GREEDY), Client())
     engine.step()
-    # The real step corrected the costs.
+    # The step above changed the costs by its real time, so they are set again.
     for drafted in (0, 1, 8):
         engine.cost.calibrate(1, 1 + drafted, STEP_S * (1 + row * drafted))
     assignment = sequence.assignments["scripted"]

@@ -65,7 +65,7 @@ async def served(
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        # A verifier freezes all objects that this process has at that time.
+        # Undo a verifier's `gc.freeze`, which covers all objects of this process.
         gc.unfreeze()
 
 
@@ -87,7 +87,7 @@ async def text(
 async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without requests, an idle engine would not notice a lost GPU, and `/readyz` would stay."""
+    """An idle engine would not notice a lost GPU, and `/readyz` would go on saying ready."""
     faulty, lost = asyncio.Event(), asyncio.Event()
 
     captures: list[bool] = []
@@ -104,7 +104,7 @@ async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier(
     own = [OwnDrafter(run.__name__, run, lambda runner: ()) for run in (fail, lose)]
     async with served(own) as (address, serving):
         await faulty.wait()
-        # A capture forbids waits for the GPU, on all threads.
+        # Graphs are captured before drafters run: during a capture, no thread may wait for the GPU.
         assert captures == [False]
         assert len(await text(address, SpeculationOptions())) == 24
         assert not serving.done()

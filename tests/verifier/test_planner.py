@@ -30,7 +30,7 @@ def test_an_unknown_policy_is_refused_by_name(text: str) -> None:
 
 def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> None:
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
-    # Draft tokens are free by themselves.
+    # Without a prompt, draft tokens cost nothing.
     for drafted in (0, 8):
         engine.cost.calibrate(1, 1 + drafted, 0.1)
     engine.cost.prompt_token_s = 0.05
@@ -46,8 +46,8 @@ def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> Non
 def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
     """Return an engine that has planned for `batch` sequences.
 
-    A draft token takes `token_s` seconds of a forward. So far, `accepted` tokens of each draft of 8
-    were right.
+    A draft token makes a forward `token_s` seconds longer. So far, `accepted` tokens of each draft
+    of 8 were right.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     ScriptedDrafter(engine)
@@ -79,10 +79,10 @@ def test_a_free_draft_token_is_taken_and_an_expensive_one_is_not() -> None:
 
 
 def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> Engine:
-    """Return eight sequences.
+    """Return an engine with eight sequences.
 
-    `drafters` maps a name to an acceptance probability for each sequence. A forward of 16 tokens
-    takes little longer than a forward of 8; each further token takes 2 ms.
+    `rates` maps a drafter's name to its acceptance probability for each sequence. A forward of 16
+    tokens takes little longer than a forward of 8; each further token takes 2 ms.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     for name in rates:
@@ -196,10 +196,10 @@ def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
 
 
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
-    """Return a drafter on the target's cores, with sequences for which it is `good` and `poor`.
+    """Return an engine with `good` and `poor` sequences, and a drafter on the target's cores.
 
-    A good draft has 5 accepted tokens; every tenth poor draft has one. A forward takes 50 ms, and a
-    draft of 8 tokens 60 ms of the target's cores.
+    Each draft for a good sequence has 5 accepted tokens; every tenth draft for a poor sequence has
+    one. A forward takes 50 ms, and a draft of 8 tokens 60 ms of the target's cores.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)

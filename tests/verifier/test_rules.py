@@ -31,8 +31,9 @@ DRAFTER = np.array([2 / 3, 1 / 3])
 def toy(numbers: int = 60) -> tuple[SparseDrafts, np.ndarray]:
     """Return the example of the paper on block verification, arXiv 2403.10444.
 
-    A vocabulary of two tokens, drafts of two tokens, context ignored. Returns every draft with
-    every pair of `numbers` evenly spread random numbers, and the probability of each case.
+    The vocabulary has two tokens, a draft has two tokens, and the context is ignored. Returns every
+    draft with every pair of random numbers out of `numbers` evenly spread ones, and the probability
+    of each case.
     """
     points = (np.arange(numbers) + 0.5) / numbers
     cases = list(itertools.product(itertools.product((0, 1), repeat=2), points, points))

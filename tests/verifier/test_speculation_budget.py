@@ -157,7 +157,7 @@ def test_a_refused_drafter_set_begins_anew_when_baseline_steps_are_slower() -> N
     assert steps.budget.allows(BATCH, DRAFTER_SET), (
         "steps are compared with the slower baseline steps"
     )
-    # A loss of 2 s is more than one slower step.
+    # Each of these steps takes 3 s, so it loses one slower step. The new budget has 3 steps.
     assert (
         count_until(lambda: not steps.budget.allows(BATCH, DRAFTER_SET), lambda: steps.lose(2.0))
         == 4

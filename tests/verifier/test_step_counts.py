@@ -35,7 +35,10 @@ SAMPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of equal sequences; `operators`, `copies` and `waits` are the most for its step."""
+    """A batch of equal sequences.
+
+    A step makes at most `operators`, `copies` and `waits`.
+    """
 
     sampling: SamplingParams
     operators: int

@@ -81,7 +81,7 @@ def test_shares_are_max_min(wanted: dict[str, int], total: int) -> None:
     assert sum(shares.values()) == min(total, sum(wanted.values()))
     for name, count in wanted.items():
         if shares[name] < count:
-            assert shares[name] >= max(shares.values()) - 1, "another one has more"
+            assert shares[name] >= max(shares.values()) - 1, "no tenant has more than one row more"
 
 
 def test_two_tenants_with_long_prompts_share_the_tokens_of_a_step() -> None:
@@ -135,7 +135,7 @@ def test_use_decays_and_is_forgotten() -> None:
     use = TenantUse()
     use.charge({"a": 1}, 1.0, 0.0)
     use.charge({"b": 1}, 1.0, 3.0)
-    assert use.light({"a", "b"}) == {"a"}, "3 s later its second is worth less"
+    assert use.light({"a", "b"}) == {"a"}, "after 3 s, a's second counts less"
     assert use.expects({"b"})
     use.charge({"b": 1}, 0.3, 5.0)
     assert not use.expects({"b"})

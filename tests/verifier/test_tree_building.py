@@ -135,7 +135,7 @@ def test_no_other_set_of_guesses_gains_more_at_the_same_prices(seed: int) -> Non
     def gain(chosen: tuple[Path, ...]) -> float:
         return sum(known[path] for path in chosen) - cost(len(chosen), costs)
 
-    # A chain is as long as the plan says, whatever its cost.
+    # A tree that is a chain is as long as the plan says, whatever it costs.
     if len(known) > max(map(len, known)):
         best = max(gain(chosen) for chosen in connected(known))
         assert gain(tuple(paths(tree))) == pytest.approx(best)

@@ -127,9 +127,10 @@ Guess = tuple[int, ...]
 
 
 def naive(seen: dict[Guess, int], committed: list[int]) -> tuple[set[Guess], list[int]]:
-    """Return a simple model of the trie: all texts that were ever guessed, in order of arrival.
+    """Return what a trie should have after the guesses `seen` and this commit.
 
-    Returns the texts that continue after the commit, and the main path.
+    `seen` maps each text that was ever guessed to its order of arrival. Returns the texts that
+    continue after the commit, and the main path.
     """
     start = len(committed)
     below = {guess for guess in seen if len(guess) > start and list(guess[:start]) == committed}

@@ -88,7 +88,7 @@ def test_an_unread_sequence_takes_no_step_while_others_go_on() -> None:
     assert len(client.tokens) == 10
     assert len(unread.tokens) == length
     forwards = model.forward_count
-    assert engine.advance() is None, "an engine with unread sequences alone sleeps"
+    assert engine.advance() is None, "an engine that has only unread sequences sleeps"
     assert model.forward_count == forwards
     engine.resume(unread)
     finish(engine)

@@ -115,9 +115,9 @@ def opened(hub: DraftHub, name: str, prompt_length: int = 5, max_tokens: int = 4
 
 
 def step(hub: DraftHub, name: str, computed: int, tokens: int, text: list[int]) -> list[int]:
-    """Return a step of a request.
+    """Run a step of a request; return the committed tokens.
 
-    The step computes `tokens` besides the draft, and draws from `text`.
+    The step computes `tokens` tokens besides the draft; the target's text goes on with `text`.
     """
     hub.plan_step([(name, computed)] if computed else [])
     draft = hub.choose(name, 4) if tokens == 1 else []
@@ -149,7 +149,7 @@ def begun(hub: TestHub) -> TestHub:
 def compute(
     hub: TestHub, tokens: int, *committed: int, draft: list[int] | None = None, pages: float = 0.0
 ) -> None:
-    """A step for which vLLM does not ask the hub for drafts."""
+    """Run a step for which vLLM does not ask the hub for drafts."""
     hub.plan_step([])
     [sequence] = hub.sequences.values()
     drafts = {"a": draft} if draft else {}

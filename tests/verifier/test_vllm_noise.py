@@ -98,7 +98,7 @@ def logits_for(rows: Sequence[Row], step: int) -> torch.Tensor:
 
 
 def check(rows: Sequence[Row], before: torch.Tensor, after: torch.Tensor) -> None:
-    """In each drawn row, the committed token is the likeliest; all other rows are unchanged."""
+    """Check that each drawn row favours its committed token, and other rows are unchanged."""
     first = 0
     for row in rows:
         part = slice(first, first + len(row.drafted) + 1)

@@ -13,7 +13,7 @@ FELL = 'acceptance_fell{drafter="scripted",family="scripted",model_name="fake",p
 
 
 def counts(engine: Engine) -> dict[str, tuple[float, float]]:
-    """Return the verified and the accepted tokens of the drafter's versions."""
+    """Return the numbers of verified and of accepted tokens, keyed by version."""
     engine._metrics.flush()
     found: dict[str, list[float]] = {"draft": [], "accepted": []}
     versions: list[str] = []
