@@ -70,7 +70,7 @@ def make(runner: ModelRunner, thread: ThreadPoolExecutor) -> Callable[..., Rig]:
 
 @pytest.fixture(scope="module")
 def reference() -> Callable[[list[int]], torch.Tensor]:
-    """Return the logits [V] of `transformers` after a text, computed from scratch."""
+    """Return a function: the logits [V] of `transformers` after a text, computed from scratch."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
     @torch.inference_mode()
@@ -83,7 +83,7 @@ def reference() -> Callable[[list[int]], torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def greedy(reference: Callable[[list[int]], torch.Tensor]) -> Callable[[list[int], int], list[int]]:
-    """Return the model's greedy continuation of a text, with any number of tokens."""
+    """Return a function that continues a text greedily by a number of tokens."""
 
     def generate(text: list[int], count: int) -> list[int]:
         text = list(text)

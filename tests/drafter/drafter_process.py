@@ -41,7 +41,7 @@ async def drafter(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 async def health(port: int) -> int:
-    """Ask a drafter's health service for its status."""
+    """Return the status that a drafter's health service reports."""
     async with rpc.dial(f"127.0.0.1:{port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         response = await check(

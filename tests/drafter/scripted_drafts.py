@@ -49,7 +49,10 @@ class Stream(testing.DraftStream):
         return proposal.token_ids
 
     def send(self, message: Message | StepBatch | str | bytes | OutriderError) -> None:
-        """Send a step, a Draining with this reason, or raw bytes; or end the call with an error."""
+        """Send a message.
+
+        A text is sent as the reason of a Draining, and an error ends the call.
+        """
         if isinstance(message, OutriderError):
             self.end(rpc_errors.status_of(message))
         elif isinstance(message, str):

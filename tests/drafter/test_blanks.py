@@ -1,4 +1,4 @@
-"""The blanks of a structured text are guessed from the joints seen before."""
+"""The blanks at a structured text's joints, such as commas, are guessed from earlier joints."""
 
 from __future__ import annotations
 

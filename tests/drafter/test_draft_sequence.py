@@ -110,7 +110,7 @@ class Pair:
             self.real.branch(at, run)
 
     def commit(self, accepted: int, own: list[int]) -> None:
-        """The verifier accepts some guesses if they agree with its text, and adds more tokens."""
+        """Commit `accepted` guesses, if the drafter knows the whole text; then commit `own`."""
         if self.committed == self.real.tokens:
             self.committed += self.real.guesses[:accepted]
         self.committed += own

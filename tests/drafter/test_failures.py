@@ -130,7 +130,7 @@ def seed_of(distribution: DraftDistribution) -> int | None:
 async def test_guessing_ends_where_every_token_is_forbidden(
     make_model: Callable[[], ModelFamily], distribution: DraftDistribution
 ) -> None:
-    """Tokens with the choice's last letter are banned, so no token may follow its first letters."""
+    """Tokens with the letter z are banned, so no token may follow the text "ab"."""
     tokenizer = load_tokenizer(MODEL)
     last = tuple(
         token for token in range(tokenizer.get_vocab_size()) if "z" in tokenizer.decode([token])

@@ -248,7 +248,7 @@ async def test_it_is_silent_about_joints_after_misses_and_comes_back(grammars: G
     await writer.open(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value)), '{"k0": 1')
     said = []
     for i, name in enumerate(names[1:], 1):
-        # The layout settles after eight joints, each unlike the joint before.
+        # The blanks change at each of the first eight joints, and then stay the same.
         blanks = " " if i > 8 else ("\n    ", "", " ", "\n")[i % 4]
         writer.write(",")
         said.append(await writer.chain())
@@ -383,7 +383,7 @@ async def _check(matcher: Any, tokens: list[int], parents: list[int]) -> int:
 async def test_of_a_text_longer_than_a_guess_every_guessed_token_is_the_whole_texts(
     grammars: Grammars,
 ) -> None:
-    """A guess is cut at a number of bytes, which may lie within a token."""
+    """A guess is cut after a fixed number of bytes, which may be in the middle of a token."""
     lengths = [len(text) for text in grammars.token_bytes]
     words = [grammars.token_bytes[i] for i, n in enumerate(lengths) if n > 8]
     words = sorted({word for word in words if word.isascii() and word.strip().isalpha()})

@@ -117,7 +117,7 @@ KINDS = {
 async def test_a_permuted_vocabulary_changes_no_guess(
     make_bundled: Make, make_other: Make, kind: str, branch_count: int
 ) -> None:
-    """The text is committed as the tokenizer divides it, so both draft models read one text."""
+    """Commits end where the tokenizer divides the text, so both draft models read one text."""
     sampling, distribution = KINDS[kind]
     rigs = (
         make_bundled(branch_count=branch_count),
@@ -141,7 +141,10 @@ async def test_a_permuted_vocabulary_changes_no_guess(
 
 
 def divided(text: str) -> list[list[int]]:
-    """Return prefixes of a text, a few tokens apart, whose tokens are the text's first tokens."""
+    """Return eight prefixes of a text, a few tokens apart, each longer than the one before.
+
+    A prefix has the same tokens by itself as within the text.
+    """
     tokenizer = load_tokenizer(str(MODEL))
     ids = tokenizer.encode(3 * text).ids
     source = random.Random(3)
@@ -164,9 +167,10 @@ def paths(batch: DraftBatch) -> list[tuple[int, list[int], list[int]]]:
 async def test_guesses_are_the_likeliest_that_both_vocabularies_have(
     make_other: Make, make_for: Make, folder: Folder, lacking: str
 ) -> None:
-    """Checked after hits, misses and parts of characters, which the draft model encodes anew.
+    """Checked after right guesses, wrong guesses and tokens that are parts of characters.
 
-    If the target lacks the draft model's likeliest token, the draft goes on with the guess.
+    The draft model encodes parts of characters anew. If the target lacks the draft model's
+    likeliest token, the draft goes on with the guess.
     """
     draft, other = folder("smaller"), str(MODEL)
     if lacking == "target":

@@ -28,7 +28,7 @@ def own() -> PreTrainedModel:
 
 @pytest.fixture
 def forwards(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Makes the draft model a PARD model; lists the number of slices of each forward."""
+    """Make the draft model a PARD model; return a list of each forward's number of slices."""
     counts: list[int] = []
     forward = runner.forward
 

@@ -71,7 +71,7 @@ async def refusing(servicer: Refusing) -> AsyncIterator[Any]:
 
 
 async def drafter() -> OutriderError:
-    """Run a drafter that runs far ahead, and refuse it finally.
+    """Run a drafter that runs far ahead, refuse it for good, and return the error that it gets.
 
     After any other error the drafter would redial.
     """
@@ -116,7 +116,7 @@ async def read(call: Any) -> None:
 
 
 async def gateway() -> OutriderError:
-    """Send a gateway's requests on one stream; all fail, and their reason is returned."""
+    """Send a gateway's requests on one stream until the first fails; return its error."""
     async with refusing(Refusing()) as stub:
         stream = VerifierStream(stub, lambda error: error, lambda: None, lambda: 1)
 
@@ -134,7 +134,7 @@ async def gateway() -> OutriderError:
 
 
 async def iterator() -> OutriderError:
-    """Return a call that takes its messages from an iterator, which ends."""
+    """Make a call that takes its messages from an iterator, which ends; return the call's error."""
     async with refusing(Refusing()) as stub:
         call = stub.StreamTokens(iter([StreamTokensRequest()]))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

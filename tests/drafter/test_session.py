@@ -189,7 +189,7 @@ def test_a_proposal_has_its_rounds_duration_by_the_clock() -> None:
 
 
 class Breaking(Counting):
-    """The method `place` fails for sequences with even ids."""
+    """Raises an error in the method `place` for sequences with even ids."""
 
     def __init__(self, place: str, error: type[Exception] = ZeroDivisionError) -> None:
         super().__init__()

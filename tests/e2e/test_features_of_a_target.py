@@ -38,7 +38,7 @@ async def features(drafter: RawDrafter) -> dict[int, np.ndarray]:
 
 
 def error(found: dict[int, np.ndarray], text: list[int]) -> float:
-    """Return the error of a text's features by transformers' states, in standard deviations.
+    """Return how far a text's features are from transformers' states, in standard deviations.
 
     There must be features of the prompt and of most of the other tokens, without a gap.
     """

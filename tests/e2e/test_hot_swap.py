@@ -22,7 +22,7 @@ from tests.waiting import until
 
 WAIT_S = 240.0
 STRETCH = 1000
-"""Tokens that are verified with each version."""
+"""The number of tokens that are verified with each version."""
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.8, seed=11)
 ALWAYS = SpeculationOptions(always_draft=True)
@@ -90,7 +90,7 @@ class Swapped:
         self.drafter.popen.send_signal(signal.SIGHUP)
 
     async def refused(self, weights: Path, serving: str) -> None:
-        """Ask for weights that cannot be used; wait until the log says which go on serving."""
+        """Ask for weights that cannot be used; wait until the log says that `serving` stay."""
         sentence = f"the new weights were not loaded, and {serving} draft on: "
         before = self.drafter.output().count(sentence)
         self.swap(weights)

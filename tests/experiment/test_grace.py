@@ -78,9 +78,9 @@ def check_draft_times(
 ) -> None:
     """Check a draft model's times against a bandwidth and a rate.
 
-    A forward reads the weights once, and keys and values of 1,024 tokens of each sequence, of
-    which each token has `keys` numbers in each. A number has two bytes. Weights are read and
-    multiplied `faster` times as fast as in bfloat16. The host takes 0.3 ms.
+    A forward reads the weights once, and the keys and values of 1,024 tokens of each sequence. A
+    token's keys have `keys` numbers, and so have its values; a number has two bytes. Weights are
+    read and multiplied `faster` times as fast as in bfloat16. The host takes 0.3 ms.
     """
     assert cost.prompt_token_s == pytest.approx(2 * parameters / rate / faster, rel=1e-3)
     for count, seconds in cost.token_s.items():

@@ -42,7 +42,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, bool]] = {
         True,
     ),
 }
-"""A row by format, with its kind in a file `data`, and whether it is a chat."""
+"""Maps a format to a row, the row's kind in a file named `data`, and whether the row is a chat."""
 
 
 def _only(path: Path) -> Prompt:

@@ -21,7 +21,7 @@ Row = dict[str, str]
 
 
 class WithoutMatplotlib:
-    """Make matplotlib seem not installed."""
+    """Makes matplotlib seem not installed."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "matplotlib":

@@ -72,7 +72,7 @@ def _randn(*shape: int) -> torch.Tensor:
 def layer_tensors(
     index: int = 0, inputs: int = HIDDEN, *, norms: bool = False, input_norm: bool = True
 ) -> Tensors:
-    """Return random weights of one layer; with `norms`, it norms queries and keys."""
+    """Return random weights of one layer; with `norms`, queries and keys have norms."""
     layer = f"layers.{index}."
     queries, keys = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
     tensors = {
@@ -409,7 +409,7 @@ def redrafter_apple() -> Files:
 
 
 def redrafter_adding_up() -> Files:
-    """Return a head without recurrent matrices, whose head is narrower than two states."""
+    """Return a head without recurrent matrices, whose layers are narrower than two states."""
     config, _ = redrafter_apple()
     size = 24
     wide = {

@@ -78,7 +78,10 @@ def drafts(
 def test_a_bundled_head_guesses_much_of_a_greedy_text(
     of: str, folder: str, mean: float, whole: float
 ) -> None:
-    """Drafts have over `mean` right tokens on average; over `whole` of the drafts have no error."""
+    """The mean of right tokens in a draft is over `mean`.
+
+    More than the share `whole` of the drafts have no error.
+    """
     text, start, states = greedy_text(of)
     path = target(of)[0]
     head = read(MODELS / folder, LlamaConfig.from_pretrained(path))
@@ -105,7 +108,7 @@ def test_a_head_in_int8_mostly_guesses_the_same(folder: str) -> None:
             head, target_weights(path), page_count=16, dtype=torch.bfloat16, int8=int8
         )
         assert model.lm_head.numbers == ("int8" if int8 else "bfloat16")
-        # The verifier may compute the projection instead, and computes it in bfloat16.
+        # The verifier may compute the projection in the drafter's place, and does so in bfloat16.
         assert model.projection is None or model.projection.fc.numbers == "bfloat16"
         found = drafts(model, text, start, features_of(model, states))
         guesses.append([token for draft in found for token in draft])

@@ -20,7 +20,7 @@ GROWN = Shape(hidden=48, layers=12, heads=6, kv_heads=2, intermediate=64, vocab_
 
 
 def write_head(folder: Path) -> None:
-    """A head whose file names the layers of the target that it reads."""
+    """Write a head whose file names the layers of the target that it reads."""
     config, tensors = eagle3_specforge()
     write(folder, (config | {"target_hidden_size": TARGET_HIDDEN}, tensors))
 

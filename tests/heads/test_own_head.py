@@ -234,7 +234,7 @@ async def running_site(
 
 @pytest.fixture
 async def site(runner: ModelRunner, worker: HeadWorker) -> AsyncIterator[Site]:
-    """The engine waits for drafts, however busy the machine is."""
+    """Yield a site whose engine waits for drafts, however busy the machine is."""
     async with running_site(runner, worker, EVERY_DRAFT) as made:
         yield made
 
@@ -251,7 +251,7 @@ async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
     by_stream, site.proposals = site.proposals, {}
     async with site.head(site.own):
         assert await site.text(ALWAYS) == text
-    # On a busy machine a draft may be late, so its length is skipped. The last digits of a
+    # On a busy machine a draft may be late, so its base length is left out. The last digits of a
     # confidence depend on the parts in which the head reads the prompt.
     both = sorted(site.proposals.keys() & by_stream.keys())
     assert len(both) > 5

@@ -188,7 +188,7 @@ def test_prefixes_are_shared_only_with_the_same_tenant_and_first_token(paged: Ri
 
 
 def test_after_a_gap_the_head_goes_on_with_the_text_behind_it(rig: Rig) -> None:
-    """The head then guesses as for a text that begins after the gap."""
+    """The head then guesses as it would for a text that begins after the gap."""
     text = rig.text(30)
     features = rig.features(text)
     model = rig.model()
@@ -201,7 +201,7 @@ def test_after_a_gap_the_head_goes_on_with_the_text_behind_it(rig: Rig) -> None:
     expected = fresh.propose([tail], COUNT, WIDTH)
     assert_same(model.propose([sequence], COUNT, WIDTH), 0, expected)
     if model.cache is not None:
-        # No other text may use the pages of a text that begins in its middle.
+        # The pages of a sequence with a gap are never shared: its text began in the middle.
         assert model.open(text, "tenant").wanted <= 10
 
 

@@ -56,7 +56,7 @@ def split(folder: Path, without: str) -> None:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return a new cache of the hub; nothing asks the hub itself."""
+    """Return an empty cache of the hub; no test asks the hub itself."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"

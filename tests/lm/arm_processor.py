@@ -334,7 +334,7 @@ class _Function:
         more: int,
         limit: int,
     ) -> Arguments:
-        """Send the data that the batch and `more` further tokens, with ids below `limit`, need."""
+        """Send what a forward of the batch and of `more` tokens with ids below `limit` needs."""
         width, page_size = self._width, _layers(decoder)[0].cache.page_size
         ids = (ctypes.c_int64 * batch.token_count).from_address(step.token_ids)
         held = memory.put(bytes(decoder))

@@ -246,7 +246,7 @@ def products(kernel: Any) -> dict[str, object]:
 
 
 def buffers(kernel: Any) -> int:
-    """Return the buffers of the loop that loads keys and values; 0 without such a loop."""
+    """Return how many buffers the loop that loads keys and values has; 0 without such a loop."""
     pattern = r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x\w+, .*mutable"
     found = re.findall(pattern, kernel.asm["ttgir"])
     return min(map(int, found), default=0)

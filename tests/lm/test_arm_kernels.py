@@ -62,7 +62,8 @@ INSTRUCTIONS = {
 }
 """The instructions of each build that the oldest ARM processors lack."""
 ALL_INSTRUCTIONS = set[str]().union(*INSTRUCTIONS.values())
-# Name in Linux, its number, the entry where it is, and the processors that have it.
+# A capability's name in Linux, its bit, the auxiliary entry that has the bit, and the builds whose
+# processors have the capability.
 CAPABILITIES = [
     ("HWCAP_ASIMDDP", HWCAP_ASIMDDP, AT_HWCAP, {"_cpu_arm_dot", "_cpu_arm_bf16"}),
     ("HWCAP2_I8MM", HWCAP2_I8MM, AT_HWCAP2, {"_cpu_arm_bf16"}),

@@ -120,7 +120,7 @@ def build_name(request: pytest.FixtureRequest) -> str:
     return name
 
 
-# The decoder of each build, and forwards of `transformers`, alternating between both types.
+# The decoder of each build in both types, and forwards of `transformers`, each model in one type.
 RUNNERS = (
     [
         pytest.param(

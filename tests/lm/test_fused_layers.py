@@ -54,7 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kernels(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real kernels. The comparison at start is left out, since it would take a minute."""
+    """Use the real kernels. The comparison at start is left out, since it would take a minute."""
     from outrider.lm.gpu import layer_kernels
 
     for name in KERNELS:

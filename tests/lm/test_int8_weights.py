@@ -67,7 +67,7 @@ def layer_and_scales(outs: int, *, has_bias: bool) -> tuple[TiledLinear, torch.n
 
 @pytest.mark.parametrize(("outs", "has_bias"), [(32, False), (40, True), (97, True), (8, False)])
 def test_a_product_is_off_by_the_rounding_of_its_rows_at_most(outs: int, has_bias: bool) -> None:
-    """A number of a row is off by half a step, 1/254 of its group's largest number."""
+    """A number of a row is off by at most half a step: 1/254 of its group's largest number."""
     tiled, layer = layer_and_scales(outs, has_bias=has_bias)
     assert tiled._scales is not None
     lines = tiled._tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, 96).double() - 128

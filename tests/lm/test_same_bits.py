@@ -134,7 +134,7 @@ def test_a_row_has_the_same_bits_beside_any_number_of_rows(
 
 
 def test_a_row_of_a_large_tree_has_the_bits_of_its_path(runner: ModelRunner) -> None:
-    """A tree with more than 32 rows."""
+    """The tree has more than 32 rows."""
     parents = [i // 3 for i in range(45)]
     text, tree = ids(100, 3), ids(45, 4)
     runner.forward([SequenceSlice(text, 0, PAGES, 0)])

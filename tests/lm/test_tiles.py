@@ -46,7 +46,7 @@ def test_two_tiles_of_keys_and_values_fit_a_small_card_and_three_a_large_card(
 
 
 def test_a_launch_has_programs_for_all_multiprocessors_and_few_without_work() -> None:
-    """The cases on an H100 are plain steps, drafts, trees and a prompt's chunk; 1k to 32k keys."""
+    """The cases are steps, drafts, trees and a prompt's chunk on an H100, with 1k to 32k keys."""
     for step in program_rows():
         programs, with_work = int(str(step["programs"])), int(str(step["with_work"]))
         assert programs <= max(8 * H100.multiprocessors, 2 * with_work), step

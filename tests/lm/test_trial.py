@@ -104,7 +104,7 @@ class OneTokenApart(LlamaForCausalLM):
 
 
 class ForgetsTheFarPast(LlamaForCausalLM):
-    """Hides tokens more than 20 back by a mask, which the runner's attention does not have."""
+    """Hides tokens 20 or more back by a mask, which the runner's attention does not have."""
 
     def forward(self, attention_mask: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         if attention_mask is not None:

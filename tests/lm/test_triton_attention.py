@@ -180,7 +180,7 @@ def test_parts_grow_with_the_slots(how: dict[str, Any]) -> None:
 def test_the_number_of_programs_changes_no_bit(
     multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program takes all parts of its rows, or every second part if there is a multiprocessor."""
+    """With 0 multiprocessors, a program takes all parts of its rows; with 1, every second part."""
     slices = batch([(1, 2600, CHAIN), (3, 1500, CHAIN)], pages=512)
     where = {"heads": 1, "kv_heads": 1, "pages": 512, "max_seq_len": 4096}
     expected = attend(slices, **where)

@@ -45,7 +45,10 @@ def logits(text: Text) -> torch.Tensor:
 
 
 def traffic(sampling: SamplingParams, **more: Any) -> Traffic:
-    """Return many requests at a time for the first three tokens after the prompt."""
+    """Return traffic with 256 requests at a time.
+
+    The tests compare the first three tokens after the prompt.
+    """
     return Traffic(
         logits=logits,
         prompts=(PROMPT,),
@@ -127,7 +130,7 @@ def _warpers(s: SamplingParams) -> Iterator[Callable[..., torch.Tensor]]:
 
 
 UNIFORM = np.full(VOCAB, 1 / VOCAB)
-"""After longer texts, where the target's distribution is not enumerated."""
+"""The guess after longer texts, where the target's distribution is not enumerated."""
 
 
 def equal_to_target(sampling: SamplingParams) -> NextProbs:

@@ -34,7 +34,7 @@ NextProbs = Callable[[Text], Probs]
 
 HALVINGS = 44
 POSITION = 7
-"""Tokens that were committed before the step."""
+"""The number of tokens that were committed before the step."""
 MOST = 1 - 2.0**-53
 
 
@@ -72,13 +72,13 @@ class Trial:
     thresholds: list[float] = field(default_factory=list)
     """A coin below its threshold accepts."""
     by_coins: dict[tuple[bool, ...], int] = field(default_factory=dict)
-    """The number of accepted tokens, by the set of coins that accept."""
+    """The number of accepted tokens, keyed by which coins accept."""
     counts: dict[int, float] = field(default_factory=dict)
     """The probability of each number of accepted tokens."""
     example: dict[int, Probs] = field(default_factory=dict)
     """Coins that give a number of accepted tokens, [W]."""
     steps: dict[int, Probs] = field(default_factory=dict)
-    """By number of accepted tokens: the random number up to which each next token is drawn, [V]."""
+    """Keyed by number of accepted tokens: the largest random number that draws each token, [V]."""
 
     def next_probs(self, accepted: int) -> Probs:
         """Return the distribution of the token after `accepted` draft tokens."""
@@ -91,7 +91,7 @@ class Coins:
 
     accept: Probs
     draw: Probs
-    """For recovered tokens and the target's tokens."""
+    """The numbers that draw recovered tokens and the target's tokens."""
 
 
 class Batch:
@@ -230,7 +230,7 @@ def find_counts(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
 
 
 def find_next(trials: Sequence[Trial], vocab: int, patch: pytest.MonkeyPatch) -> None:
-    """Find where the next token changes with its random number, for each possible count.
+    """Find where the next token changes with its random number, for each number of accepted tokens.
 
     Without a drafter's distribution, the target draws at every position, and accepts draft tokens
     as long as they equal the draws.

@@ -143,7 +143,7 @@ class Guesser:
             self._grow_chain(sequence, count, noise)
 
     def _noise(self, growing: list[tuple[DraftSequence, int]]) -> Iterator[Probs]:
-        """Yield the coupled noise of each run's positions, [count, VOCAB]; ones for other runs."""
+        """Yield each run's coupled noise, [count, VOCAB]; ones, [count, 1], for other runs."""
         places = [
             (sequence.opened.sampling.seed, len(sequence.tokens) + len(sequence.guesses) + i)
             for sequence, count in growing

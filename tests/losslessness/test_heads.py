@@ -47,7 +47,7 @@ PAGE = 4
 PAGES = 4096
 CONCURRENT = 5
 COUNT = 9
-"""Requests of a comparison."""
+"""The number of requests in a comparison."""
 LENGTH = 18
 PROMPTS: list[Text] = [
     (*range(9, 9 + number % 3 * PAGE), *[number * at % ALL for at in range(1, 4 + number % 5)])
@@ -325,7 +325,7 @@ def test_a_verifier_that_projects_sends_fewer_bytes_for_the_same_drafts(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not projection_name(site.head):
-        pytest.skip("this kind reads a single state, which nothing narrows")
+        pytest.skip("this kind reads a single state, so there is no projection")
     drafters = []
     for projects in (False, True):
         served = ServedProjection(site.head, site.runner.device)

@@ -1,10 +1,10 @@
 """Untrusted drafters leave no trace in the output beside a trusted drafter that samples.
 
-The untrusted drafter can draw with the verifier's noise. This drafter drafts honestly until the
-verifier has measured a high acceptance. From then on it drafts only where its first guess is a
-certain token. If it knew the noise, the noise would decide where it drafts, and sampled drafts
-would be verified in all other places. So the output would have that token too often, though no
-drafter made a false claim.
+The untrusted drafter can draw with the verifier's noise. It drafts honestly until the verifier has
+measured a high acceptance. From then on it drafts only where its first guess is one chosen token.
+If it knew the noise, the noise would decide where it drafts, and sampled drafts would be verified
+in all other places. So the output would have that token too often, though no drafter made a false
+claim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.losslessness.traffic import Traffic
 DRAWS = 20_000
 SEES = 0.045
 HONEST = 500
-"""Requests for which the untrusted drafter drafts honestly."""
+"""The number of requests for which the untrusted drafter drafts honestly."""
 LONGEST = 4
 ONE_HOT = DraftDistribution.ONE_HOT
 SPARSE = DraftDistribution.SPARSE

@@ -39,7 +39,7 @@ from verifier_svc.verification.batch import DraftVerifier
 
 CHATS = int(os.environ.get("OUTRIDER_TEST_CHATS", "8"))
 NEW_TOKENS = 32
-# Chats whose prompts one pool keeps. The pages of 200 chats take 6 GB.
+# The most chats whose prompts one pool holds. The pages of 200 chats would take 6 GB.
 AT_MOST = 40
 PAGES = 75 * min(CHATS, AT_MOST)
 CONTENT = 600
@@ -179,7 +179,7 @@ class Way:
     drafters: Sequence[Drafter] = ()
     trees: bool = False
     aside_at: int | None = None
-    """Tokens after which each answer's reader stops for some steps."""
+    """The number of tokens after which each answer's reader stops for some steps."""
     accepted: int = field(default=0, init=False)
     pause_count: int = field(default=0, init=False)
 

@@ -1,8 +1,8 @@
 """In all traffic, texts follow the target's distribution, and a seed gives the same text.
 
-Two drafters at once, drafts that run ahead and come late, pauses, small pools with preemption,
-prompts in chunks and from the cache, drafters that die and join, a verifier that dies:
-all through the real engine, with a target of five tokens that can be enumerated.
+The traffic has two drafters at once, drafts that run ahead and come late, pauses, small pools with
+preemption, prompts in chunks and from the cache, drafters that die and join, and a verifier that
+dies. All of it passes through the real engine, with a target of five tokens that can be enumerated.
 """
 
 from __future__ import annotations

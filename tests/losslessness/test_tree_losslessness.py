@@ -173,7 +173,7 @@ SMALL_POOL = {
 
 
 def with_trees(traffic: Traffic, seed: int, plain: dict[int, list[int]] | None = None) -> list[int]:
-    """Make the traffic verify trees; return a list that grows by the count of moved slots.
+    """Make the traffic verify trees; return a list that gets the number of slots of each move.
 
     `plain` maps a seed to the text of plain decoding.
     """
@@ -187,7 +187,7 @@ def with_trees(traffic: Traffic, seed: int, plain: dict[int, list[int]] | None =
 
 
 def moves_of(traffic: Traffic) -> list[int]:
-    """Return a list that grows by the count of moved slots."""
+    """Return a list that gets the number of slots of each move."""
     moves: list[int] = []
     move_tokens = traffic.model.move_tokens
 

@@ -45,7 +45,7 @@ from verifier_svc.verification.batch import DraftVerifier
 
 
 def step(engine: Engine, drafters: Iterable[Guesser] = ()) -> None:
-    """One step of the engine, before which each connected drafter may draft."""
+    """Let each connected drafter draft; then take one step of the engine."""
     engine.drain_inbox()
     for drafter in drafters:
         if drafter.connected:
@@ -56,7 +56,7 @@ def step(engine: Engine, drafters: Iterable[Guesser] = ()) -> None:
 
 @dataclass
 class Traffic:
-    """Requests through one engine, `concurrent` at a time, which take turns with the prompts."""
+    """Requests through one engine, `concurrent` at a time. The requests use the prompts in turn."""
 
     probs: NextProbs = target_probs
     """The target's distribution after a text."""
@@ -75,9 +75,9 @@ class Traffic:
     trust: bool = True
     policy: DraftTokensPolicy = field(default_factory=lambda: DraftTokensPolicy("fixed", 3))
     length: int = LENGTH + 2
-    """Tokens that each request generates."""
+    """The number of tokens that each request generates."""
     first: int = 0
-    """The first of the tokens whose joint distribution is compared."""
+    """The index of the first token whose joint distribution is compared."""
     concurrent: int = 96
     page_count: int = 2048
     page_size: int = 4
@@ -91,7 +91,7 @@ class Traffic:
     """Called at each tick."""
     clock: Clock = monotonic
     paused_ticks: int = field(default=0, init=False)
-    """Ticks at which some sequence's drafter was paused."""
+    """The number of ticks at which some sequence's drafter was paused."""
 
     def __post_init__(self) -> None:
         def deliver(deliveries: list[Delivery]) -> None:

@@ -64,7 +64,7 @@ async def test_a_call_in_the_prompt_is_drafted_when_the_model_calls(earlier: str
 
 
 async def test_another_continuation_is_a_branch_and_can_be_committed() -> None:
-    """8 9 followed 1 2, later 3 4 did. The newer continuation is the chain, the older a branch."""
+    """First 8 9 follows 1 2, later 3 4. The newer continuation is the chain, the older a branch."""
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=9))
     *_, last = (await rig.drafts()).proposals

@@ -80,7 +80,7 @@ async def test_the_user_reaches_no_other_key_and_no_other_command(redis_server: 
 async def test_a_wrong_password_costs_guesses_and_one_warning(
     deployment: Deployment, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lookups return at once, beyond the first backoff."""
+    """Lookups go on returning at once, for longer than the first backoff."""
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong")
     server = deployment.reached_with(wrong)

@@ -367,7 +367,7 @@ class Yielding(Talkative):
 
 
 def read_once_and_leave(port: int) -> None:
-    """A caller that reads one message, lets others wait, and hangs up."""
+    """Read one message, let others wait, and hang up."""
     with grpc.insecure_channel(f"127.0.0.1:{port}", rpc.CHANNEL_OPTIONS) as channel:
         stub: Any = token_streams_pb2_grpc.TokenStreamServiceStub(channel)
         call = stub.StreamTokens(iter([token_streams_pb2.StreamTokensRequest()]))

@@ -109,7 +109,7 @@ def test_a_worker_that_fails_or_crashes_is_replaced(worker: Worker) -> None:
 
 
 def test_a_killed_worker_is_replaced_within_the_call(worker: Worker) -> None:
-    """The request did not kill the worker, whether the worker was idle or at work."""
+    """Something other than the request kills the worker, while it is idle or at work."""
     pid = int(worker.call(b"pid", LONG_S).split()[0])
     os.kill(pid, signal.SIGKILL)
     assert worker.call(b"say here", LONG_S) == b"> here"

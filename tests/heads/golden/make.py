@@ -363,7 +363,7 @@ def eagle(seed: int) -> None:
     del sizes["attn_implementation"]
     sizes["head_dim"] = HIDDEN // 4
     config = EConfig(**sizes, num_hidden_layers=1, hidden_act="silu")
-    # This code is older than transformers, whose configs always state a scaling.
+    # This code is from before transformers' configs always stated a scaling.
     config.rope_scaling = None
     model = Model(config, bias=True)
     randomise(model)
@@ -405,8 +405,8 @@ def medusa(seed: int) -> None:
 def redrafter(name: str, seed: int, **sizes: Any) -> None:
     """Record ReDrafter with Apple's beam search; the text goes on with the likeliest guesses.
 
-    The file also has the beams of a search of width 3, and the log probability of each beam. The
-    seed is one with which each beam holds the chain, as our tree does.
+    The file also has the beams of a search of width 3, and the log probability of each beam. With
+    this seed one path of each search is the chain, as in our tree.
     """
     from recurrent_drafting.configuration_drafter import DrafterConfig
     from recurrent_drafting.modeling_drafter import BeamShape, Drafter
