@@ -114,5 +114,5 @@ def test_killed_drafters_and_verifiers_lose_alter_and_leak_nothing(
     assert {event["name"] for event in events if event["event"] == "fault"} <= {*kinds}
     requests = [event for event in events if event["event"] == "request"]
     assert sum(event["outcome"] == "finished" for event in requests) > 20
-    # Long enough for one round on a slow machine.
+    # The campaign was long enough for one round, even on a slow machine.
     assert sum(event["event"] == "quiet" for event in events) >= 1

@@ -12,7 +12,7 @@ from outrider_bench.chaos.faults import FAULTS, bag_of
 
 @pytest.fixture
 def _has_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with every program and package."""
+    """Pretend that this machine has every program and package."""
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(parts, "find_spec", lambda name: object())
 

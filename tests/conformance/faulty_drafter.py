@@ -49,7 +49,7 @@ def guess(text: list[int], count: int) -> list[int]:
 
 
 class Stream:
-    """Serve one stream, from Hello to its end."""
+    """Serves one stream, from Hello to its end."""
 
     def __init__(self, stub: verifier_pb2_grpc.VerifierServiceStub, fingerprint: str) -> None:
         self.outbox: queue.Queue[verifier_pb2.StreamDraftsRequest | None] = queue.Queue()

@@ -90,7 +90,7 @@ class Swapped:
         self.drafter.popen.send_signal(signal.SIGHUP)
 
     async def refused(self, weights: Path, serving: str) -> None:
-        """Ask for weights that cannot be used; wait until the log says that `serving` stay."""
+        """Ask for weights that cannot be used; wait until the log says that `serving` are kept."""
         sentence = f"the new weights were not loaded, and {serving} draft on: "
         before = self.drafter.output().count(sentence)
         self.swap(weights)

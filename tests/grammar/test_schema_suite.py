@@ -67,7 +67,7 @@ def compiler() -> GrammarCompiler:
 
 @cache
 def walker() -> Walker:
-    """Writes texts of the bundled target's tokens."""
+    """Return a walker that writes texts of the bundled target's tokens."""
     return Walker(compiler()._libraries.token_bytes, ENDS)
 
 

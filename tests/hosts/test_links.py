@@ -112,7 +112,7 @@ async def test_a_link_lengthens_round_trips_to_within_a_millisecond(rig: Rig) ->
             if found < added + bare + 1.0:
                 break
         else:
-            pytest.fail(f"{added} ms are {found}")
+            pytest.fail(f"with {added} ms more, the shortest round trip takes {found} ms")
 
 
 async def test_bytes_arrive_by_the_bandwidth_one_behind_the_other() -> None:

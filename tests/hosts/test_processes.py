@@ -40,6 +40,6 @@ async def test_a_process_that_was_ended_is_not_missed_and_can_be_started_again()
     second = processes.child("child")
     assert second is not first
     await processes.again("child")
-    assert processes.child("child") is second, "one that runs is left alone"
+    assert processes.child("child") is second, "a child that runs is left alone"
     await processes.stop()
     assert not await second.alive()

@@ -28,7 +28,7 @@ INLINE float emulate_element(int tile, int row, int index) {
   return value;
 }
 
-// Adds up even and odd elements apart from zero on, as the reference's pseudocode does.
+// Adds up even and odd elements in two sums from zero, as Intel's pseudocode does.
 INLINE void emulate_product(int sums, int a, int b) {
   for (int row = 0; row < emulated_config.rows[sums]; row++)
     for (int column = 0; column < 16; column++) {

@@ -61,7 +61,7 @@ def provoke(url: str, stack: Stack, gateway: GatewayProcess) -> None:
 
     wait_until(lambda: value(url, "sum(outrider:ready)") == 3.0)
     assert httpx.post(f"{gateway.url}/v1/completions", json=REQUEST, timeout=60).is_success
-    # A trial drafter may be paused at first.
+    # A drafter on trial may be paused at first.
     assert firing(url) <= {"OutriderDraftingPaused"}
     stack.drafters["d"].kill()
     wait_until(fires("OutriderTargetDown", "OutriderDegraded", "OutriderDrafterLost"))
@@ -73,7 +73,7 @@ def provoke(url: str, stack: Stack, gateway: GatewayProcess) -> None:
     wait_until(fires("OutriderGatewayNotReady", "OutriderErrors"))
     stack.drafters["d"].start()
     wait_until(fires("OutriderDrafterNotRegistered"))
-    # Loading takes seconds.
+    # The alert must fire while the verifier loads, which takes seconds.
     stack.verifier.start()
     wait_until(fires("OutriderVerifierNotReady"))
     gone = {"OutriderTargetDown", "OutriderGatewayNotReady", "OutriderVerifierNotReady"}

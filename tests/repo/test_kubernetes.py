@@ -62,8 +62,8 @@ TEXT = {"type": "string", "minLength": 1}
 COUNT = {"type": "integer", "minimum": 0}
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 
-# These schemas have only the fields that the overlays use. Kubernetes' schemas check the templates
-# of pods inside.
+# These schemas have only the fields that the overlays use. Kubernetes' own schemas check the pod
+# templates inside.
 ROLLING = closed(
     "type rollingUpdateConfiguration",
     type={"const": "RollingUpdate"},

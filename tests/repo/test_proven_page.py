@@ -37,7 +37,7 @@ def test_a_version_has_a_date_and_evidence_if_it_ran(row: list[str]) -> None:
     proofs = [PAGE.parent / target for target in re.findall(r"\]\(([^)#]*)", evidence)]
     assert proofs
     assert all(proof.is_file() for proof in proofs)
-    # What only somebody read ran nowhere.
+    # A version whose code was only read ran nowhere.
     assert (how == "read") == (where == "–")
 
 

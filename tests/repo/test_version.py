@@ -1,4 +1,4 @@
-"""`outrider.__version__` is the version; what cannot read it from there has the same one."""
+"""`outrider.__version__` is the version; files that cannot import it repeat the same version."""
 
 from __future__ import annotations
 

@@ -117,7 +117,8 @@ async def test_the_timeline_has_a_lane_of_each_process_and_a_row_of_each_text(pa
         output = page.locator("#outputs .output").nth(i)
         guesses = await output.locator(".accepted, .accepted_side").count()
         assert (f", {guesses} accepted" in drafts[i]) or (guesses == 0 and drafts[i] == "waits")
-        # Each forward ends with a token of the target, except one that the text's end cuts.
+        # Each forward ends with a token of the target, except a forward that the text's end cuts
+        # short.
         own = await output.locator(".token").count() - guesses
         title = await output.locator("h3 span").inner_text()
         assert forwards[i] in (f"{title}: {own} forwards", f"{title}: {own + 1} forwards")
@@ -238,7 +239,7 @@ async def test_the_join_example_continues_with_the_new_drafter(page: Page, site:
     )
     await example.get_by_role("button", name="Start the text").click()
     await page.locator(".output .token").nth(20).wait_for()
-    assert await page.locator(GUESSED).count() == 0, "no drafter but the new one writes"
+    assert await page.locator(GUESSED).count() == 0, "only the new drafter guesses"
     site.stack.add_drafter("ngram-late", "ngram")
     try:
         await expect(page.locator(".process", has_text="ngram-late")).to_contain_text(

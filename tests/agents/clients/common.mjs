@@ -17,26 +17,26 @@ export const CUT_OFF = "The call was cut off.";
 
 process.env.OPENAI_API_KEY = process.env.ANTHROPIC_API_KEY = KEY;
 
-// It has no free text: the bundled model would never end that.
+// The type has no free text, since the bundled model would never end it.
 export const Weather = z.object({ sky: z.enum(["clear", "cloudy"]), windy: z.boolean() });
 export const Place = z.object({ city: z.string() });
 
 const cities = [];
 
-/** The tool's work. */
+/** Does the tool's work. */
 export function weather({ city }) {
   cities.push(city);
   return `21 degrees in ${city}`;
 }
 
-/** The model called the tool once, and its last answer came back. */
+/** Checks that the model called the tool once, and that its last answer came back. */
 export function checkLoop(answer) {
   console.log("loop:", answer);
   assert.deepEqual(cities.splice(0), ["Oslo"]);
   assert.equal(answer.trim(), ANSWER);
 }
 
-/** The answer is of the demanded type. */
+/** Checks that the answer is of the demanded type. */
 export function checkWeather(answer) {
   console.log("structured:", answer);
   Weather.parse(answer);
