@@ -118,7 +118,7 @@ async def test_a_fault_of_ours_has_a_line_and_an_id(
 
 
 def counted(rig: Rig, status: int) -> float:
-    """Return how many responses with a status the metrics have, over all routes."""
+    """Return the metrics' count of responses with this status, over all routes."""
     [family] = rig.gateway.metrics.http_responses.collect()
     return sum(each.value for each in family.samples if each.labels["status"] == str(status))
 

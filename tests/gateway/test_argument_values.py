@@ -24,7 +24,7 @@ from tests.hostile_messages import fuzzing
 
 EOS = 0
 VOCAB = 4096
-# One format of each style, and two whose layouts differ.
+# One format of each style, and two more because their layouts differ.
 STYLES = (
     *("qwen_3", "qwen_3_coder", "mimo", "glm_4_7", "minimax", "gemma_4"),
     *("deepseek_v3_2", "deepseek_v4_1"),

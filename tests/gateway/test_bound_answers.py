@@ -208,7 +208,7 @@ async def test_a_caller_over_grpc_names_the_thought_of_its_own_prompt(thinker: R
         (ALWAYS, 'so <b>\n</think>\n\n{"a": "<tool_call>"}', "so <b>", '{"a": "<tool_call>"}'),
         ({}, '{"a": "<think>b</think>"}', None, '{"a": "<think>b</think>"}'),
         ({}, "<thin", None, "<thin"),
-        # Blanks that the grammar writes belong to the answer.
+        # The answer keeps its own blanks: only the line breaks after a thought are dropped.
         (ALWAYS, "so</think>\n\n\n x \n", "so", "\n x \n"),
         ({}, "\n x \n", None, "\n x \n"),
         (ALWAYS, "so</think>\n", "so", None),

@@ -217,7 +217,7 @@ def test_the_text_of_a_grammar_keeps_its_first_space_without_a_prompt_too(kind: 
 
 
 def cut_at_stop(text: str, stops: list[str]) -> str:
-    """Return the text up to the stop string that ends first: the definition.
+    """Return the text before the stop string that ends first, which is how stops are defined.
 
     If several end there, cut at the longest.
     """

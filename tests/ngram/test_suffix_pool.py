@@ -169,7 +169,7 @@ async def test_a_connection_that_comes_back_shares_again(redis_server: Standalon
             second = SuffixFamily(SuffixSettings(), corpora)
             Replica(Rig(family), made).wrote(text)
             await family.aclose()
-            # The other connection still shares.
+            # The second family's connection still shares texts.
             await one.until_guessed([8, *text[:2]], text[2:])
             await second.aclose()
 

@@ -1,4 +1,4 @@
-"""A drafter is noticed only if its acceptance falls clearly below its first hour's acceptance."""
+"""Acceptance counts as fallen only if it is clearly below that of the drafter's first hour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What our hub and vLLM's runner do for features, without vLLM: which states, of which rows."""
+"""Which states of which rows become features in our hub and vLLM's runner, tested without vLLM."""
 
 from __future__ import annotations
 
