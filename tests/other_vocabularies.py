@@ -38,11 +38,10 @@ def order_of(seed: int, removed_share: float = 0.0) -> list[int]:
 
 
 def tokenizer_of(order: Sequence[int], *, rename_end: bool = False) -> str:
-    """Return the bundled tokenizer.json with only these tokens
+    """Return the bundled tokenizer.json with only these tokens.
 
-    A token's id is its place in `order`.
-
-    With `rename_end`, the token that ends a text has another name.
+    A token's id is its place in `order`. With `rename_end`, the token that ends a text has another
+    name.
     """
     data = _tokenizer()
     names = {i: token for token, i in data["model"]["vocab"].items()}

@@ -23,7 +23,7 @@ async def until(
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Like `until`, where no event loop runs."""
+    """Do what `until` does, where no event loop runs."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -21,7 +21,7 @@ RESULT = "21 degrees"
 """Text that each tool's result holds."""
 
 ANSWER = "It is 21 degrees in Oslo."
-# The prompts of some command lines have tens of thousands of tokens.
+# The prompts of some command-line agents have tens of thousands of tokens.
 _CONTEXT_LENGTH = 262144
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -29,7 +29,7 @@ Calls = list[tuple[str, dict[str, Any]]]
 # The first of these pieces of text that the prompt holds decides which calls the model makes.
 _CALLS: dict[str, Calls] = {
     '"name": "weather"': [("weather", {"city": "Oslo"})],
-    # Tools of command lines: Codex's, opencode's and Continue's.
+    # Tools of command-line agents: Codex's, opencode's and Continue's.
     '"name": "exec_command"': [("exec_command", {"cmd": "cat notes.txt"})],
     '"name": "bash"': [("bash", {"command": "cat notes.txt", "description": "Read the notes"})],
     '"name": "Bash"': [("Bash", {"command": "cat notes.txt"})],

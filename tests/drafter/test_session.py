@@ -76,7 +76,7 @@ def session(family: Family | None = None) -> DraftSession:
 
 
 def run(made: DraftSession, interrupted: bool = False) -> DraftBatch:
-    """Return one round, which must not wait for anything."""
+    """Return the messages of one round, which must not wait for anything."""
     return finish(made.round(lambda: interrupted))
 
 

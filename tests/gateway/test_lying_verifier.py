@@ -137,7 +137,7 @@ def statuses(draw: st.DrawFn) -> bytes:
 
 
 class Rig:
-    """A gateway with a liar, which serves the model "lies", and an honest verifier."""
+    """A gateway with an honest verifier and a liar, which serves the model "lies"."""
 
     def __init__(self, gateway: Gateway, http: httpx.AsyncClient, liar: Liar) -> None:
         self.gateway = gateway
@@ -189,7 +189,7 @@ async def lied_to(prompts: Prompts) -> AsyncIterator[Rig]:
 
 
 def check_error(answer: httpx.Response) -> None:
-    """An error is a single object in OpenAI's form, with the status of its code."""
+    """Check that an error is a single object in OpenAI's form, with the status of its code."""
     assert "set-cookie" not in answer.headers
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -205,7 +205,7 @@ def not_json(constant: str) -> None:
 
 
 def check_events(text: str) -> None:
-    """A stream has events of JSON, and ends with [DONE]."""
+    """Check that a stream has events of JSON, and ends with [DONE]."""
     *events, done, rest = text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     for event in events:

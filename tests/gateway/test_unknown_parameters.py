@@ -1,4 +1,4 @@
-"""Parameters without effect are ignored; unknown parameters are refused, or ignored if so set."""
+"""Parameters without effect are ignored; a setting says whether unknown ones are refused."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ async def test_every_rpc_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def status(http: httpx.AsyncClient, route: str, headers: dict[str, str]) -> int:
-    """Return the status of an answer to a route, whose body is not read."""
+    """Return the status of a route's answer, without reading the answer's body."""
     method, _, path = route.partition(" ")
     path = {"/web": "/web/main.js"}.get(path, path).replace("{name:path}", "none")
     body: dict[str, object] | None = {} if method == "POST" else None

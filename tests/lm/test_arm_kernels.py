@@ -73,7 +73,7 @@ CAPABILITIES = [
 
 @pytest.fixture(params=PROCESSORS)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return an ARM build, which new objects use."""
+    """Return the name of an ARM build, which objects created from now on use."""
     used: str = request.param
     use_arm_build(used, monkeypatch)
     return used

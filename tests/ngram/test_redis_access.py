@@ -11,7 +11,8 @@ from tests.ngram.pools import found, pool, written
 from tests.redis_servers import PASSWORD, Deployment, RedisProcess, Standalone, acl_line
 from tests.waiting import until
 
-# Needed for a database other than 0, and for a slot that is moving. Other tests use these rights.
+# These commands are needed for a database other than 0, and for a slot that is moving. Other tests
+# use these rights.
 _SELDOM = {"select", "asking"}
 
 

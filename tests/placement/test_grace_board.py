@@ -38,7 +38,7 @@ class Kernel:
 
     @property
     def numactl(self) -> str:
-        """Return the flags of numactl for these calls."""
+        """Return the flags with which numactl would make these calls."""
         cores = placement.format_cores(self.cores)
         nodes = ",".join(map(str, self.nodes))
         return f"--physcpubind={cores} --membind={nodes}"

@@ -1,4 +1,4 @@
-"""The images' packages are pinned with hashes, and an audit that asked nothing says so."""
+"""The images' packages are pinned with hashes, and an audit that got no report says so."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def encoded(text: str) -> list[int]:
 
 
 def after(grammar: Grammar, thought: FreeThought | None, text: str = "") -> TextMatcher:
-    """Return a matcher of the grammar after the thought, which has read a text."""
+    """Return a matcher of the grammar behind the thought, after it has read `text`."""
     matcher = compiler().compile(replace(grammar, thought=thought)).matcher()
     for token in encoded(text):
         assert matcher.accept(token), text

@@ -58,7 +58,7 @@ class Held:
             self.own._workers.put(self)
 
     def call(self, request: bytes, seconds: float) -> bytes:
-        """Like `Worker.call`."""
+        """Stand in for `Worker.call`."""
         text = grammar_from(request).text
         if is_for_texts(request):
             return b"null"
@@ -74,7 +74,7 @@ class Lost:
     """A worker that is killed, and whose successor is killed too."""
 
     def call(self, request: bytes, seconds: float) -> bytes:
-        """Like `Worker.call`."""
+        """Stand in for `Worker.call`."""
         raise WorkerLost("lost its process, which was killed")
 
 

@@ -117,7 +117,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def moves_nothing(patch: pytest.MonkeyPatch) -> None:
-    """The cache keeps rejected branches where accepted branches should be."""
+    """Let the cache keep rejected branches where accepted branches should be."""
     patch.setattr(PagedTarget, "move_tokens", lambda self, sources, targets: None)
 
 
@@ -132,13 +132,13 @@ def tells_clients_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def resumes_from_the_prompt(patch: pytest.MonkeyPatch) -> None:
-    """A request that moves starts over, though its client already has tokens."""
+    """Let a request that moves start over, though its client already has tokens."""
     rest = Client._rest
     patch.setattr(Client, "_rest", lambda self: replace(rest(self), committed=[]))
 
 
 def loses_a_request(patch: pytest.MonkeyPatch) -> None:
-    """The verifier sends no answers."""
+    """Let the verifier send no answers."""
     submit = CheckedVerifier.submit
 
     def lose(self: CheckedVerifier, number: int, request: TokenRequest, sink: Any) -> Any:

@@ -25,7 +25,7 @@ BODY = {"prompt": "def main(", "max_tokens": 4}
 async def gateway(
     site: Site, *, ask: bool, verifier: str = "127.0.0.1:1"
 ) -> AsyncIterator[Gateway]:
-    """Yield a gateway with TLS, which may ask clients for certificates."""
+    """Yield a gateway with TLS; with `ask`, its public ports ask callers for certificates."""
     served, mine = site.issue("gateway", "public"), site.issue("gateway")
     chosen = settings(
         verifier,

@@ -172,6 +172,6 @@ async def test_what_nobody_waits_for_leaves_the_queue_and_the_batch() -> None:
         busy = await served.thread.call(engine.scheduler.load_meter.load)
         assert (busy.running, busy.waiting) == (1, 2)
         await asking
-        # The cancellations are in transit.
+        # The clients' cancellations may still be on their way.
         await until(lambda: served.thread.call(lambda: not engine.sequences))
         assert await served.thread.call(lambda: engine.pool.used_count) == 0

@@ -110,7 +110,7 @@ def run_eagle3(case: Case) -> tuple[Any, Values]:
     values = text_for(model)
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out[0]))
-    # A window does not move with the guesses in training; in use it does.
+    # In training a window stays in place while the head guesses, but in use it moves along.
     steps = 1 if "sliding_window" in case.layers else STEPS
     model(
         hidden_states=values["features"][None, :-1],
@@ -123,7 +123,10 @@ def run_eagle3(case: Case) -> tuple[Any, Values]:
 
 
 def run_peagle(case: Case) -> tuple[Any, Values]:
-    """Return one pass for each context. The last row of a pass has all depths."""
+    """Return the model, and the scores of one pass for each context.
+
+    The rows from a pass's last token on have all depths.
+    """
     model = made(
         peagle.PEagleDraftModel,
         PEagleSpeculatorConfig,
@@ -151,7 +154,7 @@ def run_peagle(case: Case) -> tuple[Any, Values]:
 
 
 def run_blocks(case: Case) -> tuple[Any, Values]:
-    """Return one pass with a block after each context."""
+    """Return the model, and the scores of one pass with a block after each context."""
     of_dspark = case.kind == "dspark"
     module: Any = dspark if of_dspark else dflash
     model = made(
