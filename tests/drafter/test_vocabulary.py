@@ -188,7 +188,7 @@ def test_a_target_of_several_parts_ends_its_texts_as_its_text_config_says(tmp_pa
 
 
 def test_a_name_of_a_special_token_in_a_text_is_text(folder: Save) -> None:
-    """A target that lacks the special token writes its name in letters."""
+    """A target that lacks the special token writes the token's name in letters."""
     vocabulary = vocabulary_of(MODEL, folder("llama"))
     tokens = load_tokenizer(str(folder("llama"))).encode("say <|end|> now").ids
     assert min(vocabulary.begin(tokens).ids) > 3

@@ -64,7 +64,7 @@ BESIDE_H200 = {
     "0.4b": (362e6, 32 * 5 * 64),
     "0.5b": (0.49e9, 24 * 2 * 64),
 }
-"""The same of the draft models of the table `h200`."""
+"""The same numbers for the draft models of the table `h200`."""
 CPUS = {"xeon": (8 * 14e9, 0.8 * 16 * 2.6e9 * 64), "grace": GRACE_CPU}
 
 

@@ -191,7 +191,7 @@ def _chat(count: int) -> bytes:
 
 
 def _turns(count: int) -> bytes:
-    """Return Anthropic's messages: a tool's calls and results."""
+    """Return messages in Anthropic's form: a tool's calls and results."""
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
     turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]

@@ -79,7 +79,7 @@ async def link() -> AsyncIterator[Rig]:
     finally:
         await handle.stop()
         server.close()
-        await asyncio.sleep(0.05)  # the echoes see their ends
+        await asyncio.sleep(0.05)  # by now the echoes have seen the ends of their connections
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -157,7 +157,8 @@ def test_a_refused_drafter_set_begins_anew_when_baseline_steps_are_slower() -> N
     assert steps.budget.allows(BATCH, DRAFTER_SET), (
         "steps are compared with the slower baseline steps"
     )
-    # Each of these steps takes 3 s, so it loses one slower step. The new budget has 3 steps.
+    # A plain step takes 1.5 s now. Each step below takes 3 s, so it loses one of the new budget's 3
+    # steps.
     assert (
         count_until(lambda: not steps.budget.allows(BATCH, DRAFTER_SET), lambda: steps.lose(2.0))
         == 4
