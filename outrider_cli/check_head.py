@@ -1,8 +1,8 @@
 """`outrider check-head`: describes a draft head, and tells how often its first guesses are right.
 
-This command loads the target, which the process of a head does not. If the head's file may mean
-several layers of the target, the command can therefore tell on which layers the head was trained. A
-verifier with a head in its process finds this out with the same text.
+The command loads the target, which a head's drafter process does not. So if the head's file may
+mean several sets of the target's layers, the command can tell which interpretation fits. A verifier
+with a head in its process chooses the interpretation with the same text.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from outrider_cli.start_log import start_status
 
 _TOKENS = 256
 _PAGE_SIZE = 16
-# A head that was trained for the target is right far more often than this, on some targets even
-# when it reads the wrong layers.
+# The least share of right first guesses. A head that was trained for the target is right far more
+# often, on some targets even when it reads the wrong layers.
 _FIT = 0.1
 
 
 def run(
     head: Path, target: str, dtype: str, device: str, *, trust_remote_code: bool = False
 ) -> int:
-    """Print the facts and the choice; return the exit status, 1 if the head does not fit.
+    """Print what the head is, and which interpretation of its file fits the target best.
 
+    Returns the exit status: 1 if the head does not fit the target.
     Raises OutriderError(INVALID_VALUE) for a head or target that cannot be read.
     """
     found = read(head, read_target_config(target, trust_remote_code))
@@ -47,21 +48,21 @@ def run(
         share = f"{matches.first / choice.tried:.0%}"
         print(f"  {number}. {words}: {matches.first} ({share}){later}")
     if max(matches.first for matches in choice.matches) < _FIT * choice.tried:
-        print("The head hardly guesses this target: it was made for another one.")
+        print("The head is hardly ever right about this target: it was made for another target.")
         return 1
     number = [matches.spec for matches in choice.matches].index(choice.spec) + 1
     if number > 1:
         print("The file's own first reading is worse. Start its drafter with")
         print(f"  --head-reading {number}")
     elif not choice.clear:
-        print("That does not tell them apart. The file's likeliest comes first.")
+        print("That does not tell the readings apart. The file's likeliest reading comes first.")
     return 0
 
 
 def check(
     head: Head, target: str, dtype: str, device: str, *, trust_remote_code: bool = False
 ) -> ReadingChoice:
-    """Compare the head's first guesses with the target's likeliest tokens of a text."""
+    """Choose the interpretation of the head's file whose first guesses the target confirms most."""
     pages = 2 * _TOKENS // _PAGE_SIZE
     runner = ModelRunner.load(
         target,
@@ -84,7 +85,8 @@ def read_text(
 ) -> tuple[list[int], dict[int, torch.Tensor], list[int]]:
     """Run the target over a text; return tokens, states and answers for `choose_reading`.
 
-    Overwrites the first pages of the runner's cache. The runner goes on watching the states.
+    The answers are the target's likeliest next tokens. Overwrites the first pages of the runner's
+    cache. The runner watches the states from now on.
     """
     tokenizer = load_tokenizer(target)
     most = min(_TOKENS, runner.context_length, runner.page_count * runner.page_size)

@@ -23,7 +23,8 @@ async def until_ready(
     """Wait until the gateway takes requests and `drafters` drafters are connected.
 
     A gateway with keys does not show its drafters, so the call does not wait for them. Calls `show`
-    with each new state of the start. `ca` has the authority of the gateway's certificate.
+    with each new state of the start. `ca` is a file with the authority of the gateway's
+    certificate.
     """
     shown = ""
     verify = True if ca is None else ssl.create_default_context(cafile=str(ca))

@@ -1,8 +1,8 @@
-"""`outrider demo`: plain decoding and each drafter on real prompts, as separate processes.
+"""`outrider demo`: compares plain decoding with each drafter on real prompts.
 
-The command prints one table for each target. On the bundled pair in float32, every draft is
-verified and all texts must be identical. On SmolLM2 in bfloat16, drafts are verified where they
-pay, which shows the speed.
+The drafters are separate processes. The command prints one table for each target. On the bundled
+pair in float32, every draft is verified and all texts must be identical. On SmolLM2 in bfloat16,
+drafts are verified where they pay, which shows the speed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GRAMMAR = "grammar"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the demo: a target, its drafters, and the questions that they answer.
+    """One part of the demo: a target, its drafters, and the questions to ask.
 
     Each of `questions` has a kind, and the fields of its request body. With `is_exactness`, every
     draft is verified, each question is asked once, and the exit status says whether all texts equal
@@ -72,7 +72,7 @@ class Part:
         common = {"metrics": True, "always_draft": self.is_exactness}
         specs = map(DrafterSpec.parse, self.drafters)
         names = [spec.options.get("id", spec.family) for spec in specs]
-        # The drafter of grammars skips other requests.
+        # The grammar drafter drafts nothing for a request without a grammar.
         able = [name for name in names if name != _GRAMMAR or "response_format" in question]
         ways: dict[str, dict[str, Any]] = {"plain": _PLAIN}
         ways |= {name: {"drafter_id": name} | common for name in able}

@@ -120,8 +120,8 @@ class DrafterSpec:
     def settings_in_process(self, given: Mapping[str, Any]) -> InProcessSettings:
         """Return the family's settings in the verifier's process.
 
-        `given` are the verifier's settings. Settings that the family has too are copied from these,
-        unless the text sets them. Raises ValueError with one line per problem.
+        `given` are the verifier's settings. A setting that the family has too is copied from
+        `given`, unless the drafter's text sets it. Raises ValueError with one line per problem.
         """
         schema = self.in_process_schema
         known = {name: value for name, value in given.items() if name in schema.model_fields}

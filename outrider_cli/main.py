@@ -22,7 +22,7 @@ _LAB = {
     "profile": "Measure what forwards, drafting and links cost on this machine.",
     "run": "Measure what an experiment file describes.",
     "report": "Make tables, a plot and a CSV of a run's measurements.",
-    "predict": "Say which place of a drafter wins: an experiment file in the simulator.",
+    "predict": "Predict which place of a drafter is fastest: an experiment file in the simulator.",
     "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
     "bench": "Measure the engine's own time for a step, and tokens/s of each drafter.",
     "table": "Compare every way of drafting on a published model, by kind of prompt.",
@@ -37,14 +37,14 @@ _ARGUMENTS = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 
 class _Later(click.Command):
     """A command that is made from its settings when it is called, so that other commands do not
-    load them."""
+    load these settings."""
 
     def __init__(self, name: str, text: str, load: Callable[[], click.Command]) -> None:
         super().__init__(name, help=text)
         self._load = load
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **named: Any) -> Any:
-        """The context of the command itself, which click calls and completes."""
+        """Return the loaded command's context, so that click runs and completes this command."""
         return self._load().make_context(info_name, args, *rest, **named)
 
 
@@ -111,12 +111,12 @@ app.add_command(_Later("verifier", "Hold the target, and accept right draft toke
 @app.command(
     add_help_option=False,
     context_settings=_PASS_ON,
-    help=f"Draft for verifiers, by a family: {', '.join(BUILT_IN)} or another one.",
+    help=f"Draft for verifiers, with a family: {', '.join(BUILT_IN)} or another family.",
 )
 @_ARGUMENTS
 def drafter(arguments: tuple[str, ...]) -> None:
     """Run a drafter until SIGTERM or SIGINT."""
-    # One of the arguments is the family, and it decides which other settings there are.
+    # One of the arguments is the family, which decides what other settings there are.
     from drafter_svc.__main__ import main
 
     main(list(arguments), "outrider drafter")
@@ -184,12 +184,12 @@ for _name, _text in _LAB.items():
 )
 @click.option(
     "--tokenizer",
-    help="Directory or hub id of the tokenizer that the drafter must have. Without it, any passes.",
+    help="Directory or hub id of the tokenizer that the drafter must have; by default any passes.",
 )
 @click.option(
     "--transcript",
     type=click.Path(path_type=Path),
-    help="File for the messages of both sides, one line of JSON each.",
+    help="File to write the messages of both sides to, one line of JSON for each message.",
 )
 @click.option(
     "--hidden-size",
@@ -260,12 +260,13 @@ def _conformance(
 @click.option(
     "--role",
     multiple=True,
-    help="Role of a certificate to make; all of them by default. Repeat it for several.",
+    help="Role to make a certificate for; by default all roles. Repeat the option for several.",
 )
 @click.option(
     "--name",
-    help="Common name of the certificate and name of its files, for one role; by default the"
-    " role's. A drafter's id must be its certificate's common name, or begin with it and a slash.",
+    help="Common name of the certificate and name of its files, if there is one role; by default"
+    " the role's name. A drafter's id must be its certificate's common name, or begin with that"
+    " name and a slash.",
 )
 @click.option(
     "--days", type=click.IntRange(1, 3650), default=365, help="Days until the certificates expire."
@@ -279,9 +280,9 @@ def certs(
 ) -> int:
     """Make a private authority in DIR, and a certificate for each role.
 
-    If DIR has an authority, that authority signs, so the same command renews the certificates.
-    Without its files ca.pem and ca.key a new authority is made; certificates of the earlier
-    authority stop working.
+    If DIR has an authority, that authority signs, so the same command renews the certificates. If
+    DIR lacks ca.pem and ca.key, the command makes a new authority; certificates that an earlier
+    authority signed stop working.
     """
     from outrider.errors import OutriderError
     from outrider.process.security.certs import NAMES, run
@@ -300,8 +301,8 @@ def certs(
 def convert_head(source: Path, target: Path) -> int:
     """Copy the draft head in folder IN to a new folder OUT, with its pickles as safetensors.
 
-    Published heads often come as pytorch_model.bin, medusa_lm_head.pt or mask_embedding.pt. These
-    are read by torch's weights-only reader, in a process with bounded memory and time.
+    Published heads often come as pytorch_model.bin, medusa_lm_head.pt or mask_embedding.pt. Torch's
+    weights-only reader reads these pickles, in a process with bounded memory and time.
     """
     from outrider.errors import OutriderError
     from outrider.heads.convert import run
@@ -321,8 +322,8 @@ def convert_head(source: Path, target: Path) -> int:
 def check_head(head: Path, target: str, dtype: str, device: str, trust_remote_code: bool) -> int:
     """Say what the draft head in folder HEAD is, and how often it is right about TARGET.
 
-    Loads the target, a directory or hub id. Where the head's file may mean several things, says
-    which fits. Ends with status 1 if the head was made for another target.
+    Loads the target, a directory or hub id. If the head's file can be read in several ways, says
+    which reading fits. Ends with status 1 if the head was made for another target.
     """
     from outrider.errors import OutriderError
     from outrider_cli.check_head import run
@@ -338,7 +339,7 @@ def check_head(head: Path, target: str, dtype: str, device: str, trust_remote_co
 @click.option(
     "--service",
     default="",
-    help="A gRPC service by its full name; without one, the process as a whole.",
+    help="Full name of the gRPC service to ask about; by default the whole process.",
 )
 @_tls_option("cert", "the caller's certificate, of any role")
 @_tls_option("key", "its key")
@@ -346,8 +347,8 @@ def check_head(head: Path, target: str, dtype: str, device: str, trust_remote_co
 @click.option(
     "--role",
     type=click.Choice(["verifier", "drafter"]),
-    help="With TLS: the role that the process's certificate must have. By default it must have the"
-    " name or address that is dialled, which a drafter's lacks.",
+    help="With TLS: the role that the process's certificate must have. By default the certificate"
+    " must have the name or address that is dialled, which a drafter's certificate lacks.",
 )
 def health(
     address: str,
@@ -382,7 +383,7 @@ _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @keys.command("add")
 @_FILE
 @click.option("--tenant", required=True, help="Requests of one tenant share caches and n-grams.")
-@click.option("--id", help="Name of the key; by default the tenant's and a number.")
+@click.option("--id", help="Name of the key; by default the tenant's name and a number.")
 @click.option(
     "--role",
     type=click.Choice(["tenant", "operator"]),
@@ -393,7 +394,8 @@ _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
     "--concurrent-sequences",
     type=click.IntRange(min=1),
-    help="Most sequences, prompts times n, that run at once at a gateway; any number by default.",
+    help="The most sequences (prompts times n) that may run at once at a gateway; by default any"
+    " number.",
 )
 def keys_add(file: Path, days: float | None, **fields: Any) -> int:
     """Add a key to FILE, which is made if it is missing, and print the key.
@@ -408,7 +410,7 @@ def keys_add(file: Path, days: float | None, **fields: Any) -> int:
 @keys.command("list")
 @_FILE
 def keys_list(file: Path) -> int:
-    """Show the keys of FILE: tenants, roles, expiries and most sequences."""
+    """Show the keys of FILE: tenants, roles, expiries and limits of sequences at once."""
     from outrider_cli.keys import show
 
     return show(file)

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from outrider.lm.runner import ModelRunner
 
-# More threads would meet at barriers on the cores of the target's threads.
+# With more than one thread, a drafter's threads would meet at barriers on the cores of the target's
+# threads.
 _PLACE = PlacementPlan("local", (), None, threads=1)
 # These settings of the verifier also apply to its drafters.
 _SHARED = ("target", "device", "dtype", "trust_remote_code")
@@ -151,8 +152,8 @@ def _choose_states(
 ) -> Sequence[int]:
     """Return the states that a drafter reads.
 
-    For a head, first choose the interpretation of its file by the loaded target, if `runner` has
-    one. Without such a target, the likeliest interpretation is taken.
+    For a head, first choose the interpretation of its file with the loaded target. If `runner` is
+    None or cannot watch the states, the likeliest interpretation is taken.
     """
     family = loaded.make(ModelInfo(settings.served_names[0], Stage.LOADING, ""))
     if family.feature_request is None:

@@ -51,7 +51,7 @@ class ServeSettings(TargetSettings, ServiceSettings):
     drafter: list[str] = Field(
         default_factory=list,
         description=f"A family: {', '.join(BUILT_IN)}, another one by its name, or"
-        " package.module:Class. The setting that it needs follows after =, its others after"
+        " package.module:Class. A family's required setting follows after =, other settings after"
         " commas: model=PATH,cores=0-3. Repeat it for more drafters. For smollm2 the default is"
         f" {' and '.join(SMOLLM2_DRAFTERS)}. A head, and a draft model on the target's GPU, run in"
         " the verifier's process, unless place=process follows.",
@@ -90,8 +90,8 @@ class ServeSettings(TargetSettings, ServiceSettings):
     """Threads of the target on a CPU; unset leaves a core to each draft model."""
 
     certs: Path | None = None
-    """Directory of `outrider certs`. With it all processes use mutual TLS, and the gateway's ports
-    use TLS. With sampled-drafts the drafters get the role trusted-drafter."""
+    """Directory that `outrider certs` made. With it all processes use mutual TLS, and the gateway's
+    ports use TLS. With sampled-drafts the drafters get the role trusted-drafter."""
 
     @property
     def has_keys(self) -> bool:

@@ -23,8 +23,8 @@ from outrider_cli.serve_settings import ServeSettings
 from outrider_cli.supervisor import Child
 from verifier_svc.config import TargetSettings
 
-# An answer that has started waits for this long until the verifier has reloaded the target
-# (seconds).
+# How long an answer that has started waits for the verifier, which may have died and be loading the
+# target again (seconds).
 _RELOAD_S = 300
 
 
@@ -115,7 +115,7 @@ def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
     device = spec.options.get("device", "auto")
     if device != "auto" and gpu_of(device) != gpu_of(settings.device):
         return False
-    # vLLM takes the GPU's memory for itself, and a head is small beside it.
+    # vLLM takes the GPU's memory for itself. A head is small enough to fit beside it.
     has_room = settings.engine == "native" and gpu_of(settings.device) is not None
     return spec.reads_states or has_room
 
@@ -132,7 +132,7 @@ def gpu_of(device: str) -> int | None:
 def _has_gpu() -> bool:
     """Return whether torch finds a GPU.
 
-    Torch takes seconds to load, so it is asked only with a driver.
+    Torch takes seconds to load, so it is asked only if the GPU's driver is installed.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -194,7 +194,7 @@ def _drafters(
 
 
 def _common_options(settings: ServeSettings, spec: DrafterSpec) -> dict[str, str]:
-    """Return the command's settings for a drafter, unless the drafter's options replace them."""
+    """Return the settings that the command gives a drafter; the drafter's options replace them."""
     files = settings.files(settings.drafter_role)
     options = {name: str(path) for name, path in files.items()}
     if "target" in spec.schema.model_fields:

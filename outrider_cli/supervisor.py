@@ -1,6 +1,6 @@
 """Runs the stack's processes on this host: starts and stops them, and restarts processes that die.
 
-The supervisor passes on the lines that they print. The supervisor handles command lines and exit
+The supervisor passes on the lines that the processes print. It handles command lines and exit
 statuses, and no models, tokens or protocols.
 """
 

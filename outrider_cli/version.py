@@ -33,7 +33,7 @@ def described() -> str:
 
 
 def commit() -> str:
-    """Return the commit that was built, or of the checkout that runs; "unknown" without either.
+    """Return the commit of the build, or else of the running checkout; "unknown" without either.
 
     The commit ends with "-dirty" if the checkout has changes.
     """
@@ -73,7 +73,7 @@ def extras() -> list[str]:
 
 
 def _is_installed(extra: str, requirements: list[Requirement]) -> bool:
-    """Whether all requirements of an extra are met; an extra may name other extras."""
+    """True if all requirements of an extra are met; an extra may name other extras."""
     wanted = [each for each in requirements if _belongs_to(each, extra)]
     return all(
         all(_is_installed(inner, requirements) for inner in each.extras)
