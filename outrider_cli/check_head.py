@@ -62,7 +62,7 @@ def run(
 def check(
     head: Head, target: str, dtype: str, device: str, *, trust_remote_code: bool = False
 ) -> ReadingChoice:
-    """Choose the interpretation of the head's file whose first guesses the target confirms most."""
+    """Choose the interpretation of the head's file with the most right guesses about a text."""
     pages = 2 * _TOKENS // _PAGE_SIZE
     runner = ModelRunner.load(
         target,

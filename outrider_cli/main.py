@@ -184,7 +184,8 @@ for _name, _text in _LAB.items():
 )
 @click.option(
     "--tokenizer",
-    help="Directory or hub id of the tokenizer that the drafter must have; by default any passes.",
+    help="Directory or hub id of the tokenizer that the drafter must have. Without it, any"
+    " tokenizer passes.",
 )
 @click.option(
     "--transcript",
