@@ -54,12 +54,25 @@ class Request:
 class Scheduler:
     """Runs all requests at once; a test preempts and aborts them."""
 
-    def __init__(self, blocks: int = 64, **parallel: int) -> None:
+    def __init__(
+        self,
+        blocks: int = 64,
+        *,
+        method: str = "custom_class",
+        draft_sample_method: str = "greedy",
+        async_scheduling: bool = False,
+        num_lookahead_tokens: int = 0,
+        **parallel: int,
+    ) -> None:
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(**{"pipeline_parallel_size": 1, **parallel}),
+            scheduler_config=SimpleNamespace(async_scheduling=async_scheduling),
             use_v2_model_runner=False,
-            speculative_config=SimpleNamespace(method="custom_class"),
+            speculative_config=SimpleNamespace(
+                method=method, draft_sample_method=draft_sample_method
+            ),
         )
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[0])
         self.block_size = BLOCK
         self.blocks = blocks

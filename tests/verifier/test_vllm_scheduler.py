@@ -31,7 +31,7 @@ def hub() -> TestHub:
     return TestHub()
 
 
-def scheduler_of(hub: TestHub, *, is_own: bool = True, **settings: int) -> Any:
+def scheduler_of(hub: TestHub, *, is_own: bool = True, **settings: Any) -> Any:
     """Return our scheduler in front of the hub."""
     from verifier_svc.vllm.scheduler import DraftingMixin
 

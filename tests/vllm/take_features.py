@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from outrider.heads.projection import ServedProjection
     from outrider.protocol.draft_messages import StepBatch
     from tests.verifier.fake_model import ScriptedDrafter
+    from verifier_svc.config import VerifierSettings
     from verifier_svc.vllm.engine import VllmEngine
 
 STATES = (3, 1)
@@ -85,12 +86,24 @@ def _take(asked: dict[str, Any], v2: bool) -> dict[str, Any]:
 
 def _engine(asked: dict[str, Any], v2: bool) -> VllmEngine:
     """Return vLLM in this process, with our hub."""
+    from tests.vllm.cases import MODEL
+    from verifier_svc.config import VerifierSettings
+
+    settings = VerifierSettings(
+        target=MODEL,
+        engine="vllm",
+        feature_states=[*STATES],
+        feature_projection=[asked["head"]],
+    )
+    return make_engine(settings, v2=v2, max_model_len=320, block_size=32, **asked["settings"])
+
+
+def make_engine(settings: VerifierSettings, *, v2: bool, **arguments: Any) -> VllmEngine:
+    """Return vLLM in this process, in float32, with a hub that asks for every draft."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from outrider.protocol.draft_tokens_policy import DraftTokensPolicy
-    from tests.vllm.cases import MODEL
-    from verifier_svc.config import VerifierSettings
     from verifier_svc.metrics import VerifierMetrics
     from verifier_svc.policy.draft_policy import EVERY_DRAFT
     from verifier_svc.vllm import features, plugin, runner
@@ -99,12 +112,6 @@ def _engine(asked: dict[str, Any], v2: bool) -> VllmEngine:
 
     assert runner.uses_v2() == v2
     runner.install()
-    settings = VerifierSettings(
-        target=MODEL,
-        engine="vllm",
-        feature_states=[*STATES],
-        feature_projection=[asked["head"]],
-    )
     hubs: list[DraftHub] = []
 
     def make_hub(config: Any) -> DraftHub:
@@ -115,17 +122,10 @@ def _engine(asked: dict[str, Any], v2: bool) -> VllmEngine:
         hubs.append(DraftHub(limits, policy, metrics, _deliver, EVERY_DRAFT, states=states))
         return hubs[0]
 
+    arguments |= runner.engine_arguments(DRAFT_TOKENS, v2=v2)
     with plugin.own_hub(settings, make_hub):
         llm = LLMEngine.from_engine_args(
-            EngineArgs(
-                MODEL,
-                dtype="float32",
-                max_model_len=320,
-                max_num_seqs=8,
-                block_size=32,
-                **asked["settings"],
-                **runner.engine_arguments(DRAFT_TOKENS, v2=v2),
-            )
+            EngineArgs(settings.target, dtype="float32", max_num_seqs=8, **arguments)
         )
     return VllmEngine(llm, hubs[0], ())
 

@@ -88,6 +88,9 @@ class VllmStates(KeptStates):
         """Let vLLM's model return the states of the layers."""
         from vllm.model_executor.models.interfaces import supports_eagle3
 
+        if self._runner.use_aux_hidden_state_outputs:
+            message = "must be -1: vLLM's own drafter reads the states of other layers"
+            raise invalid("feature_states", message)
         model = self._runner.get_model()
         if not supports_eagle3(model):
             message = f"must be -1: vLLM's {type(model).__name__} keeps no others"
@@ -125,7 +128,8 @@ class VllmStates(KeptStates):
         returned = state.aux_hidden_states or ()
         if len(returned) == len(self._layers):
             found |= zip(self._layers, returned, strict=True)
-        elif not self._failed:
+        # Without layers of ours, the returned states are for vLLM's own drafter.
+        elif self._layers and not self._failed:
             self._failed = True
             log.error(
                 "no drafter gets features: vLLM's model returned %d states, not those of layers %s",

@@ -171,6 +171,10 @@ class DraftHub:
         """Record the id by which vLLM knows the sequence."""
         self._by_request[request_id] = sequence
 
+    def sequence_of(self, request_id: str) -> Sequence | None:
+        """Return the sequence that vLLM knows by this id; None if it has ended."""
+        return self._by_request.get(request_id)
+
     def close(self, request_id: str) -> None:
         """Record that a request ended. If a step ends it, it is closed after the commit."""
         if request_id in self._batch:

@@ -39,7 +39,7 @@ _NATIVE_ONLY = {
 # Arguments that Outrider sets, because drafts, noise and log probabilities depend on them.
 _OURS = (
     "scheduler_cls",
-    "speculative_config",
+    "async_scheduling",
     "logits_processors",
     "logprobs_mode",
     "stream_interval",
@@ -139,8 +139,10 @@ class VllmLoader:
         if "max_batch_tokens" in settings.model_fields_set:
             arguments["max_num_batched_tokens"] = settings.max_batch_tokens
         arguments |= _read(settings.engine_arg)
-        v2 = runner.uses_v2()
-        arguments |= runner.engine_arguments(policy.max_draft_tokens, v2=v2)
+        own_drafter = arguments.pop("speculative_config", None)
+        arguments |= runner.engine_arguments(
+            policy.max_draft_tokens, v2=runner.uses_v2(), own_drafter=own_drafter
+        )
         try:
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
         except TypeError as error:
@@ -204,4 +206,6 @@ def _read(texts: list[str]) -> dict[str, Any]:
             arguments[name] = json.loads(value)
         except ValueError:
             arguments[name] = value
+    if not isinstance(arguments.get("speculative_config", {}), dict):
+        raise invalid("engine_arg", "speculative_config must be a JSON object")
     return arguments

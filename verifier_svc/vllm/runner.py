@@ -1,6 +1,7 @@
 """Prepares vLLM's two runners to verify the drafts that our scheduler gives them.
 
-vLLM verifies drafts only beside a drafter of its own, so each runner gets a drafter that never
+vLLM verifies drafts only beside a drafter of its own. If that is a head or a draft model of vLLM's,
+its guesses go to the scheduler, see `own_drafter`. Otherwise each runner gets a drafter that never
 drafts. The first runner takes the drafter's class by name. The second runner has a closed list of
 drafters, so `install`, a general plugin of vLLM, replaces the n-gram drafter by ours. `install`
 also hands the scheduler's drafts to the second runner, which would otherwise look only at its own
@@ -9,8 +10,8 @@ drafter's drafts. Both runners keep the hidden states that our drafters read, se
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SCHEDULER = "verifier_svc.vllm.scheduler.OutriderScheduler"
-_V2_MODULE = "vllm.v1.worker.gpu.model_runner"
+OWN_DRAFTERS = ("draft_model", "dflash", "dspark", "eagle", "eagle3", "mtp")
+"""Methods of vLLM's drafters whose guesses are drafts of ours, as vLLM's configuration has them."""
 _MARK = "outrider_wraps"
 
 
@@ -36,10 +38,13 @@ def uses_v2() -> bool:
     return bool(HAS_TRITON if wanted is None else wanted)
 
 
-def engine_arguments(draft_tokens: int, *, v2: bool) -> dict[str, Any]:
+def engine_arguments(
+    draft_tokens: int, *, v2: bool, own_drafter: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return vLLM's arguments for drafts of at most `draft_tokens`.
 
-    They are for vLLM's second runner with `v2`, otherwise for its first.
+    They are for vLLM's second runner with `v2`, otherwise for its first. `own_drafter` is the
+    configuration of a drafter of vLLM's; without it, vLLM drafts nothing.
     """
     drafter: dict[str, Any] = {"method": "custom_class", "model": f"{__name__}.NoProposer"}
     arguments: dict[str, Any] = {"scheduler_cls": SCHEDULER}
@@ -48,17 +53,33 @@ def engine_arguments(draft_tokens: int, *, v2: bool) -> dict[str, Any]:
         # replaces vLLM's lookup.
         drafter = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
         arguments["logits_processors"] = ["verifier_svc.vllm.noise:CoupledNoise"]
-    drafter["num_speculative_tokens"] = draft_tokens
+    if own_drafter is not None:
+        drafter = dict(own_drafter)
+        arguments["async_scheduling"] = False
+    drafter.setdefault("num_speculative_tokens", draft_tokens)
     return {**arguments, "speculative_config": drafter}
 
 
-def check_config(vllm_config: VllmConfig) -> None:
-    """Raise OutriderError(INVALID_VALUE) unless vLLM has the drafter that ours replaces."""
-    wanted = "ngram" if vllm_config.use_v2_model_runner else "custom_class"
-    found = getattr(vllm_config.speculative_config, "method", None)
-    if found != wanted:
-        message = f"needs the method {wanted}, not {found}: our drafters take its place"
+def own_method(vllm_config: VllmConfig) -> str | None:
+    """Return the method of vLLM's own drafter; None if our stub takes its place.
+
+    Raises OutriderError(INVALID_VALUE) for a drafter beside which ours cannot draft.
+    """
+    speculation = vllm_config.speculative_config
+    stub = "ngram" if vllm_config.use_v2_model_runner else "custom_class"
+    found = getattr(speculation, "method", None)
+    if found == stub:
+        return None
+    if speculation is None or found not in OWN_DRAFTERS:
+        methods = ", ".join((stub, *OWN_DRAFTERS))
+        raise invalid("speculative_config", f"needs one of the methods {methods}, not {found}")
+    if vllm_config.scheduler_config.async_scheduling:
+        message = "must be off: only then does the scheduler get the drafts of vLLM's own drafter"
+        raise invalid("async_scheduling", message)
+    if speculation.draft_sample_method != "greedy":
+        message = "needs the draft_sample_method greedy, since another drafter's draft may be taken"
         raise invalid("speculative_config", message)
+    return str(found)
 
 
 def is_ours(vllm_config: VllmConfig) -> bool:
@@ -78,6 +99,43 @@ def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 
 
 # --- both runners ---
+
+
+def install() -> None:
+    """Let the runners take our drafts; for the entry point group `vllm.general_plugins`.
+
+    Without effect on engines that have another scheduler.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    _replace(WorkerWrapperBase, "init_device", _with_preparation)
+
+
+def _with_preparation(init_device: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `init_device`, which makes the runner, that prepares the runner's class first."""
+
+    @wraps(init_device)
+    def prepare_and_init(worker: Any) -> Any:
+        if is_ours(worker.vllm_config):
+            prepare(worker.vllm_config)
+        return init_device(worker)
+
+    return prepare_and_init
+
+
+def prepare(vllm_config: VllmConfig) -> None:
+    """Wrap the methods of an engine's runner, in this process.
+
+    Raises OutriderError(INVALID_VALUE) for an unknown version of vLLM, and as `own_method` does.
+    """
+    import vllm
+
+    check_version(vllm.__version__)
+    method = own_method(vllm_config)
+    if vllm_config.use_v2_model_runner:
+        _prepare_v2(method)
+    else:
+        _prepare_v1()
 
 
 def _with_offer(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,25 +176,27 @@ def _with_states(execute_model: Callable[..., Any]) -> Callable[..., Any]:
 # --- the first runner ---
 
 
+def _prepare_v1() -> None:
+    """Wrap the methods of the first runner."""
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    _replace(GPUModelRunner, "_sample", _with_noise)
+    # It is the last part of loading a model, on a GPU and on a CPU.
+    _replace(GPUModelRunner, "_setup_eagle3_aux_hidden_state_outputs", _with_offer)
+    _replace(GPUModelRunner, "execute_model", _with_states)
+    if current_platform.is_cpu():
+        from vllm.triton_utils.dispatcher import register_kernels
+
+        register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+
+
 class NoProposer:
-    """The first runner's drafter: drafts nothing. The runner that has it draws with our noise."""
+    """The first runner's drafter: drafts nothing."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        """Wrap the runner's methods. Raises OutriderError for an unknown version of vLLM."""
-        import vllm
-        from vllm.platforms import current_platform
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-        check_version(vllm.__version__)
-        self.noise: Any = None
-        _replace(GPUModelRunner, "_sample", _with_noise)
-        # It is the last part of loading a model, on a GPU and on a CPU.
-        _replace(GPUModelRunner, "_setup_eagle3_aux_hidden_state_outputs", _with_offer)
-        _replace(GPUModelRunner, "execute_model", _with_states)
-        if current_platform.is_cpu():
-            from vllm.triton_utils.dispatcher import register_kernels
-
-            register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+        """Prepare the runner, in a process without our plugin too. Raises as `prepare` does."""
+        prepare(vllm_config)
 
     def load_model(self, model: object) -> None:
         """Load nothing; the runner asks for it."""
@@ -149,23 +209,23 @@ class NoProposer:
 
 
 def _with_noise(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `_sample` that draws with our noise if the runner's drafter is `NoProposer`."""
+    """Return a `_sample` that draws with our noise if the scheduler is ours."""
     from verifier_svc.vllm.noise import V1Noise
 
     @wraps(sample)
     def _sample(runner: Any, logits: torch.Tensor, metadata: Any) -> Any:
-        proposer = getattr(runner, "drafter", None)
-        if not isinstance(proposer, NoProposer):
+        if not is_ours(runner.vllm_config):
             return sample(runner, logits, metadata)
         if metadata is not None and not any(metadata.num_draft_tokens):
             metadata = None  # without it vLLM samples plainly, which takes less time
-        if proposer.noise is None:
-            proposer.noise = V1Noise(runner)
-        proposer.noise.draw(logits, metadata)
+        noise = getattr(runner, "outrider_noise", None)
+        if noise is None:
+            noise = runner.outrider_noise = V1Noise(runner)
+        noise.draw(logits, metadata)
         try:
             return sample(runner, logits, metadata)
         finally:
-            proposer.noise.clear()
+            noise.clear()
 
     return _sample
 
@@ -191,34 +251,44 @@ def _expand(
 # --- the second runner ---
 
 
-def install() -> None:
-    """Let the second runner take our drafts; for the entry point group `vllm.general_plugins`.
+def _prepare_v2(method: str | None) -> None:
+    """Wrap the methods of the second runner; `method` is that of vLLM's own drafter."""
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
-    Without effect on engines that have another scheduler.
-    """
-    from vllm.v1.worker.gpu import spec_decode
-
-    _replace(spec_decode, "init_speculator", _with_ours)
-    if _V2_MODULE in sys.modules:
-        init_speculator = spec_decode.init_speculator
-        sys.modules[_V2_MODULE].init_speculator = init_speculator  # type: ignore[attr-defined]
+    _replace(model_runner, "init_speculator", _with_ours)
+    _replace(model_runner.GPUModelRunner, "prepare_inputs", _with_drafts)
+    _replace(model_runner.GPUModelRunner, "load_model", _with_offer)
+    _replace(model_runner.GPUModelRunner, "execute_model", _with_states)
+    if method is not None:
+        _replace(DraftTokensHandler, "set_draft_tokens", _with_copy)
 
 
 def _with_ours(init_speculator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `init_speculator` that makes our stub in place of vLLM's n-gram drafter."""
+
     @wraps(init_speculator)
     def choose(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
-        if not is_ours(vllm_config):
-            return init_speculator(vllm_config, device, req_states)
-        import vllm
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-        check_version(vllm.__version__)
-        _replace(GPUModelRunner, "prepare_inputs", _with_drafts)
-        _replace(GPUModelRunner, "load_model", _with_offer)
-        _replace(GPUModelRunner, "execute_model", _with_states)
-        return NoSpeculator(vllm_config, device)
+        if is_ours(vllm_config) and own_method(vllm_config) is None:
+            return NoSpeculator(vllm_config, device)
+        return init_speculator(vllm_config, device, req_states)
 
     return choose
+
+
+def _with_copy(set_draft_tokens: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that copies every step's guesses to the host, for the scheduler.
+
+    vLLM copies them only for a batch with a grammar.
+    """
+
+    @wraps(set_draft_tokens)
+    def set_and_copy(handler: Any, input_batch: Any, draft_tokens: torch.Tensor) -> None:
+        batch = copy(input_batch)
+        batch.has_structured_output_reqs = True
+        set_draft_tokens(handler, batch, draft_tokens)
+
+    return set_and_copy
 
 
 class NoSpeculator:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from outrider.errors import OutriderError, Reason
+from outrider.errors import invalid
 from outrider.process.observability.telemetry import NO_SPAN
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.state.occupancy import Occupancy
 from verifier_svc.vllm.hub import DraftHub
 from verifier_svc.vllm.outcome import Outcome
+from verifier_svc.vllm.own_drafter import OwnDrafter
 from verifier_svc.vllm.parameters import sequence_id_of, strip
-from verifier_svc.vllm.runner import check_config
+from verifier_svc.vllm.runner import own_method
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,12 +43,16 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         super().__init__(*args, **kwargs)
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
             message = (
-                "Outrider drafts for one batch at a time, and pipeline parallelism computes"
-                " several; use tensor parallelism"
+                "must be 1: Outrider drafts for one step at a time, and with pipeline parallelism"
+                " vLLM has a step in progress for each stage; use tensor parallelism"
             )
-            raise OutriderError(Reason.INVALID_VALUE, message, "pipeline_parallel_size")
-        check_config(self.vllm_config)
+            raise invalid("pipeline_parallel_size", message)
+        method = own_method(self.vllm_config)
         self._hub = self._make_hub()
+        self._own_drafter: OwnDrafter | None = None
+        if method is not None:
+            with self._hub.turn:
+                self._own_drafter = OwnDrafter(self._hub, method, self.num_spec_tokens)
         # Each group of layers, as hybrids have them, takes a page of its own for the same tokens.
         self._page_groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         self._drafts = True
@@ -135,10 +140,12 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
                 hub.drop(request.request_id, tokens)
                 continue
             tokens = self.structured_output_manager.validate_tokens(request, tokens)
-            held = -(-request.num_tokens // size)
-            wanted = -(-(request.num_tokens + len(tokens)) // size) - held
+            # vLLM's own drafter needs room for the tokens that it will guess.
+            length = request.num_tokens + self.num_lookahead_tokens
+            held = -(-length // size)
+            wanted = -(-(length + len(tokens)) // size) - held
             if wanted > spare:
-                tokens = tokens[: (held + spare) * size - request.num_tokens]
+                tokens = tokens[: (held + spare) * size - length]
                 wanted = spare
             spare -= wanted
             request.spec_token_ids = tokens
@@ -149,9 +156,10 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         groups = self._page_groups
         needed = 0
         for request in self.running:
-            step = request.num_computed_tokens + self.max_num_scheduled_tokens
-            end = min(request.num_tokens, step)
-            needed += max(0, -(-end // size) - -(-request.num_computed_tokens // size))
+            computed = request.num_computed_tokens
+            end = min(request.num_tokens, computed + self.max_num_scheduled_tokens)
+            ahead = self.num_lookahead_tokens
+            needed += max(0, -(-(end + ahead) // size) - -(-(computed + ahead) // size))
         free = int(self.kv_cache_manager.block_pool.get_num_free_blocks())
         return max(0, free // groups - needed)
 
@@ -196,7 +204,19 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Ignore the drafts of vLLM's own drafter, which is a stub."""
+        """Take the drafts of vLLM's own drafter, unless it is a stub."""
+        own_drafter = self._own_drafter
+        if own_drafter is None or not self._drafts:
+            return
+        pairs = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
+        # What vLLM guesses behind a part of a prompt means nothing.
+        found = [
+            each
+            for each in pairs
+            if each[0] in self.requests and not self.requests[each[0]].is_prefill_chunk
+        ]
+        with self._guarded():
+            own_drafter.take(found)
 
 
 def _generates(request: Request) -> bool:
