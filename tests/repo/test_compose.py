@@ -213,9 +213,11 @@ def test_every_service_of_the_stack_is_read_only_unprivileged_and_limited(name: 
     service = STACK[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
-    limits = service["deploy"]["resources"]["limits"]
-    assert limits["memory"]
-    assert limits["pids"] > 0
+    resources = service["deploy"]["resources"]
+    assert resources["limits"]["memory"]
+    assert resources["limits"]["pids"] > 0
+    # Swarm places a task only where this much memory is free.
+    assert resources["reservations"]["memory"]
 
 
 @pytest.mark.parametrize("name", STACK)
