@@ -1,11 +1,12 @@
 """Checks a stack of containers from outside.
 
 `check.py requests` sends one request of each kind. `check.py plain FILE` writes the texts of plain
-decoding to FILE. `check.py crash FILE FAMILY CONTAINER` kills a container under load, and `check.py
-scale FILE SERVICE` scales and updates a swarm's service of verifiers under load; both compare all
-texts with those in FILE. OUTRIDER_URL is the gateway, and OUTRIDER_API_KEY a key if it wants one.
-`check.py rights PROJECT` checks the users, rights and root file systems of a project's running
-containers instead.
+decoding to FILE. `check.py crash FILE FAMILY CONTAINER` kills a container under load, `check.py
+scale FILE SERVICE` scales a swarm's service of verifiers under load, and `check.py update FILE
+VERSION COUNT COMMAND...` runs a command under load that gives gateway and verifiers another
+version. All three compare all texts with those in FILE. OUTRIDER_URL is the gateway, and
+OUTRIDER_API_KEY a key if it wants one. `check.py rights LABEL` instead checks the users, rights and
+root file systems of the running containers that have a label.
 
 Each command prints one line "note: " with its result. If a check fails, the command prints one
 sentence and exits with status 1.
@@ -21,7 +22,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,8 @@ _TOKENS = 96
 _CLIENTS = 4
 _DRAFTERS = 3
 _BACK_S = 60.0
+_UPDATED_S = 180.0
+_AGAIN_S = 0.2
 _PLAIN = {"enabled": False}
 # Each prompt begins with its own line, so that no two share a page of the prefix cache.
 _PROMPTS = [f"# {index}\n{DEMO_PROMPTS[index % len(DEMO_PROMPTS)][1]}" for index in range(_STREAMS)]
@@ -42,6 +47,10 @@ _PROMPTS = [f"# {index}\n{DEMO_PROMPTS[index % len(DEMO_PROMPTS)][1]}" for index
 
 class CheckFailed(Exception):
     """A check failed; the text says which and why."""
+
+
+class Refused(CheckFailed):
+    """The gateway did not take the request."""
 
 
 class Load:
@@ -54,6 +63,8 @@ class Load:
         self.texts = [""] * _STREAMS
         self.reasons = [""] * _STREAMS
         self.accepted = 0
+        self.refused: list[float] = []
+        """When requests were refused, in seconds of the monotonic clock."""
         self.halfway = asyncio.Event()
 
     async def run(self) -> None:
@@ -63,7 +74,8 @@ class Load:
     async def repeat(self, expected: list[str], until: asyncio.Event) -> int:
         """Send the requests repeatedly, one at a time for each client; return how many were sent.
 
-        Each request must complete with its expected text.
+        Each request must complete with its expected text. Like OpenAI's clients, these clients
+        send a request again if the gateway did not take it.
         """
         clients = (self._repeat(client, expected, until) for client in range(_CLIENTS))
         return sum(await asyncio.gather(*clients))
@@ -73,13 +85,24 @@ class Load:
             if until.is_set():
                 return count
             self.texts[index] = self.reasons[index] = ""
-            await self._stream(index)
+            while not await self._is_taken(index):  # noqa: ASYNC110
+                await asyncio.sleep(_AGAIN_S)
             if (self.texts[index], self.reasons[index]) != (expected[index], "length"):
                 found = f"{self.texts[index]!r} ({self.reasons[index] or 'cut off'})"
                 raise CheckFailed(f"request {index} is {found}, not {expected[index]!r}")
         raise AssertionError("a cycle has no end")
 
+    async def _is_taken(self, index: int) -> bool:
+        """Send a request; return False if the gateway did not take it."""
+        try:
+            await self._stream(index)
+        except Refused:
+            self.refused.append(time.monotonic())
+            return False
+        return True
+
     async def _stream(self, index: int) -> None:
+        """Send a request and read its answer; raise Refused if the gateway does not take it."""
         body = {
             "model": self._model,
             "prompt": _PROMPTS[index],
@@ -88,13 +111,28 @@ class Load:
             "ignore_eos": True,
         }
         body |= {"stream": True, "speculation": self._speculation}
-        async with self._client.stream("POST", "/v1/completions", json=body) as response:
+        async with self._taken(body) as response:
             if response.is_error:
                 text = (await response.aread()).decode()
                 raise CheckFailed(f"request {index}: {response.status_code} {text}")
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     self._take(index, json.loads(line.removeprefix("data: ")))
+
+    @asynccontextmanager
+    async def _taken(self, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+        """Send a request; yield the response once it begins, or raise Refused."""
+        request = self._client.build_request("POST", "/v1/completions", json=body)
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.TransportError as error:
+            raise Refused(repr(error)) from error
+        try:
+            if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+                raise Refused((await response.aread()).decode())
+            yield response
+        finally:
+            await response.aclose()
 
     def _take(self, index: int, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
@@ -174,35 +212,76 @@ async def crash(
 
 
 async def scale(client: httpx.AsyncClient, model: str, expected: list[str], service: str) -> str:
-    """Scale a swarm's verifiers from 2 to 3 to 1 and update them while requests stream.
+    """Scale a swarm's verifiers from 2 to 3 to 1 while requests stream.
 
     All requests must complete with plain decoding's texts. Few requests have to move to another
     verifier: Swarm takes a task's address away two seconds before it sends SIGTERM.
     """
     load = Load(client, model, {"metrics": True})
     await _have_verifiers(client, 2)
+
+    async def change() -> None:
+        for count in (3, 1):
+            await asyncio.to_thread(_docker, "service", "scale", f"{service}={count}")
+            await _have_verifiers(client, count)
+
+    note = await _under_load(load, expected, change())
+    if load.refused:
+        raise CheckFailed(f"{len(load.refused)} requests were refused")
+    metrics = (await client.get("/metrics")).raise_for_status().text
+    samples = re.findall(r"^outrider:request_resumed_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+    return f"{note}, {sum(map(float, samples)):.0f} moved to another verifier"
+
+
+async def update(
+    client: httpx.AsyncClient,
+    model: str,
+    expected: list[str],
+    wanted: str,
+    count: int,
+    *command: str,
+) -> str:
+    """Run a command while requests stream, until gateway and verifiers have the wanted version.
+
+    All answers that have begun must complete with plain decoding's texts. The gateway of a stack on
+    one machine has no other gateway beside it, so requests are refused while it restarts.
+    """
+    load = Load(client, model, {"metrics": True})
+
+    async def change() -> None:
+        run = partial(subprocess.run, command, check=True, stdout=sys.stderr)
+        await asyncio.to_thread(run)
+        async with asyncio.timeout(_UPDATED_S):
+            while await _versions(client) != [wanted] * (1 + count):  # noqa: ASYNC110
+                await asyncio.sleep(_AGAIN_S)
+
+    note = await _under_load(load, expected, change())
+    gap = max(load.refused) - min(load.refused) if load.refused else 0.0
+    return f"{note}, new ones refused for {gap:.0f} s"
+
+
+async def _under_load(load: Load, expected: list[str], change: Coroutine[Any, Any, None]) -> str:
+    """Make a change while requests are sent again and again; return a note on the requests."""
     began = time.monotonic()
     finish = asyncio.Event()
     traffic = asyncio.create_task(load.repeat(expected, finish))
-    changes = asyncio.create_task(_change(client, service))
+    changes = asyncio.create_task(change)
     await asyncio.wait((traffic, changes), return_when=asyncio.FIRST_COMPLETED)
     finish.set()
     count = await traffic
     await changes
     seconds = time.monotonic() - began
-    metrics = (await client.get("/metrics")).raise_for_status().text
-    samples = re.findall(r"^outrider:request_resumed_total\{.*\} (\S+)$", metrics, re.MULTILINE)
-    resumed = sum(map(float, samples))
-    moved = f"{resumed:.0f} moved to another verifier, {load.accepted} tokens accepted"
-    return f"{count} requests in {seconds:.0f} s, all equal, {moved}"
+    return f"{count} requests in {seconds:.0f} s, all equal, {load.accepted} tokens accepted"
 
 
-async def _change(client: httpx.AsyncClient, service: str) -> None:
-    for count in (3, 1):
-        await asyncio.to_thread(_docker, "service", "scale", f"{service}={count}")
-        await _have_verifiers(client, count)
-    await asyncio.to_thread(_docker, "service", "update", "--force", service)
-    await _have_verifiers(client, 1)
+async def _versions(client: httpx.AsyncClient) -> list[str]:
+    """Return the versions of the gateway and of its ready verifiers; none while it is away."""
+    try:
+        gateway = (await client.get("/version")).raise_for_status().json()["version"]
+        verifiers = (await client.get("/readyz")).json()["verifiers"]
+    except (httpx.HTTPError, ValueError):
+        return []
+    return [gateway, *(each["version"] for each in verifiers if each["ready"])]
 
 
 async def _have_verifiers(client: httpx.AsyncClient, count: int) -> None:
@@ -228,24 +307,27 @@ async def _restarted(container: str) -> str:
     return "start"
 
 
-def rights(project: str) -> str:
-    """Check every process of a project's containers, as the kernel describes it."""
-    label = f"label=com.docker.compose.project={project}"
-    containers = _docker("ps", "--quiet", "--filter", label).split()
+def rights(label: str) -> str:
+    """Check every process of the containers with a label, as the kernel describes it.
+
+    A swarm cannot keep its processes from gaining rights, so there this is not checked.
+    """
+    is_swarm = label.startswith("com.docker.stack.")
+    containers = _docker("ps", "--quiet", "--filter", f"label={label}").split()
     count = 0
     for container in containers:
         name = _docker("inspect", "--format", "{{.Name}}", container)
         # The first line is a heading.
         for pid in _docker("top", container, "-eo", "pid").split()[1:]:
-            if wrong := _excess(Path("/proc", pid)):
+            if wrong := _excess(Path("/proc", pid), may_gain=is_swarm):
                 raise CheckFailed(f"{name}, process {pid}: {', '.join(wrong)}")
             count += 1
     if not containers or count < len(containers):
-        raise CheckFailed(f"{count} processes in {len(containers)} containers of {project}")
+        raise CheckFailed(f"{count} processes in {len(containers)} containers of {label}")
     return f"{count} processes in {len(containers)} containers"
 
 
-def _excess(process: Path) -> list[str]:
+def _excess(process: Path, *, may_gain: bool) -> list[str]:
     """Read from a process's folder in /proc the rights that no service needs."""
     lines = (process / "status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
@@ -254,7 +336,7 @@ def _excess(process: Path) -> list[str]:
     facts = {
         "it runs as root": "0" in status["Uid"],
         "it has capabilities": any(int(status[set_][0], 16) for set_ in ("CapPrm", "CapBnd")),
-        "it may gain rights": status["NoNewPrivs"] != ["1"],
+        "it may gain rights": status["NoNewPrivs"] != ["1"] and not may_gain,
         "its root file system can be written": "ro" not in root,
     }
     return [fact for fact, holds in facts.items() if holds]
@@ -287,6 +369,9 @@ async def main(command: str, *arguments: str) -> str:
             return await plain(client, model, Path(arguments[0]).write_text)
         if command == "scale":
             return await scale(client, model, _read(arguments[0]), arguments[1])
+        if command == "update":
+            version, count, *words = arguments[1:]
+            return await update(client, model, _read(arguments[0]), version, int(count), *words)
         return await crash(client, model, _read(arguments[0]), *arguments[1:])
 
 

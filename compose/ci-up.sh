@@ -32,6 +32,8 @@ log=$PWD/compose/ci-up.log
 work=$(mktemp -d)
 python=${OUTRIDER_CHECK_PYTHON:-$PWD/.venv/bin/python}
 targets="gateway drafter-ngram drafter-model verifier"
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' outrider/__init__.py)
+other_version=99.0.0 other_tag=outrider-ci-other
 rows=()
 : >"$log"
 
@@ -186,6 +188,21 @@ build_images() {
   done
 }
 
+# Makes the same images with another version, as those of another release.
+other_images() {
+  local target docker_build
+  docker_build=$(builder)
+  for target in $targets; do
+    DOCKER_BUILDKIT=1 "$docker_build" build --tag "outrider-$target:$other_tag" - <<EOF
+FROM outrider-$target:$OUTRIDER_TAG
+USER root
+RUN sed -i 's/^__version__ = .*/__version__ = "$other_version"/' \
+  /opt/outrider/lib/python3*/site-packages/outrider/__init__.py
+USER 10001:10001
+EOF
+  done
+}
+
 bytes() { docker image inspect --format '{{.Size}}' "$1"; }
 
 image_sizes() {
@@ -263,7 +280,8 @@ profiles_are_valid() {
   done
 }
 
-up() { compose up --detach --no-build --scale drafter-ngram=2; }
+up=(up --detach --no-build --scale drafter-ngram=2)
+up() { compose "${up[@]}"; }
 
 # asks ADDRESS SERVICE OPTION...: succeeds if the service serves there.
 asks() { "$python" -m outrider_cli.main health "$1" --service "outrider.v1.$2" "${@:3}"; }
@@ -338,6 +356,12 @@ pool_fills() {
     sleep 2
   done
   return 1
+}
+
+# update TAG VERSION COUNT COMMAND...: the command gives the gateway and COUNT verifiers the images
+# with this tag and version while requests stream.
+update() {
+  OUTRIDER_TAG=$1 "$python" compose/check.py update "$work/plain.json" "$2" "$3" "${@:4}"
 }
 
 # Moves the drafters to a cluster; the verifier and the gateway do not notice.
@@ -429,7 +453,7 @@ swarm_up() {
     { docker swarm init --advertise-addr 127.0.0.1 && touch "$work/is-manager"; }
   PATH=$(dirname "$python"):$PATH compose/secrets.sh "$OUTRIDER_SECRETS" >"$work/secrets.out"
   tail -1 "$work/secrets.out" >"$work/key"
-  docker stack deploy --resolve-image never --compose-file compose/stack.yaml "$stack"
+  "${deploy[@]}"
   for _ in $(seq 120); do
     curl --silent --fail --output /dev/null --cacert "$SSL_CERT_FILE" "$OUTRIDER_URL/readyz" &&
       return
@@ -450,10 +474,7 @@ swarm_down() {
   [ ! -e "$work/is-manager" ] || docker swarm leave --force
 }
 
-scale() {
-  OUTRIDER_API_KEY=$(cat "$work/key") "$python" compose/check.py scale "$work/plain.json" \
-    "${stack}_verifier"
-}
+scale() { "$python" compose/check.py scale "$work/plain.json" "${stack}_verifier"; }
 
 table() {
   printf '\n%-34s %6s  %-10s  %s\n' step seconds result note
@@ -495,6 +516,7 @@ step "redis image" redis_image
 step "prometheus image" prometheus_image
 [ -z "$bases" ] || exit 0
 step "build four images" build_images
+step "the same with another version" other_images
 step "sizes" image_sizes
 step "no secret, compiler or root inside" images_hold_no_more
 step "the default target" grown_target
@@ -512,6 +534,8 @@ step "n-grams in Redis" pool_fills redis
 step "50 streams, Redis killed" crash ngram redis
 step "healthy again" wait_healthy 7
 step "n-grams in Redis again" pool_fills redis
+step "an upgrade under load" update "$other_tag" "$other_version" 1 compose/compose.sh "${up[@]}"
+step "a downgrade under load" update "$OUTRIDER_TAG" "$version" 1 compose/compose.sh "${up[@]}"
 step "Redis Cluster instead" cluster
 certs=$work/certs
 files+=(-f compose/tls.yaml)
@@ -522,7 +546,8 @@ export SSL_CERT_FILE=$certs/ca.pem
 step "TLS instead" to_tls
 step "n-grams in Redis over TLS" pool_fills redis
 step "Prometheus over TLS" scraped
-step "no root, rights or writes" "$python" compose/check.py rights "$COMPOSE_PROJECT_NAME"
+step "no root, rights or writes" "$python" compose/check.py rights \
+  "com.docker.compose.project=$COMPOSE_PROJECT_NAME"
 [ -z "$keep" ] || exit 0
 step "stop" stop
 stack=$COMPOSE_PROJECT_NAME-swarm
@@ -530,7 +555,14 @@ stack=$COMPOSE_PROJECT_NAME-swarm
 # draft model, which the steps above check, since two cores are few.
 export OUTRIDER_PORT_MODE=host OUTRIDER_MODEL_DRAFTERS=0 OUTRIDER_NGRAM_DRAFTERS=1
 export OUTRIDER_SECRETS=$work/swarm SSL_CERT_FILE=$work/swarm/ca.pem
+deploy=(docker stack deploy --resolve-image never --compose-file compose/stack.yaml "$stack")
 step "a swarm instead" swarm_up
-step "2, 3, 1 verifiers, and an update" scale
+OUTRIDER_API_KEY=$(cat "$work/key")
+export OUTRIDER_API_KEY
+step "2, 3, 1 verifiers" scale
+step "an upgrade to 2 verifiers" update "$other_tag" "$other_version" 2 "${deploy[@]}"
+step "a downgrade of 2 verifiers" update "$OUTRIDER_TAG" "$version" 2 "${deploy[@]}"
+step "no root, rights or writes in it" "$python" compose/check.py rights \
+  "com.docker.stack.namespace=$stack"
 step "no swarm" swarm_down
 stack=''
