@@ -164,10 +164,23 @@ async def test_a_changed_field_number_is_found(old: Version, new: Version, tmp_p
     assert broken == {("old", "new"), ("new", "old")}
 
 
-async def test_a_renamed_service_is_found(old: Version, new: Version, tmp_path: Path) -> None:
+SERVICE = "outrider/internal/v1/token_streams_pb2_grpc.py"
+LINK = "outrider/protocol/link_versions.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern", "replacement"),
+    [
+        (SERVICE, "internal.v1.TokenStreamService", "internal.v1.TokensService"),
+        (LINK, r"SPOKEN = Versions\(1, 1\)", "SPOKEN = Versions(2, 2)"),
+    ],
+    ids=["a renamed service", "no common version"],
+)
+async def test_a_link_that_the_other_version_cannot_use_is_found(
+    old: Version, new: Version, tmp_path: Path, file: str, pattern: str, replacement: str
+) -> None:
     changed = old.copy(tmp_path / "venv")
-    name = "outrider/internal/v1/token_streams_pb2_grpc.py"
-    changed.change(name, "internal.v1.TokenStreamService", "internal.v1.TokensService")
+    changed.change(file, pattern, replacement)
     found = await pairs(changed, new, FEW)
     broken = {(pair.gateway, pair.verifier) for pair in found if not pair.works}
     assert broken == {("old", "new"), ("new", "old")}
