@@ -126,6 +126,26 @@ async def test_a_stream_of_a_version_that_is_not_spoken_ends_with_the_reason(
     assert error.message in caplog.text
 
 
+async def test_all_parts_that_were_queued_come_before_the_caller_hears_of_draining() -> None:
+    """A caller that hears of it may cancel its calls, and would lose the parts behind it."""
+    go = asyncio.Event()
+    # All steps are queued at once, and fill three messages.
+    verifier = Verifier(lambda prompt: [[prompt], go, *([1_000_000 + prompt] * 150_000,) * 6])
+    async with calling(verifier) as call:
+        await call.write(begin(1, 7))
+        await call.read()
+        assert verifier.stream is not None
+        go.set()
+        verifier.stream.say_draining()
+        counts, draining = [], False
+        while not draining:
+            message = await call.read()
+            counts.append(len(message.parts))
+            draining = message.draining
+    assert sum(counts) == 6
+    assert len(counts) > 1
+
+
 def cancel(number: int) -> Request:
     """Return a message that cancels call `number`."""
     return said(call_id=number, cancel=token_streams_pb2.CancelTokens())

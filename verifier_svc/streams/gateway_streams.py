@@ -188,12 +188,12 @@ class GatewayStream:
             await self._has_unsent.wait()
             self._has_unsent.clear()
             while self._unsent or self._draining:
-                # A caller that reads `draining` may cancel its calls, so the same message also has
-                # the parts queued before.
-                draining = self._draining
-                self._draining = False
                 parts, byte_count = take_batch(self._unsent)
                 self._unsent_bytes -= byte_count
+                # A caller that reads `draining` may cancel its calls, so no part that was queued
+                # before may follow.
+                draining = self._draining and not self._unsent
+                self._draining = self._draining and not draining
                 await self._context.write(
                     token_streams_pb2.StreamTokensResponse(parts=parts, draining=draining)
                 )
