@@ -21,7 +21,7 @@ _JSON_CONTROLS = ((0x08, 0x0A), (0x0C, 0x0D))
 
 
 def characters(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the set of these ranges, which may overlap and hold surrogates."""
+    """Return the set of the characters in `ranges`, which may overlap, without surrogates."""
     parts: list[tuple[int, int]] = []
     for low, high in ranges:
         parts.append((low, min(high, _SURROGATES[0] - 1)))

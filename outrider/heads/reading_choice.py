@@ -20,8 +20,8 @@ from outrider.protocol.draft_messages import FINAL_STATE
 
 log = logging.getLogger(__name__)
 
-# Another interpretation is chosen only if it has more than `_RATIO` times the right guesses of the
-# likeliest one, and more than `_MARGIN` more, since small numbers differ by chance.
+# The interpretation that is likeliest from the file alone is kept, unless another one has more than
+# `_RATIO` times its right guesses, and more than `_MARGIN` more. Small numbers differ by chance.
 _RATIO = 1.3
 _MARGIN = 3
 # The number of guesses in a row. The guesses after the first show how a head recycles its states.

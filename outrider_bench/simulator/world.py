@@ -56,7 +56,7 @@ class DrawnText:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt's tokens; zeros if they were not recorded."""
+        """The prompt's tokens, `number` first; after it zeros if they were not recorded."""
         return [self.number, *(self.prompt_ids[1:] or [0] * (self.prompt_length - 1))]
 
 

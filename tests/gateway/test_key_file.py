@@ -1,4 +1,7 @@
-"""Before anything starts, the gateway checks its key file and refuses to listen for everybody."""
+"""The gateway checks its key file before it starts.
+
+Without keys it listens only on loopback, unless it is `open`.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def good_speed(batch: int) -> float:
 def test_strangers_leave_the_gain_of_a_good_drafter(
     kind: str, count: int, least: float, batch: int
 ) -> None:
-    """The good drafter joins last, so each of 60 strangers has its first chance earlier."""
+    """The good drafter joins last, so every stranger has its first chance before it."""
     found, schedule = strangers(kind, count)
     assert speed([*found, GOOD], batch, SECONDS, schedule) >= least * good_speed(batch)
 
