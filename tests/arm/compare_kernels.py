@@ -1,7 +1,7 @@
 """Run by ARM's Python: compare the installed kernels with torch; print a JSON object.
 
-The model is random. `errors` has the mean distances of two forwards' logits from those in float64:
-the kernels' forward, and the model's own forward in torch.
+The model is random. `errors` has the mean distances from float64 logits of the logits of two
+forwards: the kernels' forward, and the model's own forward in torch.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""The parts of a campaign's stack that a machine leaves out."""
+"""A campaign plays each fault, and leaves out drafters that its machine cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters as processes."""
+"""Starts drafters as processes, and stops them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter's session: which sequences it asks for, what it sends, how it contains failures."""
+"""A drafter's session: for which sequences it asks guesses, what it sends, and its failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suffix drafters of two verifiers share a Redis: acceptance cold, warm and erased; texts stay."""
+"""Suffix drafters of two verifiers share texts in Redis, which changes acceptance but no text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine that measures, and the code that it runs."""
+"""An experiment identifies its machine and its commit, and refuses hardware that is missing."""
 
 from __future__ import annotations
 

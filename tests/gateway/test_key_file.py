@@ -1,7 +1,4 @@
-"""The gateway checks its key file before it starts.
-
-Without keys it listens only on loopback, unless it is `open`.
-"""
+"""The gateway checks its key file at start; without keys it serves other hosts only if `open`."""
 
 from __future__ import annotations
 

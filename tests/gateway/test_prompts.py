@@ -1,4 +1,4 @@
-"""The gateway renders and tokenises prompts exactly as `transformers` does, without it."""
+"""The gateway renders and tokenises prompts exactly as `transformers` does, but without it."""
 
 from __future__ import annotations
 

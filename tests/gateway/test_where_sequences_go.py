@@ -1,4 +1,4 @@
-"""A sequence continues only at a verifier that can write its rest, and is not retried for ever."""
+"""A sequence continues only at a verifier that can finish its text, and is not retried for ever."""
 
 from __future__ import annotations
 

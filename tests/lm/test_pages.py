@@ -1,4 +1,4 @@
-"""The pool loses no page, gives each page one writer, and shares pages only within a salt."""
+"""The pool loses no page, gives each page one writer, and shares pages only between equal salts."""
 
 import pytest
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""A mask allows exactly the grammar's texts, also in a tag; invalid grammars are refused."""
+"""A mask allows exactly the grammar's texts, also in structural tags; bad grammars are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several drafters of one sequence gain at least as much as the best of them without the others.
+"""Several drafters of one sequence gain at least as much as the best of them gains alone.
 
 Texts and guesses are drawn from a seed, and time is virtual, so that the figures are exact.
 """

@@ -1,4 +1,4 @@
-"""Settings of TLS: they go together, and `outrider serve` gives each process its role's files."""
+"""TLS settings are given together, and `outrider serve` gives each process its role's files."""
 
 from __future__ import annotations
 

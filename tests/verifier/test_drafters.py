@@ -1,4 +1,4 @@
-"""Drafters join, leave, break the protocol and are chosen by requests."""
+"""Drafters join, leave and break the protocol, and requests choose among them."""
 
 import re
 from dataclasses import replace

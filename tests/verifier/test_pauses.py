@@ -1,4 +1,4 @@
-"""A request learns why it got no drafts, and may insist on them. All tests run in virtual time."""
+"""A request learns why it got no drafts, and may demand drafts. All tests run in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculation loses no more than its budgets. Plain steps take a second unless a test says more."""
+"""Speculation loses no more than its budgets. Plain steps take 1 s unless a test says otherwise."""
 
 from collections.abc import Callable
 
