@@ -1,4 +1,4 @@
-"""`outrider lab chaos`: its table and exit status, and a short campaign against real processes."""
+"""`outrider lab chaos` prints a table, sets its exit status, and plays real campaigns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider.drafter`, the library for users' drafters."""
+"""The library `outrider.drafter` runs the strategies that users write."""
 
 from __future__ import annotations
 

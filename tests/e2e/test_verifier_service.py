@@ -1,4 +1,4 @@
-"""The verifier's gRPC service: names and draining."""
+"""The verifier's gRPC service tells its model's names, and drains."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The arithmetic of a report's figures, against cases computed by hand."""
+"""A report's figures equal figures that were computed by hand."""
 
 from pathlib import Path
 

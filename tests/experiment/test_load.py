@@ -1,4 +1,4 @@
-"""Figures of streamed answers."""
+"""The load of an experiment reads its figures from streamed answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schema of experiment files."""
+"""Experiment files load as their schema says; errors name the wrong field."""
 
 from __future__ import annotations
 

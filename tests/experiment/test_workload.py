@@ -1,4 +1,4 @@
-"""The requests of a workload."""
+"""A workload has the requests that its file describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands of `outrider` from another package, found through the entry-point group."""
+"""`outrider` finds commands of other packages through the entry-point group."""
 
 import sys
 import tomllib

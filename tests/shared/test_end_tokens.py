@@ -1,4 +1,4 @@
-"""The tokens that end a text, read from a model's untrusted files."""
+"""The tokens that end a text are read from a model's untrusted files."""
 
 import json
 import logging

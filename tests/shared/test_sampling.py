@@ -1,4 +1,4 @@
-"""Counter-based randomness, and target probabilities equal to transformers'."""
+"""Random numbers are counter-based, and target probabilities equal those of transformers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Threads that serve tenants in turns."""
+"""Threads serve tenants in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements of a drafter: acceptance by position, and latency."""
+"""A drafter's acceptance is measured by position, and its latency by answers."""
 
 import pytest
 from hypothesis import given

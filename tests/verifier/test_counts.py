@@ -1,4 +1,4 @@
-"""The statistics of a response, and the metrics of drafts."""
+"""A response's statistics and the metrics count the verified draft tokens."""
 
 from outrider.protocol.messages import TokenRequest
 from tests.verifier.fake_model import (

@@ -1,4 +1,4 @@
-"""Trees that lack room in a forward, or that a grammar cuts."""
+"""Trees are cut where a forward lacks room or a grammar forbids a guess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A verifier's report of its load, and the time after which refused callers should return."""
+"""A verifier reports its load, and after what time refused callers should return."""
 
 from __future__ import annotations
 
