@@ -143,6 +143,8 @@ class VllmLoader:
         arguments |= runner.engine_arguments(
             policy.max_draft_tokens, v2=runner.uses_v2(), own_drafter=own_drafter
         )
+        # In an environment without our package's metadata, vLLM does not load our plugin.
+        runner.install()
         try:
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
         except TypeError as error:
