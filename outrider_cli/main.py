@@ -96,9 +96,9 @@ def _gateway() -> click.Command:
 
 def _verifier() -> click.Command:
     from outrider.process.settings.config import command
-    from outrider_cli.verifier import OwnDraftersSettings, run
+    from outrider_cli.verifier import VerifierWithDraftersSettings, run
 
-    return command(OwnDraftersSettings, "verifier", run)
+    return command(VerifierWithDraftersSettings, "verifier", run)
 
 
 app.add_command(

@@ -51,11 +51,11 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     verifier = f"{_dialled(settings.verifier_host)}:{verifier_port}"
     uds = socket_directory / "verifier.sock"
     named = _named(settings)
-    own = {name: spec for name, spec in named.items() if _is_in_process(settings, spec)}
-    others = {name: spec for name, spec in named.items() if name not in own}
+    in_process = {name: spec for name, spec in named.items() if _is_in_process(settings, spec)}
+    others = {name: spec for name, spec in named.items() if name not in in_process}
     listen = f"{settings.verifier_host}:{verifier_port}"
     children = [
-        _verifier(settings, own, others, listen, uds),
+        _verifier(settings, in_process, others, listen, uds),
         *_drafters(settings, others, verifier, uds),
         Child("gateway", "gateway", _gateway_arguments(settings, verifier, http_port, grpc_port)),
     ]
@@ -145,7 +145,7 @@ def _has_gpu() -> bool:
 
 def _verifier(
     settings: ServeSettings,
-    own: Mapping[str, DrafterSpec],
+    in_process: Mapping[str, DrafterSpec],
     others: Mapping[str, DrafterSpec],
     address: str,
     uds: Path,
@@ -159,9 +159,9 @@ def _verifier(
     }
     options |= {name: getattr(settings, name) for name in TargetSettings.model_fields}
     options |= settings.files(Role.VERIFIER.value)
-    if not own:
+    if not in_process:
         return Child("verifier", "verifier_svc", flags(options))
-    specs = [spec.in_verifier(name) for name, spec in own.items()]
+    specs = [spec.in_verifier(name) for name, spec in in_process.items()]
     for spec in specs:
         spec.check_in_process("drafter")
     options["in_process"] = [*map(str, specs)]

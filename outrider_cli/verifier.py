@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from verifier_svc.metrics import VerifierMetrics
 
 
-class OwnDraftersSettings(VerifierSettings):
+class VerifierWithDraftersSettings(VerifierSettings):
     """Hold the target model, and accept the draft tokens that it agrees with.
 
     Each setting may also come from the environment (OUTRIDER_VERIFIER_TARGET) or a YAML file
@@ -47,40 +47,40 @@ class OwnDraftersSettings(VerifierSettings):
         return texts
 
     @property
-    def own_drafters(self) -> list[DrafterSpec]:
+    def in_process_drafters(self) -> list[DrafterSpec]:
         """The drafters in the verifier's process."""
         return [DrafterSpec.parse(text) for text in self.in_process]
 
 
-def check_own(settings: OwnDraftersSettings) -> None:
+def check_with_drafters(settings: VerifierWithDraftersSettings) -> None:
     """Do the checks of `verifier_svc.check.check`, also for the drafters in the process."""
-    from outrider_cli.own_drafters import own_settings
+    from outrider_cli.in_process_drafters import in_process_settings
 
     check(settings)
-    for spec in settings.own_drafters:
+    for spec in settings.in_process_drafters:
         if model := spec.options.get("model"):
             check_model("in-process", model)
         if head := spec.options.get("head"):
             check_file("in-process", Path(head) / "config.json")
-        check_int8(own_settings(spec, settings))
+        check_int8(in_process_settings(spec, settings))
 
 
-async def _serve(settings: OwnDraftersSettings, metrics: VerifierMetrics) -> None:
+async def _serve(settings: VerifierWithDraftersSettings, metrics: VerifierMetrics) -> None:
     """Load the drafters, if any, then serve as `verifier_svc.server.serve` does."""
     from verifier_svc.server import serve
 
-    own = []
+    drafters = []
     if settings.in_process:
-        from outrider_cli.own_drafters import load_drafters
+        from outrider_cli.in_process_drafters import load_drafters
 
-        own = await load_drafters(settings.own_drafters, settings, metrics)
-    await serve(settings, metrics, own)
+        drafters = await load_drafters(settings.in_process_drafters, settings, metrics)
+    await serve(settings, metrics, drafters)
 
 
-def run(settings: OwnDraftersSettings) -> None:
+def run(settings: VerifierWithDraftersSettings) -> None:
     """Run the verifier; exits with status 1 and one sentence if the target cannot be served."""
-    verifier.run(settings, _serve, check_own)
+    verifier.run(settings, _serve, check_with_drafters)
 
 
 if __name__ == "__main__":
-    run(parse(OwnDraftersSettings, "verifier", sys.argv[1:]))
+    run(parse(VerifierWithDraftersSettings, "verifier", sys.argv[1:]))

@@ -42,7 +42,7 @@ from verifier_svc.engine.served import ServedEngine
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
 from verifier_svc.state.target_device import TargetDevice
-from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
+from verifier_svc.streams.in_process_stream import InProcessDrafter, InProcessVerifier
 from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.mask_lanes import Threads
@@ -61,7 +61,9 @@ log = logging.getLogger(__name__)
 
 
 async def serve(
-    settings: VerifierSettings, metrics: VerifierMetrics, own_drafters: Sequence[OwnDrafter] = ()
+    settings: VerifierSettings,
+    metrics: VerifierMetrics,
+    in_process_drafters: Sequence[InProcessDrafter] = (),
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -82,7 +84,7 @@ async def serve(
     telemetry.announce(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}")
     add_process_metrics(metrics.registry, lambda: server.is_serving, {"tls": settings.tls})
     serve_metrics(metrics.registry, settings, settings.tls)
-    loader = _loader(settings, servicer, metrics, own_drafters)
+    loader = _loader(settings, servicer, metrics, in_process_drafters)
     thread = EngineThread(loader.build)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     built: asyncio.Future[Any] = thread.built
@@ -97,8 +99,8 @@ async def serve(
         servicer.serve(thread, loader.info, loader.grammars)
         health = watch(report_health(thread, server), "reporting whether the engine hangs")
         info = loader.info
-        verifier = OwnVerifier(thread, info)
-        drafting += [_drafting(drafter, verifier, lost) for drafter in own_drafters]
+        verifier = InProcessVerifier(thread, info)
+        drafting += [_drafting(drafter, verifier, lost) for drafter in in_process_drafters]
         telemetry.announce(f"verifier ready: {info.model_id} in {info.dtype} on {info.device}")
         await asyncio.wait([ended, stopped, lost], return_when=asyncio.FIRST_COMPLETED)
         health.cancel()
@@ -119,7 +121,7 @@ async def serve(
 
 
 def _drafting(
-    drafter: OwnDrafter, verifier: OwnVerifier, lost: asyncio.Future[str]
+    drafter: InProcessDrafter, verifier: InProcessVerifier, lost: asyncio.Future[str]
 ) -> asyncio.Task[None]:
     """Run a drafter in this process; if the drafter fails, the verifier goes on without it.
 
@@ -139,15 +141,15 @@ def _loader(
     settings: VerifierSettings,
     servicer: VerifierServicer,
     metrics: VerifierMetrics,
-    own_drafters: Sequence[OwnDrafter],
+    in_process_drafters: Sequence[InProcessDrafter],
 ) -> EngineLoader:
     """Return the loader of the engine that the settings name."""
     if settings.engine == "native":
-        return Loader(settings, servicer, metrics, own_drafters)
+        return Loader(settings, servicer, metrics, in_process_drafters)
     need_vllm()
     from verifier_svc.vllm.loader import VllmLoader
 
-    return VllmLoader(settings, servicer, metrics, own_drafters)
+    return VllmLoader(settings, servicer, metrics, in_process_drafters)
 
 
 class EngineLoader(Protocol):
@@ -171,9 +173,9 @@ class Loader:
         settings: VerifierSettings,
         servicer: VerifierServicer,
         metrics: VerifierMetrics,
-        own_drafters: Sequence[OwnDrafter] = (),
+        in_process_drafters: Sequence[InProcessDrafter] = (),
     ) -> None:
-        self._own_drafters = own_drafters
+        self._in_process_drafters = in_process_drafters
         self._settings = settings
         self._servicer = servicer
         self._metrics = metrics
@@ -276,8 +278,8 @@ class Loader:
         )
         runner.projections = found
         projected = [each.states for each in found.values()]
-        own = [drafter.meet(runner) for drafter in self._own_drafters]
-        states = {*settings.feature_states}.union(*projected, *own)
+        for_drafters = [drafter.meet(runner) for drafter in self._in_process_drafters]
+        states = {*settings.feature_states}.union(*projected, *for_drafters)
         if not runner.can_watch(states):
             message = f"must be -1 or in [0, {runner.layer_count}], not {sorted(states)}"
             raise invalid("feature_states", message)

@@ -14,7 +14,7 @@ from outrider_bench.experiment.child import LOOPBACK, Launch
 from outrider_bench.experiment.spec import Drafter, Experiment, Setting, Target, drafters_of
 from outrider_cli.drafter_spec import DrafterSpec
 from outrider_cli.stack_plan import flags
-from outrider_cli.verifier import OwnDraftersSettings
+from outrider_cli.verifier import VerifierWithDraftersSettings
 from verifier_svc.config import VerifierSettings
 
 DRAFT_MODEL = Path("models/draft")
@@ -53,9 +53,9 @@ class Dial:
 
 
 def verifier_launch(
-    target: Target, model: Path, endpoint: Endpoint, own: Sequence[DrafterSpec] = ()
+    target: Target, model: Path, endpoint: Endpoint, in_process: Sequence[DrafterSpec] = ()
 ) -> Launch:
-    """Return the command line of a verifier. The drafters of the list `own` run in its process.
+    """Return the command line of a verifier that has the drafters `in_process` in its process.
 
     Raises OutriderError(INVALID_VALUE) for a wrong setting.
     """
@@ -79,9 +79,9 @@ def verifier_launch(
     }
     module = "verifier_svc"
     schema: type[VerifierSettings] = VerifierSettings
-    if own:
-        module, schema = "outrider_cli.verifier", OwnDraftersSettings
-        options["in_process"] = [*map(str, own)]
+    if in_process:
+        module, schema = "outrider_cli.verifier", VerifierWithDraftersSettings
+        options["in_process"] = [*map(str, in_process)]
     _check("target.settings", schema, options)
     return Launch(
         endpoint.name,
@@ -148,7 +148,7 @@ def _drafter_options(
     return options
 
 
-def own_drafter(field: str, name: str, drafter: Drafter) -> DrafterSpec:
+def in_process_drafter(field: str, name: str, drafter: Drafter) -> DrafterSpec:
     """Return a drafter in the verifier's process; `field` names it in the file.
 
     Raises OutriderError(INVALID_VALUE) for a wrong setting, or for a family that cannot run there.

@@ -23,7 +23,7 @@ from outrider_bench.experiment import machine, stack
 from outrider_bench.experiment.measuring import Bench
 from outrider_bench.experiment.records import PLAIN, Folder, ways_of
 from outrider_bench.experiment.spec import Cell, Experiment, Target
-from outrider_bench.experiment.stack import drafting, own_drafters, server
+from outrider_bench.experiment.stack import drafting, in_process_drafters, server
 from outrider_bench.experiment.traffic import Encoder
 
 _ROOT = Path(__file__).parents[2]
@@ -156,8 +156,8 @@ class Runner:
         model = _target_model(experiment.target)
         encoder = Encoder(model)
         self._tell(f"{repetition + 1}: starting the verifier", 0)
-        own = own_drafters(experiment, model)
-        async with server(experiment.target, model, own) as running:
+        in_process = in_process_drafters(experiment, model)
+        async with server(experiment.target, model, in_process) as running:
             for cells in there_and_back(stacks, repetition):
                 bench = Bench(running, None, encoder)
                 await self._plain(cells, repetition, bench)

@@ -254,8 +254,8 @@ class Cell:
     @property
     def target_key(self) -> str:
         """A key that is equal for cells that the same verifier can serve."""
-        own = {name: True for name, each in drafters_of(self.experiment) if each.in_process}
-        return self.experiment.model_dump_json(include={"target": True, "drafters": own})
+        in_process = {name: True for name, each in drafters_of(self.experiment) if each.in_process}
+        return self.experiment.model_dump_json(include={"target": True, "drafters": in_process})
 
 
 def load(path: Path) -> Experiment:

@@ -27,8 +27,8 @@ from outrider_bench.experiment.launches import (
     drafter_count,
     drafter_launch,
     gateway_launch,
+    in_process_drafter,
     link_launch,
-    own_drafter,
     process_names,
     verifier_launch,
 )
@@ -50,7 +50,7 @@ class Server:
     """The target as it runs: its `model` is the grown checkpoint, if there is one."""
     endpoint: Endpoint
     processes: Processes
-    own_drafter_count: int = 0
+    in_process_drafter_count: int = 0
     """Drafters in the verifier's own process."""
 
     async def has_drafters(self, count: int) -> bool:
@@ -78,9 +78,9 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
 
 @asynccontextmanager
 async def server(
-    target: Target, model: Path, own: Sequence[DrafterSpec] = ()
+    target: Target, model: Path, in_process: Sequence[DrafterSpec] = ()
 ) -> AsyncIterator[Server]:
-    """Run a verifier during the context; the drafters of the list `own` run in its process.
+    """Run a verifier during the context; the drafters of the list `in_process` run in its process.
 
     Raises StackFailed if the verifier fails.
     """
@@ -95,12 +95,12 @@ async def server(
                 f"{LOOPBACK}:{free_port()}",
                 Path(sockets, "verifier-1.sock"),
             )
-            await processes.start(verifier_launch(target, model, endpoint, own))
+            await processes.start(verifier_launch(target, model, endpoint, in_process))
             await processes.start(gateway_launch(endpoint, model, free_port()))
             as_run = target.model_copy(update={"model": model})
-            running = Server(as_run, endpoint, processes, len(own))
+            running = Server(as_run, endpoint, processes, len(in_process))
             await processes.until(
-                "the verifier", lambda: running.has_drafters(running.own_drafter_count)
+                "the verifier", lambda: running.has_drafters(running.in_process_drafter_count)
             )
             yield running
         finally:
@@ -180,17 +180,17 @@ async def drafting(experiment: Experiment, server: Server) -> AsyncIterator[Draf
     finally:
         await asyncio.shield(running.processes.stop())
     # The next measurement has no drafters, so wait until the verifier has lost them.
-    own_count = server.own_drafter_count
-    await server.processes.until("the verifier", lambda: server.has_drafters(own_count))
+    in_process_count = server.in_process_drafter_count
+    await server.processes.until("the verifier", lambda: server.has_drafters(in_process_count))
 
 
-def own_drafters(experiment: Experiment, model: Path) -> list[DrafterSpec]:
+def in_process_drafters(experiment: Experiment, model: Path) -> list[DrafterSpec]:
     """Return the drafters that run in the verifier's process.
 
     `model` is the directory of the target's model. If the target is grown, the heads are grown too.
     """
     return [
-        own_drafter(f"drafters.{name}", name, _grown(drafter, experiment.target, model))
+        in_process_drafter(f"drafters.{name}", name, _grown(drafter, experiment.target, model))
         for name, drafter in drafters_of(experiment)
         if drafter.in_process
     ]
@@ -238,12 +238,12 @@ def check(experiment: Experiment) -> None:
         if not Path(pretrained(str(path))).is_dir():
             raise invalid(name, f"must be a directory of a model, which {path} is not")
     target = experiment.target
-    own = [
-        own_drafter(f"drafters.{name}", name, drafter)
+    in_process = [
+        in_process_drafter(f"drafters.{name}", name, drafter)
         for name, drafter in drafters_of(experiment)
         if drafter.in_process
     ]
-    verifier_launch(target, target.model, endpoint, own)
+    verifier_launch(target, target.model, endpoint, in_process)
     for name, drafter in drafters_of(experiment):
         if drafter.host is not None:
             problem = "can only be predicted; to measure, give the drafter a link with a round trip"

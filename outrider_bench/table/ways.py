@@ -14,7 +14,7 @@ from typing import Any, Literal
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.load import Asked, play
 from outrider_bench.experiment.spec import Experiment
-from outrider_bench.experiment.stack import drafting, own_drafters, server
+from outrider_bench.experiment.stack import drafting, in_process_drafters, server
 from outrider_bench.experiment.traffic import Request
 from outrider_bench.settings import TableSettings
 from outrider_bench.table.rows import PLAIN, Answer
@@ -130,8 +130,8 @@ async def started(
     wanted, missing = stacks(settings)
     for stack in wanted:
         experiment = stack.experiment(target)
-        own = own_drafters(experiment, target)
-        serving = await running.enter_async_context(server(experiment.target, target, own))
+        in_process = in_process_drafters(experiment, target)
+        serving = await running.enter_async_context(server(experiment.target, target, in_process))
         await running.enter_async_context(drafting(experiment, serving))
         endpoint = serving.endpoint
         for name, who in stack.ways.items():

@@ -18,7 +18,7 @@ from outrider_bench.experiment.launches import (
 from outrider_bench.experiment.records import ways_of
 from outrider_bench.experiment.run import groups
 from outrider_bench.experiment.spec import Experiment, Target, load
-from outrider_bench.experiment.stack import check, own_drafters
+from outrider_bench.experiment.stack import check, in_process_drafters
 
 FILES = sorted((Path(__file__).parents[2] / "bench/experiments").glob("*.yaml"))
 
@@ -179,12 +179,13 @@ def test_a_verifier_is_started_with_the_drafters_in_its_process() -> None:
         "inner": {**INSIDE, "model": "models/heads/mtp"},
         "small": {"family": "model", "transport": "in-process", "settings": {"page_count": 9}},
     }
-    own = own_drafters(
+    in_process = in_process_drafters(
         Experiment.model_validate(_experiment(drafters=drafters, use=["inner", "small"])),
         Path("models/target"),
     )
     launches = [
-        verifier_launch(Target(), Path("models/target"), endpoint, each) for each in ([], own)
+        verifier_launch(Target(), Path("models/target"), endpoint, each)
+        for each in ([], in_process)
     ]
     assert [each.module for each in launches] == ["verifier_svc", "outrider_cli.verifier"]
     assert "--in-process" not in launches[0].arguments

@@ -16,7 +16,7 @@ from drafter_svc.families.registry import known_families
 from drafter_svc.placement import PlacementPlan, plan
 from gateway.config import GatewaySettings
 from outrider.process.settings.config import Settings
-from outrider_cli.verifier import OwnDraftersSettings
+from outrider_cli.verifier import VerifierWithDraftersSettings
 from tests.sys_trees import gb200, gh200
 
 COMPOSE = Path(__file__).parents[2] / "compose"
@@ -33,7 +33,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 """The services of both files. In two-verifiers.yaml, only the gateway's environment differs."""
 SETTINGS: dict[str, list[type[Settings]]] = {
-    "VERIFIER": [OwnDraftersSettings],
+    "VERIFIER": [VerifierWithDraftersSettings],
     "DRAFTER": [settings_schema(family) for family in known_families()],
     "GATEWAY": [GatewaySettings],
 }
@@ -119,7 +119,7 @@ def test_every_long_lived_service_has_a_memory_limit_and_restarts(name: str) -> 
 def test_compose_waits_longer_than_any_process_drains() -> None:
     drains = [
         schema.model_fields["drain_seconds"].default
-        for schema in (OwnDraftersSettings, GatewaySettings)
+        for schema in (VerifierWithDraftersSettings, GatewaySettings)
     ]
     for service in (*SERVICES.values(), *STACK.values()):
         assert float(service["stop_grace_period"].removesuffix("s")) > max(drains)

@@ -21,7 +21,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from drafter_svc.config import settings_schema
 from gateway.config import GatewaySettings
 from outrider.process.settings.config import Settings
-from outrider_cli.verifier import OwnDraftersSettings
+from outrider_cli.verifier import VerifierWithDraftersSettings
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "compose/kubernetes"
@@ -33,7 +33,7 @@ Document = dict[str, Any]
 
 SETTINGS: dict[str, type[Settings]] = {
     "outrider-gateway": GatewaySettings,
-    "outrider-verifier": OwnDraftersSettings,
+    "outrider-verifier": VerifierWithDraftersSettings,
     "outrider-drafter-ngram": settings_schema("ngram"),
     "outrider-drafter-model": settings_schema("model"),
 }

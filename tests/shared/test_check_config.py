@@ -19,7 +19,7 @@ from outrider.process.settings.config import load, parse
 from outrider_cli import verifier
 from outrider_cli.serve import run
 from outrider_cli.serve_settings import ServeSettings
-from outrider_cli.verifier import OwnDraftersSettings
+from outrider_cli.verifier import VerifierWithDraftersSettings
 from tests.certificates import Site
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def serve() -> None:
 
 COMMANDS: dict[str, Callable[[], None]] = {
     "gateway": lambda: gateway.__main__.run(parse(GatewaySettings, "gateway", sys.argv[1:])),
-    "verifier": lambda: verifier.run(parse(OwnDraftersSettings, "verifier", sys.argv[1:])),
+    "verifier": lambda: verifier.run(parse(VerifierWithDraftersSettings, "verifier", sys.argv[1:])),
     "drafter": lambda: drafter_svc.__main__.main(sys.argv[1:]),
     "serve": serve,
 }

@@ -17,7 +17,7 @@ from outrider.process.settings.usage import invoke
 from outrider_cli import serve as serving
 from outrider_cli.main import app
 from outrider_cli.serve_settings import ServeSettings
-from outrider_cli.verifier import OwnDraftersSettings
+from outrider_cli.verifier import VerifierWithDraftersSettings
 
 ROOT = Path(__file__).parents[2]
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
@@ -204,7 +204,12 @@ def test_help_marks_required_flags_and_shows_defaults(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     "schema",
-    [ServeSettings, GatewaySettings, OwnDraftersSettings, *map(settings_schema, known_families())],
+    [
+        ServeSettings,
+        GatewaySettings,
+        VerifierWithDraftersSettings,
+        *map(settings_schema, known_families()),
+    ],
     ids=lambda schema: schema.__name__,
 )
 def test_every_group_begins_with_a_setting_of_its_class(schema: type[Settings]) -> None:

@@ -22,7 +22,7 @@ from verifier_svc.config import VerifierSettings
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS
-from verifier_svc.streams.own_stream import OwnDrafter
+from verifier_svc.streams.in_process_stream import InProcessDrafter
 from verifier_svc.streams.servicer import VerifierServicer
 from verifier_svc.vllm import features, parameters, plugin, runner, versions
 from verifier_svc.vllm.engine import VllmEngine
@@ -55,7 +55,7 @@ class VllmLoader:
         settings: VerifierSettings,
         servicer: VerifierServicer,
         metrics: VerifierMetrics,
-        own_drafters: Sequence[OwnDrafter] = (),
+        in_process_drafters: Sequence[InProcessDrafter] = (),
     ) -> None:
         """Raises OutriderError for settings that vLLM lacks, and for an unsupported vLLM."""
         versions.check_version(installed_version())
@@ -63,7 +63,7 @@ class VllmLoader:
             if getattr(settings, name) != nothing:
                 raise invalid(name, "is for the native engine alone; vLLM has no such setting")
         self._settings = settings
-        self._own_drafters = own_drafters
+        self._in_process_drafters = in_process_drafters
         self._servicer = servicer
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -72,8 +72,10 @@ class VllmLoader:
 
     def build(self, deliver: Callable[[list[Delivery]], None]) -> VllmEngine:
         """Build the engine, ready to run; raise OutriderError if vLLM cannot serve the target."""
-        own = [state for drafter in self._own_drafters for state in drafter.meet(None)]
-        states = [*self._settings.feature_states, *own]
+        for_drafters = [
+            state for drafter in self._in_process_drafters for state in drafter.meet(None)
+        ]
+        states = [*self._settings.feature_states, *for_drafters]
         settings = self._settings.model_copy(update={"feature_states": states})
         policy = DraftTokensPolicy.parse(settings.draft_tokens)
         self._report(Stage.LOADING, "vLLM loads the target")

@@ -31,7 +31,7 @@ from outrider.protocol.model_info import ModelInfo, Stage
 from outrider_cli.drafter_spec import DrafterSpec, InProcessSettings
 from verifier_svc.config import VerifierSettings
 from verifier_svc.metrics import VerifierMetrics
-from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
+from verifier_svc.streams.in_process_stream import InProcessDrafter, InProcessVerifier
 
 if TYPE_CHECKING:
     import torch
@@ -47,14 +47,14 @@ _SHARED = ("target", "device", "dtype", "trust_remote_code")
 
 async def load_drafters(
     specs: Sequence[DrafterSpec], settings: VerifierSettings, metrics: VerifierMetrics
-) -> list[OwnDrafter]:
+) -> list[InProcessDrafter]:
     """Load drafters one after the other, before the target takes the rest of a GPU's memory.
 
     Other interpretations of a head's file are tried when the target is loaded. The drafters'
     metrics are added to the verifier's. Raises OutriderError(INVALID_VALUE) for a drafter that does
     not fit the target, or for two drafters with one name.
     """
-    found: dict[str, OwnDrafter] = {}
+    found: dict[str, InProcessDrafter] = {}
     counts = []
     for number, spec in enumerate(specs, 1):
         name = spec.options.get("id") or _name(spec.family, number)
@@ -89,7 +89,7 @@ class _JoinedMetrics(Collector):
         return found.values()
 
 
-def own_settings(spec: DrafterSpec, settings: VerifierSettings) -> InProcessSettings:
+def in_process_settings(spec: DrafterSpec, settings: VerifierSettings) -> InProcessSettings:
     """Return a drafter's settings, some of which are the verifier's."""
     return spec.settings_in_process({name: getattr(settings, name) for name in _SHARED})
 
@@ -110,14 +110,14 @@ def _kept_thread_count() -> Iterator[None]:
 
 async def _load(
     spec: DrafterSpec, settings: VerifierSettings, counts: DrafterMetrics
-) -> OwnDrafter:
+) -> InProcessDrafter:
     from outrider.lm.devices import find_device
 
-    own = own_settings(spec, settings)
-    if share := getattr(own, "gpu_memory_share", None):
-        share = _own_memory_share(share, find_device(settings.device))
-        own = own.model_copy(update={"gpu_memory_share": share})
-    loaded = await find_family(spec.family).load(own, _PLACE, counts)
+    drafter_settings = in_process_settings(spec, settings)
+    if share := getattr(drafter_settings, "gpu_memory_share", None):
+        share = _in_process_memory_share(share, find_device(settings.device))
+        drafter_settings = drafter_settings.model_copy(update={"gpu_memory_share": share})
+    loaded = await find_family(spec.family).load(drafter_settings, _PLACE, counts)
 
     def hello(strategy: Strategy, info: ModelInfo) -> Hello:
         return Hello(
@@ -132,13 +132,13 @@ async def _load(
             weights_version=strategy.weights_version,
         )
 
-    async def draft(verifier: OwnVerifier) -> None:
+    async def draft(verifier: InProcessVerifier) -> None:
         await DraftStream(verifier, loaded.make, hello, CountingObserver(counts)).run()
 
-    return OwnDrafter(counts.drafter_id, draft, partial(_choose_states, loaded, settings))
+    return InProcessDrafter(counts.drafter_id, draft, partial(_choose_states, loaded, settings))
 
 
-def _own_memory_share(share: float, device: torch.device) -> float:
+def _in_process_memory_share(share: float, device: torch.device) -> float:
     """Return a drafter's share of a GPU's memory, plus the memory that this process holds."""
     import torch
 

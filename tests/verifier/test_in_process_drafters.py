@@ -22,13 +22,13 @@ from outrider.process.network.ports import free_port
 from outrider.protocol.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
 from outrider_cli.drafter_spec import DrafterSpec
-from outrider_cli.own_drafters import _own_memory_share, load_drafters
+from outrider_cli.in_process_drafters import _in_process_memory_share, load_drafters
 from tests.stack import Client
 from tests.waiting import until
 from verifier_svc.config import VerifierSettings
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.server import serve
-from verifier_svc.streams.own_stream import OwnDrafter, OwnVerifier
+from verifier_svc.streams.in_process_stream import InProcessDrafter, InProcessVerifier
 
 ROOT = Path(__file__).parents[2]
 TARGET, DRAFT = str(ROOT / "models/target"), str(ROOT / "models/draft")
@@ -47,7 +47,7 @@ ALWAYS = SpeculationOptions(drafter_family="model", always_draft=True)
 
 @asynccontextmanager
 async def served(
-    own: list[OwnDrafter] | None = None,
+    drafters: list[InProcessDrafter] | None = None,
 ) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
     """Yield a verifier of the bundled target on this event loop: its address and its task."""
     address = f"127.0.0.1:{free_port()}"
@@ -55,9 +55,9 @@ async def served(
         target=TARGET, device="cpu", dtype="float32", threads=1, page_count=64, listen=address
     )
     metrics = VerifierMetrics("target")
-    if own is None:
-        own = await load_drafters([DrafterSpec.parse(f"model={DRAFT}")], settings, metrics)
-    serving = asyncio.create_task(serve(settings, metrics, own))
+    if drafters is None:
+        drafters = await load_drafters([DrafterSpec.parse(f"model={DRAFT}")], settings, metrics)
+    serving = asyncio.create_task(serve(settings, metrics, drafters))
     try:
         async with Client(address) as client:
             await until(lambda: serving.done() or is_ready(client))
@@ -93,16 +93,16 @@ async def test_a_fault_ends_its_drafter_alone_and_a_lost_gpu_the_verifier(
     captures: list[bool] = []
     monkeypatch.setattr(ModelRunner, "capture", lambda *_: captures.append(faulty.is_set()))
 
-    async def fail(verifier: OwnVerifier) -> None:
+    async def fail(verifier: InProcessVerifier) -> None:
         faulty.set()
         raise ArithmeticError("planted")
 
-    async def lose(verifier: OwnVerifier) -> None:
+    async def lose(verifier: InProcessVerifier) -> None:
         await lost.wait()
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    own = [OwnDrafter(run.__name__, run, lambda runner: ()) for run in (fail, lose)]
-    async with served(own) as (address, serving):
+    drafters = [InProcessDrafter(run.__name__, run, lambda runner: ()) for run in (fail, lose)]
+    async with served(drafters) as (address, serving):
         await faulty.wait()
         # Graphs are captured before drafters run: during a capture, no thread may wait for the GPU.
         assert captures == [False]
@@ -161,9 +161,9 @@ async def test_each_drafter_has_a_stream_on_the_thread_that_computes(
     settings = VerifierSettings(target=TARGET, device="cpu", dtype="float32")
     texts = [f"model={DRAFT},page-count=8", f"head={ROOT / 'models/heads/mtp'},page-count=8"]
     specs = [DrafterSpec.parse(text) for text in texts]
-    own = await load_drafters(specs, settings, VerifierMetrics("target"))
+    drafters = await load_drafters(specs, settings, VerifierMetrics("target"))
     assert found == ["draft-model", "head"]
-    assert len({each.name for each in own}) == 2
+    assert len({each.name for each in drafters}) == 2
 
 
 def test_a_drafters_share_of_a_gpu_is_beside_what_the_process_has_taken(
@@ -171,6 +171,6 @@ def test_a_drafters_share_of_a_gpu_is_beside_what_the_process_has_taken(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
-    assert _own_memory_share(0.1, torch.device("cuda", 0)) == pytest.approx(0.3)
-    assert _own_memory_share(0.9, torch.device("cuda", 0)) == 1.0
-    assert _own_memory_share(0.1, torch.device("cpu")) == 0.1
+    assert _in_process_memory_share(0.1, torch.device("cuda", 0)) == pytest.approx(0.3)
+    assert _in_process_memory_share(0.9, torch.device("cuda", 0)) == 1.0
+    assert _in_process_memory_share(0.1, torch.device("cpu")) == 0.1

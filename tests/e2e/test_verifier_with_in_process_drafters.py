@@ -35,8 +35,8 @@ SETTINGS = {"seeded": SamplingParams(0.9, seed=7)} | {
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    own = ["--in-process", f"head={HEAD}", "--in-process", f"model={DRAFT}"]
-    stack = Stack(*own, "--metrics-port", str(METRICS_PORT), module=MODULE)
+    in_process = ["--in-process", f"head={HEAD}", "--in-process", f"model={DRAFT}"]
+    stack = Stack(*in_process, "--metrics-port", str(METRICS_PORT), module=MODULE)
     stack.add_drafter("ngram-1", "ngram")
     with running(stack):
         yield stack
@@ -64,16 +64,16 @@ async def test_operators_see_each_as_a_drafter(stack: Stack, family: str) -> Non
     options = SpeculationOptions(drafter_family=family, always_draft=True)
     async with Client(stack.address) as client:
         await client.answers(PROMPTS[:1], SamplingParams(0.0), options)
-        [own] = [each for each in (await client.model()).drafters if each.family == family]
-    assert own.connected
-    assert own.acceptance_rate is not None
-    assert own.acceptance_rate > 0
-    assert own.token_s is not None
+        [drafter] = [each for each in (await client.model()).drafters if each.family == family]
+    assert drafter.connected
+    assert drafter.acceptance_rate is not None
+    assert drafter.acceptance_rate > 0
+    assert drafter.token_s is not None
     async with httpx.AsyncClient(timeout=60) as scraper:
         page = (await scraper.get(f"http://127.0.0.1:{METRICS_PORT}/metrics")).text
     for name in ("spec_decode_num_accepted_tokens_total", "drafter_proposed_tokens_total"):
         rows = re.findall(rf"^outrider:{name}\{{(.*)\}} ([\d.e+]+)$", page, re.MULTILINE)
-        counts = [float(n) for labels, n in rows if f'drafter="{own.drafter_id}"' in labels]
+        counts = [float(n) for labels, n in rows if f'drafter="{drafter.drafter_id}"' in labels]
         assert sum(counts) > 0
     # Two drafters share the page, which may declare each metric only once.
     names = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)

@@ -46,7 +46,7 @@ from outrider.protocol.model_info import ModelInfo, Stage
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from outrider_cli.check_head import read_text
 from outrider_cli.drafter_spec import DrafterSpec
-from outrider_cli.own_drafters import load_drafters
+from outrider_cli.in_process_drafters import load_drafters
 from tests.heads.head_files import DIALECTS, write
 from tests.heads.head_files import TARGET as CONFIG
 from tests.heads.random_target import BANNED, load_for_target, target
@@ -58,7 +58,7 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outbox import Delivery
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.policy.draft_policy import EVERY_DRAFT, PAYING_DRAFTS, DraftPolicy
-from verifier_svc.streams.own_stream import OwnVerifier
+from verifier_svc.streams.in_process_stream import InProcessVerifier
 from verifier_svc.streams.servicer import VerifierServicer
 
 ROOT = Path(__file__).parents[2]
@@ -201,8 +201,8 @@ class Site(Observer):
         return len(self.thread.engine.drafting.roster.connected)
 
     @property
-    def own(self) -> OwnVerifier:
-        return OwnVerifier(self.thread, self.info)
+    def in_process(self) -> InProcessVerifier:
+        return InProcessVerifier(self.thread, self.info)
 
     async def text(
         self, options: SpeculationOptions, sampling: SamplingParams = SETTINGS["greedy"]
@@ -249,16 +249,16 @@ async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
         text = await site.text(ALWAYS)
     await server.stop(0.1)
     by_stream, site.proposals = site.proposals, {}
-    async with site.head(site.own):
+    async with site.head(site.in_process):
         assert await site.text(ALWAYS) == text
     # On a busy machine a draft may be late, so its base length is left out. The last digits of a
     # confidence depend on the parts in which the head reads the prompt.
     both = sorted(site.proposals.keys() & by_stream.keys())
     assert len(both) > 5
     for length in both:
-        for own, streamed in zip(site.proposals[length], by_stream[length], strict=False):
-            assert own[0] == streamed[0]
-            assert own[1] == pytest.approx(streamed[1], rel=1e-4)
+        for local, streamed in zip(site.proposals[length], by_stream[length], strict=False):
+            assert local[0] == streamed[0]
+            assert local[1] == pytest.approx(streamed[1], rel=1e-4)
     # The stream's features are bytes.
     assert site.kinds == {bytes, SharedRows}
 
@@ -267,7 +267,7 @@ async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
 async def test_a_head_in_process_changes_no_text(site: Site, setting: str) -> None:
     sampling = SETTINGS[setting]
     plain = await site.text(PLAIN, sampling)
-    async with site.head(site.own):
+    async with site.head(site.in_process):
         drafter = site.thread.engine.drafting.roster.connected["head-1"]
         assert await site.text(ALWAYS, sampling) == plain
         assert drafter.accepted_count > 0
@@ -290,7 +290,7 @@ async def test_a_fault_in_one_draft_costs_its_sequence_the_drafts(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = await site.text(PLAIN)
-    async with site.head(site.own, lambda info: Faulty(site.worker, info.vocab_size)):
+    async with site.head(site.in_process, lambda info: Faulty(site.worker, info.vocab_size)):
         assert await site.text(ALWAYS) == plain
         assert site.drafter_count == 1
     assert "ArithmeticError: planted" in caplog.text
@@ -305,7 +305,7 @@ async def test_a_fatal_fault_ends_the_head_and_no_text(site: Site) -> None:
         family.fatal = (ArithmeticError,)
         return family
 
-    async with site.head(site.own, make) as running:
+    async with site.head(site.in_process, make) as running:
         assert await site.text(ALWAYS) == plain
         await until(lambda: site.drafter_count == 0)
         assert await site.text(SpeculationOptions()) == plain
@@ -315,7 +315,7 @@ async def test_a_fatal_fault_ends_the_head_and_no_text(site: Site) -> None:
 
 async def test_no_text_waits_for_a_head_that_hangs(runner: ModelRunner, worker: HeadWorker) -> None:
     hangs = threading.Event()
-    async with running_site(runner, worker, PAYING_DRAFTS) as site, site.head(site.own):
+    async with running_site(runner, worker, PAYING_DRAFTS) as site, site.head(site.in_process):
         plain = await site.text(PLAIN)
         worker._thread.submit(hangs.wait)
         try:
@@ -355,9 +355,9 @@ async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_se
     head = head_of_other_layers(tmp_path / "head")
     settings = VerifierSettings(target=TARGET, device="cpu")
     spec = DrafterSpec.parse(f"head={head}{set_by_user}")
-    [own] = await load_drafters([spec], settings, VerifierMetrics("target"))
+    [drafter] = await load_drafters([spec], settings, VerifierMetrics("target"))
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as engine:
-        assert engine.submit(own.meet, bundled_runner).result() == read
+        assert engine.submit(drafter.meet, bundled_runner).result() == read
     assert ("it reads states [1, 3, 5]" in caplog.text) == (not set_by_user)
 
 
@@ -399,9 +399,9 @@ async def test_the_heads_thread_leaves_the_targets_number_of_threads_alone(
     try:
         settings = VerifierSettings(target=TARGET, device="cpu")
         spec = DrafterSpec.parse(f"head={HEAD}")
-        [own] = await load_drafters([spec], settings, VerifierMetrics("target"))
+        [drafter] = await load_drafters([spec], settings, VerifierMetrics("target"))
         with ThreadPoolExecutor(1) as engine:
             assert engine.submit(torch.get_num_threads).result() == 2
-        assert own.meet(bundled_runner) == [1, 3, 5]
+        assert drafter.meet(bundled_runner) == [1, 3, 5]
     finally:
         torch.set_num_threads(before)

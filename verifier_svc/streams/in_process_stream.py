@@ -1,6 +1,6 @@
 """Connects a drafter in the verifier's process: the same messages, without gRPC and copies.
 
-`outrider.drafter.stream.DraftStream` connects to `OwnVerifier`.
+`outrider.drafter.stream.DraftStream` connects to `InProcessVerifier`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outrider.lm.runner import ModelRunner
 
 
-class OwnVerifier:
+class InProcessVerifier:
     """The verifier in this process, as drafters reach it; see `outrider.drafter.transport`.
 
     Use it only on the verifier's event loop.
@@ -38,16 +38,16 @@ class OwnVerifier:
 
     def address(self) -> str:
         """Return the name of this process as an address, for the log."""
-        return _Own.address
+        return _InProcessTransport.address
 
     async def model(self) -> ModelInfo:
         """Return the model, without waiting."""
         return self._info
 
     @asynccontextmanager
-    async def connect(self, info: ModelInfo) -> AsyncIterator[_Own]:
+    async def connect(self, info: ModelInfo) -> AsyncIterator[_InProcessTransport]:
         """Connect a drafter; it is removed when the block ends."""
-        transport = _Own(self._engine, info)
+        transport = _InProcessTransport(self._engine, info)
         try:
             yield transport
         finally:
@@ -55,7 +55,7 @@ class OwnVerifier:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnDrafter:
+class InProcessDrafter:
     """A drafter that runs in this process, on the verifier's event loop and threads of its own.
 
     `name` is its id. `run` drafts for this verifier until it is cancelled. If `run` ends earlier,
@@ -65,11 +65,11 @@ class OwnDrafter:
     """
 
     name: str
-    run: Callable[[OwnVerifier], Coroutine[Any, Any, None]]
+    run: Callable[[InProcessVerifier], Coroutine[Any, Any, None]]
     meet: Callable[[ModelRunner | None], Sequence[int]]
 
 
-class _Own:
+class _InProcessTransport:
     """Connects to the engine in this process, as an `outrider.drafter.transport.Transport`."""
 
     address = "its own process"
