@@ -11,6 +11,7 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.lm import attention, support, trial
+from outrider.lm.batch_invariance import reason_against
 from outrider.lm.checkpoint import read_checkpoint
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import dtype_for_int8, int8_is_faster, optimize_for_cpu
@@ -21,7 +22,6 @@ from outrider.lm.gpu.graphs import Bounds, Graphs, buckets
 from outrider.lm.gpu.inputs import CacheShape
 from outrider.lm.hidden_states import HiddenStates, KeptStates
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
-from outrider.lm.same_bits import reason_against
 from outrider.lm.trial import OwnLogits, Texts
 from outrider.protocol.draft_messages import FINAL_STATE
 from outrider.protocol.token_tree import MAX_TREE_TOKENS

@@ -1,4 +1,4 @@
-"""A row's logits have the same bits however many rows a forward has, on a CPU.
+"""Batch invariance on a CPU: a row's logits have the same bits however many rows a forward has.
 
 The models have the sizes of SmolLM2-135M, with fewer layers.
 """
