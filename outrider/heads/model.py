@@ -219,7 +219,7 @@ class HeadModel(torch.nn.Module):
             and spec.decoder is not None
             and spec.decoder != self.spec.decoder
         ):
-            self.cache.turn_by(spec.decoder)
+            self.cache.set_rotary(spec.decoder)
         self.spec = spec
 
     def open(self, tokens: Sequence[int], salt: str | None = None) -> HeadSequence:

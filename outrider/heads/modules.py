@@ -22,11 +22,11 @@ from outrider.lm.softmax import Softmax
 
 # The number of positions whose cosines and sines are computed at first. A longer sequence makes the
 # number grow.
-_FIRST_TURNS = 1024
+_FIRST_POSITIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class RotaryRows:
     """The rotary embedding of T packed rows: `cos` and `sin` are [T, 1, head size]."""
 
     cos: torch.Tensor
@@ -34,7 +34,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRows(Turns):
+class HeadRows(RotaryRows):
     """The places in the cache, and the rotary embedding, of T packed rows of a forward."""
 
     layout: BatchLayout
@@ -70,9 +70,9 @@ class HeadCache:
             layer.allocate(page_count + 1, page_size, longest, dtype, device)
             self.layers.append(layer)
         self._longest = longest
-        self.turn_by(decoder)
+        self.set_rotary(decoder)
 
-    def turn_by(self, decoder: Decoder) -> None:
+    def set_rotary(self, decoder: Decoder) -> None:
         """Use a decoder's rotary embedding from now on."""
         config = LlamaConfig(
             hidden_size=decoder.hidden_size,
@@ -84,7 +84,7 @@ class HeadCache:
         )
         self._rope = dict(decoder.rope)
         self._rotary = LlamaRotaryEmbedding(config).to(self._device)
-        self._cos, self._sin = self._turns(_FIRST_TURNS)
+        self._cos, self._sin = self._cos_and_sin(_FIRST_POSITIONS)
 
     def rows(self, slices: list[SequenceSlice]) -> HeadRows:
         """Prepare a forward of these slices; every layer then uses their layout for attention."""
@@ -93,10 +93,10 @@ class HeadCache:
             layer.layout = layout
         end = max(part.end for part in slices)
         if end > len(self._cos):
-            self._cos, self._sin = self._turns(max(end, 2 * len(self._cos)))
+            self._cos, self._sin = self._cos_and_sin(max(end, 2 * len(self._cos)))
         return HeadRows(self._cos[layout.positions], self._sin[layout.positions], layout)
 
-    def static_rows(self, layout: StaticLayout) -> Turns:
+    def static_rows(self, layout: StaticLayout) -> RotaryRows:
         """Prepare a forward at fixed addresses, of any positions; every layer then uses `layout`.
 
         All cosines and sines are kept from now on: 64 MiB for 131,072 positions of 128 channels in
@@ -105,18 +105,20 @@ class HeadCache:
         for layer in self.layers:
             layer.layout = layout
         if len(self._cos) < self._longest:
-            self._cos, self._sin = self._turns(self._longest)
+            self._cos, self._sin = self._cos_and_sin(self._longest)
         at = layout.positions
-        return Turns(self._cos.index_select(0, at), self._sin.index_select(0, at))
+        return RotaryRows(self._cos.index_select(0, at), self._sin.index_select(0, at))
 
     @property
     def can_capture(self) -> bool:
         """True if forwards can be graphs: they use the GPU kernel, and frequencies are fixed."""
         rope = self._rope.get("rope_type", "default")
-        turns_are_fixed = rope not in ("dynamic", "longrope")
-        return turns_are_fixed and all(one.supports_kernel(self._device) for one in self.layers)
+        frequencies_are_fixed = rope not in ("dynamic", "longrope")
+        return frequencies_are_fixed and all(
+            one.supports_kernel(self._device) for one in self.layers
+        )
 
-    def _turns(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cos_and_sin(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines [count, 1, head size] of the positions from 0 on.
 
         The results are kept, because a forward of few rows would spend much of its time on them.
@@ -126,12 +128,12 @@ class HeadCache:
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
 
-def _turn(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Apply the rotary embedding to the first channels of queries or keys, or to all."""
-    turned, rest = x_THD[..., : cos.shape[-1]], x_THD[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    rotated, rest = x_THD[..., : cos.shape[-1]], x_THD[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 class Attention(Module):
@@ -160,16 +162,16 @@ class Attention(Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys, rotated by their positions, and values [T, KV heads, D]."""
         key = self.k_norm(self._by_head(self.k_proj(x_TC)))
-        return _turn(key, cos, sin), self._by_head(self.v_proj(x_TC))
+        return _rotate(key, cos, sin), self._by_head(self.v_proj(x_TC))
 
     def queries(self, x_TC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return queries, rotated by their positions, [T, H, D]."""
-        return _turn(self.q_norm(self._by_head(self.q_proj(x_TC))), cos, sin)
+        return _rotate(self.q_norm(self._by_head(self.q_proj(x_TC))), cos, sin)
 
     def _by_head(self, x_TC: torch.Tensor) -> torch.Tensor:
         return x_TC.view(len(x_TC), -1, self._size)
 
-    def forward(self, x_TC: torch.Tensor, rows: Turns, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x_TC: torch.Tensor, rows: RotaryRows, cache: LayerCache) -> torch.Tensor:
         """Store the rows' keys and values; let each row see all rows up to itself."""
         # Compute the queries first: on a CPU the projections are one product, and v_proj's call
         # drops its outputs.
@@ -255,7 +257,7 @@ class Layer(Module):
         self.input_layernorm: Module = RMSNorm(hidden, eps=eps) if norm else torch.nn.Identity()
         self.post_attention_layernorm = RMSNorm(hidden, eps=eps)
 
-    def forward(self, x: torch.Tensor, rows: Turns, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: RotaryRows, cache: LayerCache) -> torch.Tensor:
         """Return the residual stream after the layer."""
         return self.finish(x + self.self_attn(self.input_layernorm(x), rows, cache))
 
@@ -275,11 +277,11 @@ class TargetsLayer(Module):
         config._experts_implementation = "eager"
         self.block = Glm4MoeDecoderLayer(config, 0)
 
-    def forward(self, x: torch.Tensor, rows: Turns, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: RotaryRows, cache: LayerCache) -> torch.Tensor:
         """Return the residual stream after the layer."""
         attach(self.block, cache)
-        turns = rows.cos.transpose(0, 1), rows.sin.transpose(0, 1)
-        out: torch.Tensor = self.block(x.unsqueeze(0), position_embeddings=turns)
+        rotary = rows.cos.transpose(0, 1), rows.sin.transpose(0, 1)
+        out: torch.Tensor = self.block(x.unsqueeze(0), position_embeddings=rotary)
         return out[0]
 
 

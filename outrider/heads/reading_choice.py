@@ -82,10 +82,10 @@ def described(spec: HeadSpec, among: Sequence[HeadSpec]) -> str:
         words.append(
             "recycled after the norm" if spec.recycle_normed else "recycled before the norm"
         )
-    turned = {each.decoder.rotary_size for each in among if each.decoder is not None}
-    if len(turned) > 1 and spec.decoder is not None:
+    rotary_sizes = {each.decoder.rotary_size for each in among if each.decoder is not None}
+    if len(rotary_sizes) > 1 and spec.decoder is not None:
         count = spec.decoder.rotary_size or spec.decoder.head_size
-        words.append(f"{count} channels turned")
+        words.append(f"{count} channels rotated")
     return ", ".join(words)
 
 

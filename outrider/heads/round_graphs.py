@@ -155,9 +155,9 @@ class _Size:
         model, inputs, chosen = self._model, self._inputs, self._chosen
         assert model.cache is not None
         batch, rows = chosen.products.shape
-        turns = model.cache.static_rows(inputs.layout())
+        rotary = model.cache.static_rows(inputs.layout())
         features = model.recycle(chosen.states.flatten(0, 1))
-        states = model.run(inputs.token_ids.long(), features, turns)
+        states = model.run(inputs.token_ids.long(), features, rotary)
         best, shares = self._ranked(states)
         best_BWK, shares_BWK = best.view(batch, rows, -1), shares.view(batch, rows, -1)
         self._keep(best_BWK, shares_BWK)

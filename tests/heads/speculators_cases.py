@@ -79,8 +79,8 @@ CASES = {
     "eagle3-yarn-a-scale-of-0": Case(
         "eagle3", _rope("yarn", mscale=0.7, mscale_all_dim=0.0, **_YARN)
     ),
-    "eagle3-part-turned": Case("eagle3", _rope("default", partial_rotary_factor=0.5)),
-    "eagle3-yarn-part-turned": Case("eagle3", _rope("yarn", partial_rotary_factor=0.5, **_YARN)),
+    "eagle3-partial-rotary": Case("eagle3", _rope("default", partial_rotary_factor=0.5)),
+    "eagle3-yarn-partial-rotary": Case("eagle3", _rope("yarn", partial_rotary_factor=0.5, **_YARN)),
     "peagle": Case("peagle", layer_count=2),
     "peagle-feature-norms": Case("peagle", config={"fc_norm": True}, layer_count=2),
     "peagle-qwen3": Case("peagle", type="qwen3", layer_count=2),

@@ -504,12 +504,12 @@ BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = 
         lambda c, t: c.update(fc_norm=True, norm_before_fc=True),
         "fc_norm and norm_before_fc exclude each other",
     ),
-    "an unknown turn": (
+    "an unknown rotary embedding": (
         head_files.eagle3_safeailab,
         lambda c, t: c.update(rope_scaling={"type": "dynamic", "factor": 2.0}),
         "rope_parameters has the type 'dynamic'",
     ),
-    "a part of the channels that cannot turn": (
+    "a part of the channels that cannot be rotated": (
         head_files.eagle3_safeailab,
         lambda c, t: c.update(partial_rotary_factor=0.3),
         "partial_rotary_factor of 16 channels makes 4.8, which is no even number from 2 to 16",

@@ -112,7 +112,7 @@ def without_norm_by_specforge() -> head_files.Files:
     return config | {"norm_output": False}, tensors | {"norm.weight": torch.randn(16)}
 
 
-def partly_turned() -> head_files.Files:
+def with_partial_rotary() -> head_files.Files:
     config, tensors = head_files.eagle3_speculators()
     rope = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
     config["transformer_layer_config"] = head_files.TOP_LEVEL | {"rope_parameters": rope}
@@ -122,7 +122,7 @@ def partly_turned() -> head_files.Files:
 DOUBTS: dict[str, Callable[[], head_files.Files]] = {
     "the state that is recycled": eagle31_by_specforge,
     "the norm before lm_head": without_norm_by_specforge,
-    "the channels that turn": partly_turned,
+    "the channels that are rotated": with_partial_rotary,
 }
 
 

@@ -25,7 +25,7 @@ def add_norm(
 
 def rotate_and_store(
     heads: torch.Tensor,
-    turns: tuple[torch.Tensor, torch.Tensor],
+    rotary: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -37,7 +37,7 @@ def rotate_and_store(
     query, key, value = by_head.split([query_heads, kv_heads, kv_heads], 1)
     if norms is not None:
         query, key = _norm(query, norms[0]), _norm(key, norms[1])
-    cos, sin = turns
+    cos, sin = rotary
     query, key = apply_rotary_pos_emb(query, key, cos, sin)
     keys.index_copy_(0, slots, key)
     values.index_copy_(0, slots, value)

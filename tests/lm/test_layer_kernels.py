@@ -70,15 +70,15 @@ SLOTS = [8, 1, 6]
 def test_heads_are_normed_turned_and_stored_as_by_transformers(
     query_heads: int, kv_heads: int, size: int, dtype: torch.dtype, *, normed: bool
 ) -> None:
-    heads, turns = heads_of(query_heads, kv_heads, size, dtype)
+    heads, rotary = heads_of(query_heads, kv_heads, size, dtype)
     norms = (norm_of(size, dtype), norm_of(size, dtype, 5)) if normed else None
     slots = torch.tensor(SLOTS, device=DEVICE)
     found, wanted = (
         [torch.full((9, kv_heads, size), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
         for _ in range(2)
     )
-    query = layer_kernels.rotate_and_store(heads, turns, slots, found[0], found[1], norms)
-    expected = reference_layers.rotate_and_store(heads, turns, slots, wanted[0], wanted[1], norms)
+    query = layer_kernels.rotate_and_store(heads, rotary, slots, found[0], found[1], norms)
+    expected = reference_layers.rotate_and_store(heads, rotary, slots, wanted[0], wanted[1], norms)
     close(query, expected)
     close(found[0], wanted[0])
     # Values are copied, and nothing is written to the other slots.
@@ -103,13 +103,13 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others() -> None:
     dtype = torch.float16
     stream, delta = draw(ROWS, 70, dtype=dtype), draw(ROWS, 70, dtype=dtype, seed=2)
     gate_up = draw(ROWS, 96, dtype=dtype)
-    heads, turns = heads_of(4, 2, 16, dtype)
+    heads, rotary = heads_of(4, 2, 16, dtype)
     norms = norm_of(16, dtype), norm_of(16, dtype, 5)
     slots = torch.tensor(SLOTS, device=DEVICE)
 
     def compute(rows: slice) -> list[torch.Tensor]:
         cache = [torch.zeros(9, 2, 16, dtype=dtype, device=DEVICE) for _ in range(2)]
-        of_rows = turns[0][rows], turns[1][rows]
+        of_rows = rotary[0][rows], rotary[1][rows]
         query = layer_kernels.rotate_and_store(
             heads[rows], of_rows, slots[rows], cache[0], cache[1], norms
         )

@@ -114,7 +114,7 @@ def _rotary_size(keys: Keys, size: int) -> int | None:
     return None if count == size else int(count)
 
 
-def partly_turned(keys: Keys, decoder: Decoder) -> Decoder | None:
+def with_partial_rotary(keys: Keys, decoder: Decoder) -> Decoder | None:
     """Return the decoder with as many rotated channels as the file states.
 
     Return None if the decoder already rotates that many. The code that trained the head rotated all

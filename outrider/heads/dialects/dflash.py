@@ -10,11 +10,11 @@ from outrider.heads.dialects.decoder import (
     check_target_size,
     choose_aux_layers,
     mask_token,
-    partly_turned,
     possible_aux_layers,
     read_decoder,
     take_layers,
     take_vocabulary,
+    with_partial_rotary,
 )
 from outrider.heads.files import BY_VLLM, Keys, Weights
 from outrider.heads.spec import Confidence, Decoder, Head, HeadSpec, Markov, TargetShape
@@ -95,9 +95,9 @@ def read_dflash(
         markov_rank=rank,
         confidence=confidence,
     )
-    turned = partly_turned(layer_keys, decoder)
-    if turned is not None:
-        spec = replace(spec, other_forms=(replace(spec, decoder=turned),))
+    partial = with_partial_rotary(layer_keys, decoder)
+    if partial is not None:
+        spec = replace(spec, other_forms=(replace(spec, decoder=partial),))
     return Head(spec, weights.finish(), ids)
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from outrider.heads.dialects.decoder import (
     check_target_size,
-    partly_turned,
     read_decoder,
     take_layers,
     take_vocabulary,
+    with_partial_rotary,
 )
 from outrider.heads.files import Keys, Weights
 from outrider.heads.spec import Head, HeadSpec, TargetShape
@@ -38,7 +38,7 @@ def read_eagle(keys: Keys, weights: Weights, target: TargetShape) -> Head:
         decoder=decoder,
         join_bias=has_bias,
     )
-    turned = partly_turned(keys, decoder)
-    if turned is not None:
-        spec = replace(spec, other_forms=(replace(spec, decoder=turned),))
+    partial = with_partial_rotary(keys, decoder)
+    if partial is not None:
+        spec = replace(spec, other_forms=(replace(spec, decoder=partial),))
     return Head(spec, weights.finish(), ids)

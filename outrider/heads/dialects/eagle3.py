@@ -9,11 +9,11 @@ from outrider.heads.dialects.decoder import (
     check_target_size,
     choose_aux_layers,
     mask_token,
-    partly_turned,
     possible_aux_layers,
     read_decoder,
     take_layers,
     take_vocabulary,
+    with_partial_rotary,
 )
 from outrider.heads.files import Keys, Weights
 from outrider.heads.spec import Decoder, Head, HeadSpec, TargetShape
@@ -86,9 +86,9 @@ def read_eagle3(
     if is_midlayer and "norm_output" in keys and not norm_output:
         # SpecForge then leaves out the norm before lm_head, which other code always has.
         forms.append(replace(spec, scores_normed=False))
-    turned = partly_turned(layer_keys, decoder)
-    if turned is not None:
-        forms += [replace(form, decoder=turned) for form in forms]
+    partial = with_partial_rotary(layer_keys, decoder)
+    if partial is not None:
+        forms += [replace(form, decoder=partial) for form in forms]
     spec = replace(spec, other_forms=tuple(forms[1:]))
     _take(weights, spec, decoder)
     return Head(spec, weights.finish(), ids)

@@ -15,7 +15,7 @@ import torch
 
 from outrider.heads.kinds.dynamic_tree import Node, Tree, grow, tree_rows
 from outrider.heads.model import HeadModel, HeadProposal, HeadSequence, Picker
-from outrider.heads.modules import Turns
+from outrider.heads.modules import RotaryRows
 from outrider.heads.round_graphs import RoundGraphs
 from outrider.heads.spec import Decoder, Head, HeadSpec
 from outrider.lm.attention import LayerCache
@@ -42,7 +42,7 @@ class AutoregressiveModel(HeadModel):
         return [] if self.cache is None else self.cache.layers
 
     @abstractmethod
-    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Turns) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: RotaryRows) -> torch.Tensor:
         """Run pairs of target ids [T] and projected features; return states [T, ·]."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Linear, ModuleList
 
 from outrider.heads.kinds.autoregressive import AutoregressiveModel
-from outrider.heads.modules import Layer, Turns
+from outrider.heads.modules import Layer, RotaryRows
 from outrider.heads.spec import Head
 
 
@@ -24,7 +24,7 @@ class Eagle(AutoregressiveModel):
         # The first layer was trained without a norm of its input.
         self.layers = ModuleList(Layer(self.decoder, i, norm=i > 0) for i in layers)
 
-    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Turns) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: RotaryRows) -> torch.Tensor:
         """Run pairs of target ids [T] and projected features; return states [T, hidden size]."""
         x: torch.Tensor = self.fc(torch.cat((self.embed(tokens), features), dim=-1))
         for layer, cache in zip(self.layers, self.caches, strict=True):

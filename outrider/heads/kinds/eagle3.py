@@ -6,7 +6,7 @@ import torch
 from torch.nn import ModuleList, RMSNorm
 
 from outrider.heads.kinds.autoregressive import AutoregressiveModel
-from outrider.heads.modules import Layer, Turns
+from outrider.heads.modules import Layer, RotaryRows
 from outrider.heads.spec import Decoder, Head
 from outrider.lm.attention import LayerCache
 
@@ -20,7 +20,7 @@ class FirstLayer(Layer):
         self._residual_normed = residual_normed
 
     def join(
-        self, embeddings: torch.Tensor, features: torch.Tensor, rows: Turns, cache: LayerCache
+        self, embeddings: torch.Tensor, features: torch.Tensor, rows: RotaryRows, cache: LayerCache
     ) -> torch.Tensor:
         """Return the residual stream after the layer for pairs of embedding and feature."""
         normed = self.hidden_norm(features)
@@ -47,7 +47,7 @@ class Eagle3(AutoregressiveModel):
         assert isinstance(layer, FirstLayer)
         return layer
 
-    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Turns) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: RotaryRows) -> torch.Tensor:
         """Run pairs of target ids [T] and projected features; return states [T, hidden size]."""
         x = self.first.join(self.embed(tokens), features, rows, self.caches[0])
         for layer, cache in zip(self.layers[1:], self.caches[1:], strict=True):

@@ -6,7 +6,7 @@ import torch
 from torch.nn import Linear, ModuleList, RMSNorm
 
 from outrider.heads.kinds.autoregressive import AutoregressiveModel
-from outrider.heads.modules import Layer, TargetsLayer, Turns
+from outrider.heads.modules import Layer, RotaryRows, TargetsLayer
 from outrider.heads.spec import Head
 
 
@@ -26,7 +26,7 @@ class Mtp(AutoregressiveModel):
         self.layers = ModuleList([layer])
         self.norm = RMSNorm(hidden, eps=eps)
 
-    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: Turns) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, features: torch.Tensor, rows: RotaryRows) -> torch.Tensor:
         """Run pairs of target ids [T] and projected features; return states [T, hidden size]."""
         parts = [self.hidden_layernorm(features), self.token_layernorm(self.embed(tokens))]
         if not self.spec.state_first:

@@ -89,15 +89,15 @@ class FusedForward:
         """Run the tokens [T] and write to the caches; return the logits of `rows` (0: all rows)."""
         batch, slots = layout.kernel, layout.slot_mapping
         stream = self._model.embed_tokens(token_ids)
-        turns = self._model.rotary_emb(stream.unsqueeze(0), positions.unsqueeze(0))
-        turns = turns[0][0], turns[1][0]
+        rotary = self._model.rotary_emb(stream.unsqueeze(0), positions.unsqueeze(0))
+        rotary = rotary[0][0], rotary[1][0]
         delta = None
         for number, layer in enumerate(self._layers):
             normed, stream = add_norm(stream, delta, layer.input_norm)
             self._keep(number, stream)
             heads = linear(normed, *layer.qkv)
             keys, values = layer.cache.arrays
-            query = rotate_and_store(heads, turns, slots, keys, values, layer.head_norms)
+            query = rotate_and_store(heads, rotary, slots, keys, values, layer.head_norms)
             attended = layer.cache.attend_stored(query, batch)
             delta = layer.output(attended.view(len(attended), -1))
             normed, stream = add_norm(stream, delta, layer.post_norm)
@@ -125,7 +125,7 @@ def _check(model: Any) -> None:
         if not fusible(attention, [ATTENTION]) or not fusible(mlp, [GATED]):
             raise LookupError("projections that share an input are not plain layers of one type")
         if attention.head_dim != size:
-            raise LookupError(f"it turns {size} channels of heads of {attention.head_dim}")
+            raise LookupError(f"it rotates {size} channels of heads of {attention.head_dim}")
 
 
 def _layer(layer: Any, cache: LayerCache) -> _Layer:

@@ -103,15 +103,15 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]  # the arguments are Trit
         high_weight = _norm_weight(query_weight + half, key_weight + half, is_query, lanes, SIZE)
         low = _rounded(_rounded(low * factor, query) * low_weight, query)
         high = _rounded(_rounded(high * factor, query) * high_weight, query)
-    turn_at = tl.full([1, 1], 0, tl.int64) + token * SIZE
-    low_cos = _half(cos, turn_at, lanes, True, SIZE)
-    high_cos = _half(cos, turn_at + half, lanes, True, SIZE)
-    low_sin = _half(sin, turn_at, lanes, True, SIZE)
-    high_sin = _half(sin, turn_at + half, lanes, True, SIZE)
-    turned_low = _rounded(low * low_cos, query) - _rounded(high * low_sin, query)
-    turned_high = _rounded(high * high_cos, query) + _rounded(low * high_sin, query)
-    low_out = tl.where(is_value, low_out, turned_low).to(query.dtype.element_ty)
-    high_out = tl.where(is_value, high_out, turned_high).to(query.dtype.element_ty)
+    rotary_at = tl.full([1, 1], 0, tl.int64) + token * SIZE
+    low_cos = _half(cos, rotary_at, lanes, True, SIZE)
+    high_cos = _half(cos, rotary_at + half, lanes, True, SIZE)
+    low_sin = _half(sin, rotary_at, lanes, True, SIZE)
+    high_sin = _half(sin, rotary_at + half, lanes, True, SIZE)
+    rotated_low = _rounded(low * low_cos, query) - _rounded(high * low_sin, query)
+    rotated_high = _rounded(high * high_cos, query) + _rounded(low * high_sin, query)
+    low_out = tl.where(is_value, low_out, rotated_low).to(query.dtype.element_ty)
+    high_out = tl.where(is_value, high_out, rotated_high).to(query.dtype.element_ty)
     lane = lanes[None, :]
     inside = lane < half
     query_at = (token * QUERY_HEADS + head) * SIZE + lane
@@ -177,7 +177,7 @@ def norm_warps(lanes: int) -> int:
 
 def rotate_and_store(
     heads: torch.Tensor,
-    turns: tuple[torch.Tensor, torch.Tensor],
+    rotary: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -185,7 +185,7 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Rotate queries and keys, and write keys and values to the cache; return the queries.
 
-    `heads` [T, (H + 2 K) * D] are the joined projections. `turns` are the cosines and the sines,
+    `heads` [T, (H + 2 K) * D] are the joined projections. `rotary` are the cosines and the sines,
     each [T, D]. Keys and values go to the rows `slots` [T] (int64) of `keys` and `values`
     [slots, K, D]. `norms` are the norms of the queries and of the keys, with one epsilon. The
     queries are [T, H, D].
@@ -197,7 +197,7 @@ def rotate_and_store(
     of_queries, of_keys = norms or (Norm(query, 0.0), Norm(query, 0.0))
     grid = rows, triton.cdiv(query_heads + 2 * kv_heads, _HEADS.value)
     _rotate_and_store[grid](
-        heads, *turns, slots, of_queries.weight, of_keys.weight, query, keys, values,
+        heads, *rotary, slots, of_queries.weight, of_keys.weight, query, keys, values,
         QUERY_HEADS=query_heads, KV_HEADS=kv_heads, SIZE=size,
         LANES=triton.next_power_of_2(size // 2), EPSILON=of_queries.epsilon,
         NORMS=norms is not None, num_warps=1,
