@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
-from drafter_svc.families.blanks import BLANKS, Layout, Place
+from drafter_svc.families.json_whitespace import WHITESPACE, Layout, Place
 from outrider.grammar.backends import MaskLimit, TextMatcher
 
 # The maximum number of continuations that are guessed, such as the values of an enum or the names
@@ -109,17 +109,19 @@ class ForcedText:
         if self._is_free(path.matcher):
             return []
         following, may_end = self._allowed(path.matcher)
-        solid = [byte for byte in following if byte not in BLANKS]
+        solid = [byte for byte in following if byte not in WHITESPACE]
         count = len(solid) + may_end
         if not 0 < count <= _MOST_CHOICES:
             return []
         found = [path.ended(1 / count)] if may_end else []
         place = Place.after(layout.text + path.text)
         for byte in solid:
-            blanks = [(b"", 1.0)]
-            if len(solid) < len(following) or place.blanks:
-                blanks = layout.guesses(place, byte)[: 1 if count > 1 else None]
-            more = [path.forked(text + bytes([byte]), chance / count) for text, chance in blanks]
+            whitespace = [(b"", 1.0)]
+            if len(solid) < len(following) or place.whitespace:
+                whitespace = layout.guesses(place, byte)[: 1 if count > 1 else None]
+            more = [
+                path.forked(text + bytes([byte]), chance / count) for text, chance in whitespace
+            ]
             found += [other for other in more if other is not None]
         return found
 

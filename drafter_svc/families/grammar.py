@@ -1,7 +1,7 @@
 """Drafts the text that the request's grammar forces: keys, punctuation, parts of a tool call.
 
-The family walks the verifier's own grammar. Where the grammar leaves only a choice of blanks, the
-family guesses them by the layout of the text so far. Where the grammar leaves a few values, the
+The family walks the verifier's own grammar. Where the grammar leaves only a choice of whitespace,
+the family guesses it by the layout of the text so far. Where the grammar leaves a few values, the
 family offers each of them. The text that it finds is written in tokens as the model would write it.
 Everything runs on the event loop, within budgets of processor time; grammars are compiled on
 threads.
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from drafter_svc.branching import Branch, offer_likeliest
 from drafter_svc.families.base import Family, Loaded
-from drafter_svc.families.blanks import AfterThought, Layout
 from drafter_svc.families.forced_text import ForcedText, Path, Speller
+from drafter_svc.families.json_whitespace import AfterThought, Layout
 from drafter_svc.families.settings import GrammarSettings
 from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.placement import PlacementPlan

@@ -215,7 +215,7 @@ async def test_nothing_is_guessed_within_a_thought_and_the_answer_after_it_is(
     writer.write(">")
     assert (await writer.chain()).startswith("\n\n{")
     writer.write('\n\n{"name":')
-    # The drafter learns the blanks of the answer, and leaves out the blanks of the thought.
+    # The drafter learns the answer's whitespace, and leaves out the thought's.
     writer.write('"A",')
     assert (await writer.chain()).startswith('"ok":')
 
@@ -248,11 +248,11 @@ async def test_it_is_silent_about_joints_after_misses_and_comes_back(grammars: G
     await writer.open(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value)), '{"k0": 1')
     said = []
     for i, name in enumerate(names[1:], 1):
-        # The blanks change at each of the first eight joints, and then stay the same.
-        blanks = " " if i > 8 else ("\n    ", "", " ", "\n")[i % 4]
+        # The whitespace changes at each of the first eight joints, and then stays the same.
+        whitespace = " " if i > 8 else ("\n    ", "", " ", "\n")[i % 4]
         writer.write(",")
         said.append(await writer.chain())
-        writer.write(f'{blanks}"{name}":')
+        writer.write(f'{whitespace}"{name}":')
         await writer.chain()
         writer.write("1")
         await writer.chain()

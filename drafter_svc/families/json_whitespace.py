@@ -1,8 +1,8 @@
-"""Learns and guesses the blanks between the words of a structured text.
+"""Learns and guesses the whitespace between the words of a JSON text.
 
-A grammar mostly allows blanks at each joint of a JSON text, which is a place between two words or
-marks. A model mostly writes the same blanks at joints of one kind. The family therefore learns the
-blanks from the text so far.
+A grammar mostly allows whitespace at each joint of a JSON text, a place between two words or marks.
+A model mostly writes the same whitespace at joints of one kind. The family therefore learns it from
+the text so far.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 from outrider.grammar.kinds import FreeThought
 
-BLANKS = b" \t\n\r"
+WHITESPACE = b" \t\n\r"
 # These bytes distinguish joints. All other bytes count as words.
 _MARKS = b"{}[],:"
 # The number of bytes that are kept of a text, to tell the indentation of the text's last line.
 _KEPT_BYTES = 1024
-# Each outcome at a joint moves the trust in the joint's blanks by the part `_STEP` towards 0 or 1.
-# After the first outcome the trust is `_FIRST_TRUST`.
+# Each outcome at a joint moves the trust in the joint's whitespace by the part `_STEP` towards 0 or
+# 1. After the first outcome the trust is `_FIRST_TRUST`.
 _STEP = 0.5
 _FIRST_TRUST = 0.9
 
 _Joint = tuple[int, int]
-# A value holds the blanks themselves within a line, and the change of indentation at a line break.
+# A value holds the whitespace itself within a line, and the change of indentation at a line break.
 _Shape = bytes | int
 
 
@@ -44,7 +44,7 @@ def _indented(unit: int, last: int, following: int) -> _Shape:
     return 0 if last == ord(",") else _spaced(last, following)
 
 
-# The layouts of json.dumps: by default, without blanks, and with an indentation; the likeliest
+# The layouts of json.dumps: by default, without whitespace, and with an indentation; the likeliest
 # first.
 _STYLES = (
     (_spaced, 0.6),
@@ -56,23 +56,23 @@ _STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The end of a text: its last byte that is no blank, the blanks after it, the indentation."""
+    """The end of a text: its last byte but whitespace, the whitespace after it, the indentation."""
 
     last: int
-    blanks: bytes
+    whitespace: bytes
     indent: int
 
     @classmethod
     def after(cls, text: bytes) -> Place:
         """Return the place at the end of a text."""
-        solid = text.rstrip(BLANKS)
+        solid = text.rstrip(WHITESPACE)
         line = solid.rpartition(b"\n")[2]
         indent = len(line) - len(line.lstrip(b" \t"))
         return cls(solid[-1] if solid else 0, text[len(solid) :], indent)
 
 
 class AfterThought:
-    """Removes the thought before an answer: a thought's blanks say nothing about the answer's."""
+    """Removes the thought before an answer: its whitespace tells nothing about the answer's."""
 
     def __init__(self, thought: FreeThought | None) -> None:
         """Without a `thought` all text is the answer."""
@@ -104,9 +104,9 @@ class AfterThought:
 
 
 class Layout:
-    """Guesses the blanks before a byte from the blanks at earlier joints of the same kind.
+    """Guesses the whitespace before a byte from earlier joints of the same kind.
 
-    At an unknown joint it guesses the blanks of a style of `json.dumps` that fits the text so far.
+    At an unknown joint it guesses that of a style of `json.dumps` that fits the text so far.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Layout:
             byte = text[at]
             if self._quoted:
                 self._read_quoted(byte)
-            elif byte not in BLANKS:
+            elif byte not in WHITESPACE:
                 joint = _joint(self._last, byte)
                 # An object or a list after a word begins a JSON text.
                 if joint != (0, 0) and (joint[0] or byte not in b"{["):
@@ -142,9 +142,9 @@ class Layout:
 
     def _learn(self, place: Place, byte: int) -> None:
         joint = _joint(place.last, byte)
-        shape: _Shape = place.blanks
-        if b"\n" in place.blanks:
-            shape = len(place.blanks.rpartition(b"\n")[2]) - place.indent
+        shape: _Shape = place.whitespace
+        if b"\n" in place.whitespace:
+            shape = len(place.whitespace.rpartition(b"\n")[2]) - place.indent
         known = self._known.get(joint)
         trust = _FIRST_TRUST
         if known is not None:
@@ -153,7 +153,7 @@ class Layout:
         self._styles = [style for style in self._styles if style[0](*joint) == shape]
 
     def guesses(self, place: Place, byte: int) -> list[tuple[bytes, float]]:
-        """Return the blanks that may still come between `place` and `byte`, the likeliest first.
+        """Return the whitespace that may yet come between `place` and `byte`, likeliest first.
 
         Each has its probability. The list is empty if nothing is known about joints of this kind.
         """
@@ -164,9 +164,9 @@ class Layout:
             shapes = [known]
         found: dict[bytes, float] = {}
         for shape, chance in shapes:
-            blanks = _blanks(shape, place.indent)
-            if blanks.startswith(place.blanks):
-                rest = blanks[len(place.blanks) :]
+            whitespace = _whitespace(shape, place.indent)
+            if whitespace.startswith(place.whitespace):
+                rest = whitespace[len(place.whitespace) :]
                 found[rest] = found.get(rest, 0.0) + chance
         if known is None:
             total = sum(found.values()) / _FIRST_TRUST
@@ -178,7 +178,7 @@ def _joint(last: int, following: int) -> _Joint:
     return last if last in _MARKS else 0, following if following in _MARKS else 0
 
 
-def _blanks(shape: _Shape, indent: int) -> bytes:
+def _whitespace(shape: _Shape, indent: int) -> bytes:
     if isinstance(shape, bytes):
         return shape
     return b"\n" + b" " * max(0, indent + shape)

@@ -1,4 +1,4 @@
-"""The blanks at a structured text's joints, such as commas, are guessed from earlier joints."""
+"""The whitespace at a JSON text's joints, such as commas, is guessed from earlier joints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from drafter_svc.families.blanks import AfterThought, Layout, Place
+from drafter_svc.families.json_whitespace import AfterThought, Layout, Place
 from outrider.grammar.kinds import FreeThought
 
 VALUE = {"a": 1, "b": [2, {"c": None}], "d": {"e": 'x, y: {z} \\" q'}, "f": []}
@@ -20,11 +20,13 @@ def layout_of(text: str) -> Layout:
 
 def guessed(layout: Layout, text: str, following: str) -> list[str]:
     place = Place.after(text.encode())
-    return [blanks.decode() for blanks, _ in layout.guesses(place, ord(following))]
+    return [whitespace.decode() for whitespace, _ in layout.guesses(place, ord(following))]
 
 
 @pytest.mark.parametrize("options", [{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4}])
-def test_behind_a_few_joints_each_blank_of_json_dumps_is_known(options: dict[str, object]) -> None:
+def test_behind_a_few_joints_the_whitespace_of_json_dumps_is_known(
+    options: dict[str, object],
+) -> None:
     text = json.dumps(VALUE, **options)
     solid = [i for i, letter in enumerate(text) if not letter.isspace()]
     start = text.index('"b"')
@@ -51,7 +53,7 @@ def test_a_layout_unlike_all_is_guessed_only_where_it_was_seen() -> None:
     assert guessed(layout, '{   "a" :1, "b"', ":") == [" "]
 
 
-def test_blanks_that_are_there_are_not_guessed_again() -> None:
+def test_whitespace_that_is_there_is_not_guessed_again() -> None:
     layout = layout_of('{"a": 1, "b"')
     assert guessed(layout, '{"a": 1, "b": ', "2") == [""]
     assert guessed(layout, '{"a": 1, "b":  ', "2") == []
