@@ -93,7 +93,7 @@ _STEP = [
     "verifier_svc/engine/load_meter.py",
     "verifier_svc/engine/loop.py",
     "verifier_svc/engine/outbox.py",
-    "verifier_svc/engine/chunks.py",
+    "verifier_svc/engine/output_chunks.py",
     "verifier_svc/policy/draft_policy.py",
     "verifier_svc/policy/draft_trees.py",
     "verifier_svc/policy/forward_cost.py",

@@ -12,9 +12,9 @@ from outrider.grammar.backends import Matcher
 from outrider.process.observability.telemetry import Span
 from outrider.protocol.messages import FinishReason, TokenChunk
 from verifier_svc.drafts.draft_message import JudgedDraft, judge_draft, main_path_count
-from verifier_svc.engine.chunks import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.context import EngineContext
 from verifier_svc.engine.endings import Endings
+from verifier_svc.engine.output_chunks import chunk_of, cut_at_end, cut_at_grammars_end, sources_of
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.policy.pause_reasons import pause_of
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
