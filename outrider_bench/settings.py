@@ -11,7 +11,7 @@ from pydantic_settings import SettingsConfigDict
 
 from outrider.process.settings.config import Dtype, Settings
 
-TABLE_WAYS = (
+TABLE_MODES = (
     *("ngram", "suffix", "grammar", "eagle3", "ngram + eagle3", "mtp", "ngram + mtp"),
     *("draft model", "vllm", "vllm, ngram", "vllm, eagle3", "vllm, draft model"),
     *("vllm, our scheduler", "vllm, our ngram", "vllm, our draft model"),
@@ -21,9 +21,9 @@ TABLE_WAYS = (
 
 
 class TableSettings(Settings):
-    """Compare every way of drafting on a published model, by kind of prompt.
+    """Compare all decoding modes on a published model, by kind of prompt.
 
-    Each prompt is asked in every way, one after the other. The folder with the results has the raw
+    Each prompt is asked in every mode, one after the other. The folder with the results has the raw
     rows, a record of the run, and a table in Markdown.
     """
 
@@ -62,9 +62,9 @@ class TableSettings(Settings):
     minutes: float = Field(10.0, ge=0)
     """Minutes after which no further prompt begins; 0 sets no limit."""
 
-    ways: list[str] = Field(["*"])
-    """Patterns of the ways to measure beside plain decoding, such as 'ngram*' or 'vllm*'; repeat it
-    for more patterns."""
+    modes: list[str] = Field(["*"])
+    """Patterns of the modes to measure beside plain decoding, such as 'ngram*' or 'vllm*'; repeat
+    it for more patterns."""
 
     transformers: bool = False
     """Measure prompt lookup and assisted generation of transformers as well."""
@@ -77,15 +77,15 @@ class TableSettings(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for pattern in self.ways:
-            if not fnmatch.filter(TABLE_WAYS, pattern):
-                known = "; ".join(TABLE_WAYS)
-                raise ValueError(f"ways: no way is called {pattern!r}; there are {known}")
+        for pattern in self.modes:
+            if not fnmatch.filter(TABLE_MODES, pattern):
+                known = "; ".join(TABLE_MODES)
+                raise ValueError(f"modes: no mode is called {pattern!r}; there are {known}")
         return self
 
     def asks(self, name: str) -> bool:
         """Return whether a decoding mode is measured."""
-        return any(fnmatch.fnmatch(name, pattern) for pattern in self.ways)
+        return any(fnmatch.fnmatch(name, pattern) for pattern in self.modes)
 
 
 class ProfileSettings(Settings):

@@ -25,7 +25,7 @@ _LAB = {
     "predict": "Predict which place of a drafter is fastest: an experiment file in the simulator.",
     "simulate": "Run engine, planner and drafters in virtual time, as a scenario file says.",
     "bench": "Measure the engine's own time for a step, and tokens/s of each drafter.",
-    "table": "Compare every way of drafting on a published model, by kind of prompt.",
+    "table": "Compare all decoding modes on a published model, by kind of prompt.",
     "chaos": "Play faults against a real stack under traffic, and check every request.",
 }
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -22,11 +22,11 @@ from outrider_bench.experiment import machine
 from outrider_bench.experiment.traffic import Encoder, Request, request_of
 from outrider_bench.prompt_files import Prompt
 from outrider_bench.settings import TableSettings
-from outrider_bench.table import peers, ways
+from outrider_bench.table import modes, peers
+from outrider_bench.table.modes import MOST_TOKENS, Mode
 from outrider_bench.table.peer_process import PeerDied
 from outrider_bench.table.report import markdown
 from outrider_bench.table.rows import Answer, Row, Turn
-from outrider_bench.table.ways import MOST_TOKENS, Way
 
 _ROOT = Path(__file__).parents[2]
 _WARM_UP_TOKENS = 48
@@ -110,7 +110,7 @@ async def run(settings: TableSettings, command: str, console: Console) -> Path:
     warnings = list(machine.warnings())
     async with AsyncExitStack() as running:
         console.print("starting a stack for each kind of drafter, which takes a minute or two")
-        found, missing = await ways.started(settings, target, running)
+        found, missing = await modes.started(settings, target, running)
         found += await peers.started(settings, target, encoder, running)
         for line in (*warnings, *(f"left out: {each}" for each in missing)):
             console.print(line, markup=False)
@@ -142,21 +142,21 @@ async def run(settings: TableSettings, command: str, console: Console) -> Path:
 class Compared:
     """The decoding modes that a run asks, and a line for each mode that is left out."""
 
-    ways: list[Way]
+    modes: list[Mode]
     missing: list[str]
 
     async def ask(
-        self, way: Way, requests: Sequence[Request], batch: int, temperature: float, tenant: str
+        self, mode: Mode, requests: Sequence[Request], batch: int, temperature: float, tenant: str
     ) -> Answer | None:
         """Send requests in a decoding mode, at most `batch` at once.
 
         Returns None if the mode's process has died. After a death no later turn asks the mode.
         """
         try:
-            return await way.ask(requests, batch, temperature, tenant)
+            return await mode.ask(requests, batch, temperature, tenant)
         except PeerDied as error:
-            self.ways.remove(way)
-            self.missing.append(f"{way.name} from here on, since {error}")
+            self.modes.remove(mode)
+            self.missing.append(f"{mode.name} from here on, since {error}")
             return None
 
 
@@ -183,14 +183,14 @@ async def measured(
                 warm.add(cell)
                 await _warm_up(compared, cell, [kept for *_, kept in prompts.values()], encoder)
             asked = _requests(turn, prompts, encoder, settings.tokens)
-            first = number % len(compared.ways)
-            for way in (*compared.ways[first:], *compared.ways[:first]):
-                if not way.takes(asked, turn.batch) or (way.always and turn.round):
+            first = number % len(compared.modes)
+            for mode in (*compared.modes[first:], *compared.modes[:first]):
+                if not mode.takes(asked, turn.batch) or (mode.always and turn.round):
                     continue
-                tenant = _tenant(way, turn)
-                answer = await compared.ask(way, asked, turn.batch, turn.temperature, tenant)
+                tenant = _tenant(mode, turn)
+                answer = await compared.ask(mode, asked, turn.batch, turn.temperature, tenant)
                 if answer is not None:
-                    yield Row.of(turn, way.name, answer, always=way.always)
+                    yield Row.of(turn, mode.name, answer, always=mode.always)
             bar.advance(task)
 
 
@@ -205,9 +205,9 @@ def _requests(
     ]
 
 
-def _tenant(way: Way, turn: Turn) -> str:
+def _tenant(mode: Mode, turn: Turn) -> str:
     """Return a tenant's name under which no n-grams of the turn's prompts are known."""
-    words = way.name, way.always, turn.round, turn.batch, turn.temperature
+    words = mode.name, mode.always, turn.round, turn.batch, turn.temperature
     return hashlib.sha256(repr(words).encode()).hexdigest()
 
 
@@ -218,9 +218,9 @@ async def _compile(
     distinct = {json.dumps(each.structured_outputs): each for each in prompts}
     for prompt in distinct.values():
         request = request_of(prompt, encoder, 2, 0)
-        for way in tuple(compared.ways):
-            if request.grammar is not None and way.takes([request], 1) and not way.always:
-                await compared.ask(way, [request], 1, temperature, _UNCOUNTED)
+        for mode in tuple(compared.modes):
+            if request.grammar is not None and mode.takes([request], 1) and not mode.always:
+                await compared.ask(mode, [request], 1, temperature, _UNCOUNTED)
 
 
 async def _warm_up(
@@ -229,8 +229,8 @@ async def _warm_up(
     """Get uncounted answers in each decoding mode, so that its process learns steps' costs."""
     batch, temperature = cell
     requests = [request_of(prompt, encoder, _WARM_UP_TOKENS, 0) for prompt in prompts]
-    for way in tuple(compared.ways):
-        able = [request for request in requests if way.takes([request], batch)]
-        if able and not way.always:
+    for mode in tuple(compared.modes):
+        able = [request for request in requests if mode.takes([request], batch)]
+        if able and not mode.always:
             some = list(islice(cycle(able), batch))
-            await compared.ask(way, some, batch, temperature, _UNCOUNTED)
+            await compared.ask(mode, some, batch, temperature, _UNCOUNTED)

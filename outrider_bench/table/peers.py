@@ -16,8 +16,8 @@ from outrider_bench.experiment.traffic import Encoder, Request
 from outrider_bench.sample import Sample
 from outrider_bench.settings import TableSettings
 from outrider_bench.table import peer_process
+from outrider_bench.table.modes import MOST_AT_ONCE, Ask, Mode, has_model
 from outrider_bench.table.rows import Answer
-from outrider_bench.table.ways import MOST_AT_ONCE, Ask, Way, has_model
 
 # As in vLLM's examples of speculative decoding.
 _VLLM_DRAFT_TOKENS = 4
@@ -35,7 +35,7 @@ class _Method:
 
 async def started(
     settings: TableSettings, target: Path, encoder: Encoder, running: AsyncExitStack
-) -> list[Way]:
+) -> list[Mode]:
     """Start the programs that the settings name, in separate processes.
 
     Raises PeerDied with a program's last lines if it does not start.
@@ -45,7 +45,7 @@ async def started(
         for name, method in _vllm_methods(settings).items():
             if settings.asks(name):
                 ask = await _start_vllm(settings.vllm, target, method, running)
-                found.append(Way(name, _vllm(ask, encoder)))
+                found.append(Mode(name, _vllm(ask, encoder)))
     if settings.transformers:
         command = [sys.executable, "-m", "outrider_bench.table.transformers_peer", str(target)]
         hows = {"transformers": "plain", "transformers, prompt lookup": "lookup"}
@@ -54,7 +54,7 @@ async def started(
             hows["transformers, assisted"] = "assisted"
         ask = await running.enter_async_context(peer_process.line_peer(*command))
         found += [
-            Way(name, _transformers(ask, how, encoder), grammars="none", most=1)
+            Mode(name, _transformers(ask, how, encoder), grammars="none", most=1)
             for name, how in hows.items()
             if settings.asks(name)
         ]

@@ -19,14 +19,14 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
 
     A turn that was interrupted before plain decoding's answer does not count.
     """
-    begun = {row.turn for row in rows if row.way == PLAIN}
+    begun = {row.turn for row in rows if row.mode == PLAIN}
     rows = [row for row in rows if row.turn in begun]
     return "\n".join([*_head(about), *_speeds(rows), *_guesses(rows), *_texts(rows)]) + "\n"
 
 
 def _head(about: dict[str, Any]) -> Iterator[str]:
     machine, settings = about["machine"], about["settings"]
-    yield f"# {settings['target']}, by kind of prompt and way of drafting"
+    yield f"# {settings['target']}, by kind of prompt and decoding mode"
     yield ""
     where = f"{len(machine['cores'])} cores of {machine['processor']}"
     yield f"{about['began']}, commit {about['commit']}, {where}. Command: `{about['command']}`"
@@ -44,7 +44,7 @@ def _speeds(rows: Sequence[Row]) -> Iterator[str]:
         ]
         yield f"\n## Batch {batch}, temperature {temperature:g}\n"
         yield "× plain (95 % interval) · tokens per forward; plain has tokens/s.\n"
-        plain = {row.turn: row for row in own if row.way == PLAIN}
+        plain = {row.turn: row for row in own if row.mode == PLAIN}
         yield from _grid(own, partial(_speed, plain))
 
 
@@ -52,7 +52,7 @@ def _speed(plain: Mapping[Turn, Row], some: Sequence[Row]) -> str:
     """Return a mode's table entry: its speed over the plain rows of the same turns."""
     pairs = [(r.tokens, r.seconds, plain[r.turn].tokens, plain[r.turn].seconds) for r in some]
     amount, time, plain_amount, plain_time = map(sum, zip(*pairs, strict=True))
-    if some[0].way == PLAIN:
+    if some[0].mode == PLAIN:
         return f"{amount / time:.1f}"
     shown, mark = "", ""
     if len(pairs) > 1:
@@ -64,9 +64,9 @@ def _speed(plain: Mapping[Turn, Row], some: Sequence[Row]) -> str:
 
 def _guesses(rows: Sequence[Row]) -> Iterator[str]:
     """Yield tables of rows with a draft in every step: our `always` rows, and all peers' rows."""
-    always = {row.way for row in rows if row.always}
-    own = [row for row in rows if row.turn.batch == 1 and row.way != PLAIN]
-    own = [row for row in own if row.always or row.way not in always]
+    always = {row.mode for row in rows if row.always}
+    own = [row for row in rows if row.turn.batch == 1 and row.mode != PLAIN]
+    own = [row for row in own if row.always or row.mode not in always]
     for temperature in dict.fromkeys(row.turn.temperature for row in own):
         yield f"\n## Every step drafted, batch 1, temperature {temperature:g}\n"
         yield "Tokens per forward: shares of drafts with the token at position 1, 2, … accepted.\n"
@@ -89,7 +89,7 @@ def _guessed(some: Sequence[Row]) -> str:
 
 def _texts(rows: Sequence[Row]) -> Iterator[str]:
     greedy = [row for row in rows if row.turn.temperature == 0.0]
-    plain = {row.turn: row.texts for row in greedy if row.way == PLAIN}
+    plain = {row.turn: row.texts for row in greedy if row.mode == PLAIN}
 
     def equal(some: Sequence[Row]) -> str:
         pairs = [pair for row in some for pair in zip(row.texts, plain[row.turn], strict=True)]
@@ -97,7 +97,7 @@ def _texts(rows: Sequence[Row]) -> Iterator[str]:
 
     if greedy:
         yield "\n## Greedy texts equal to plain decoding's\n"
-        yield from _grid([row for row in greedy if row.way != PLAIN], equal)
+        yield from _grid([row for row in greedy if row.mode != PLAIN], equal)
 
 
 def _grid(rows: Sequence[Row], cell: Callable[[Sequence[Row]], str]) -> Iterator[str]:
@@ -105,12 +105,12 @@ def _grid(rows: Sequence[Row], cell: Callable[[Sequence[Row]], str]) -> Iterator
 
     A mode that does not answer some kinds has no total.
     """
-    names = dict.fromkeys(row.way for row in sorted(rows, key=lambda row: row.way != PLAIN))
+    names = dict.fromkeys(row.mode for row in sorted(rows, key=lambda row: row.mode != PLAIN))
     kinds = [*dict.fromkeys(row.turn.kind for row in rows)]
-    yield f"| way | {' | '.join([*kinds, _ALL])} |"
+    yield f"| mode | {' | '.join([*kinds, _ALL])} |"
     yield f"| --- |{' ---: |' * (len(kinds) + 1)}"
     for name in names:
-        own = [row for row in rows if row.way == name]
+        own = [row for row in rows if row.mode == name]
         by_kind = [[row for row in own if row.turn.kind == kind] for kind in kinds]
         cells = [cell(some) if some else "–" for some in by_kind]
         cells.append(cell(own) if all(by_kind) else "–")

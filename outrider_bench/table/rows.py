@@ -1,4 +1,4 @@
-"""A row of raw measurements: the answers of one decoding mode (`way`) to a turn's prompts."""
+"""A row of raw measurements: the answers of one decoding mode to a turn's prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row:
     """The result of one decoding mode in a turn. Times are in seconds."""
 
     turn: Turn
-    way: str
+    mode: str
     always: bool
     """True if each step had a draft, even if that is slower."""
     tokens: int
@@ -43,14 +43,14 @@ class Row:
     texts: tuple[str, ...]
 
     @classmethod
-    def of(cls, turn: Turn, way: str, answer: Answer, *, always: bool = False) -> Self:
+    def of(cls, turn: Turn, mode: str, answer: Answer, *, always: bool = False) -> Self:
         """Return the row of a mode's answer."""
         sample, counts = answer.sample, answer.drafts
         accepted = int(counts.get("spec_decode_num_accepted_tokens", 0))
         positions = sum(name.startswith(PER_POSITION) for name in counts)
         return cls(
             turn,
-            way,
+            mode,
             always,
             sample.tokens,
             sample.seconds,

@@ -33,13 +33,13 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto")
-    ways: dict[str, dict[str, Any]] = {
+    modes: dict[str, dict[str, Any]] = {
         "plain": {},
         "lookup": {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
     }
     if arguments.draft is not None:
         draft = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype="auto")
-        ways["assisted"] = {"assistant_model": draft}
+        modes["assisted"] = {"assistant_model": draft}
     forwards = [0]
 
     def count(*_: Any) -> None:
@@ -52,7 +52,7 @@ def main() -> None:
         task = json.loads(line)
         forwards[0] = 0
         started = time.perf_counter()
-        ids = _generate(model, task, ways[task["how"]])
+        ids = _generate(model, task, modes[task["how"]])
         seconds = time.perf_counter() - started
         answer = {"tokens": len(ids), "seconds": seconds, "forwards": forwards[0]}
         answers.write(json.dumps(answer | {"output_ids": [ids]}) + "\n")

@@ -16,7 +16,7 @@ from outrider_bench.commands.table import main
 from outrider_bench.experiment.traffic import Encoder, Request
 from outrider_bench.prompt_files import Prompt, read
 from outrider_bench.sample import Sample
-from outrider_bench.settings import TABLE_WAYS, TableSettings
+from outrider_bench.settings import TABLE_MODES, TableSettings
 from outrider_bench.table.measure import (
     BY_GRAMMAR,
     FREE,
@@ -26,10 +26,10 @@ from outrider_bench.table.measure import (
     prompts_of,
     turns,
 )
+from outrider_bench.table.modes import Mode, stacks
 from outrider_bench.table.peer_process import PeerDied
 from outrider_bench.table.report import markdown
 from outrider_bench.table.rows import Answer, Row, Turn
-from outrider_bench.table.ways import Way, stacks
 
 TARGET = Path("models/target")
 ABOUT = {
@@ -52,10 +52,10 @@ def _settings(**values: Any) -> TableSettings:
     return TableSettings.model_validate(values)
 
 
-def _row(kind: str, way: str, seconds: float, number: int = 0, **more: Any) -> Row:
+def _row(kind: str, mode: str, seconds: float, number: int = 0, **more: Any) -> Row:
     turn = Turn(0, kind, 1, 0.0, number)
     usual = {"always": False, "tokens": 60, "forwards": 60, "drafts": 0, "accepted": ()}
-    return Row(turn, way, seconds=seconds, **{"texts": ("a",), **usual, **more})
+    return Row(turn, mode, seconds=seconds, **{"texts": ("a",), **usual, **more})
 
 
 def test_speeds_are_relative_to_plain_in_the_same_turns_and_losses_are_marked() -> None:
@@ -125,21 +125,23 @@ def test_kinds_alternate_and_batches_have_all_of_them() -> None:
 async def test_every_way_is_asked_the_same_and_the_first_one_changes(encoder: Encoder) -> None:
     asked: list[tuple[str, list[int | None], int, str]] = []
 
-    def way(name: str, **more: Any) -> Way:
+    def mode(name: str, **more: Any) -> Mode:
         async def ask(
             requests: Sequence[Request], batch: int, temperature: float, tenant: str
         ) -> Answer:
             asked.append((name, [request.seed for request in requests], batch, tenant))
             return Answer(Sample(4, 1.0), {}, ("x",) * len(requests))
 
-        return Way(name, ask, **more)
+        return Mode(name, ask, **more)
 
     settings = _settings(count=2, batches=[1, 2], temperatures=[0.0], rounds=2)
     prompts = {"a": [Prompt(kind="a", text=text) for text in ("one", "two", "three")]}
-    ways = [way("plain"), way("b", most=1), way("grammar", grammars="needed")]
-    ways.append(way("b, always", always=True, most=1))
-    rows = [row async for row in measured(settings, prompts, encoder, Compared(ways, []), math.inf)]
-    assert [row.way for row in rows] == [
+    modes = [mode("plain"), mode("b", most=1), mode("grammar", grammars="needed")]
+    modes.append(mode("b, always", always=True, most=1))
+    rows = [
+        row async for row in measured(settings, prompts, encoder, Compared(modes, []), math.inf)
+    ]
+    assert [row.mode for row in rows] == [
         *("plain", "b", "b, always"),
         *("b", "b, always", "plain"),
         "plain",
@@ -152,12 +154,12 @@ async def test_every_way_is_asked_the_same_and_the_first_one_changes(encoder: En
     # A warm-up comes before the first turn of each batch.
     assert sizes == [(1, 1)] * 3 + [(2, 2)] * 2 + [(1, 1)] * 2 + [(2, 2)]
     assert len(set(measured_tenants)) == 2 * 2 + 2 + 1
-    compared = Compared(ways, [])
+    compared = Compared(modes, [])
     assert not [row async for row in measured(settings, prompts, encoder, compared, 0.0)]
 
 
 async def test_a_peer_that_dies_costs_its_own_rows_alone(encoder: Encoder) -> None:
-    def way(name: str, answers: int) -> Way:
+    def mode(name: str, answers: int) -> Mode:
         left = iter(range(answers))
 
         async def ask(
@@ -167,14 +169,14 @@ async def test_a_peer_that_dies_costs_its_own_rows_alone(encoder: Encoder) -> No
                 raise PeerDied(f"{name} died: out of memory")
             return Answer(Sample(4, 1.0), {}, ("x",) * len(requests))
 
-        return Way(name, ask)
+        return Mode(name, ask)
 
     settings = _settings(count=3, temperatures=[0.0])
     prompts = {"a": [Prompt(kind="a", text=text) for text in ("one", "two", "three", "four")]}
     # The first answer of each decoding mode warms its process up.
-    compared = Compared([way("plain", 99), way("vllm", 2), way("never", 0)], [])
+    compared = Compared([mode("plain", 99), mode("vllm", 2), mode("never", 0)], [])
     rows = [row async for row in measured(settings, prompts, encoder, compared, math.inf)]
-    assert sorted(row.way for row in rows) == ["plain", "plain", "plain", "vllm"]
+    assert sorted(row.mode for row in rows) == ["plain", "plain", "plain", "vllm"]
     assert [line.partition(",")[0] for line in compared.missing] == [
         "never from here on",
         "vllm from here on",
@@ -185,23 +187,23 @@ async def test_a_peer_that_dies_costs_its_own_rows_alone(encoder: Encoder) -> No
 async def test_grammars_are_compiled_before_any_answer_counts(encoder: Encoder) -> None:
     asked: list[tuple[str, object, str]] = []
 
-    def way(name: str, **more: Any) -> Way:
+    def mode(name: str, **more: Any) -> Mode:
         async def ask(
             requests: Sequence[Request], batch: int, temperature: float, tenant: str
         ) -> Answer:
             asked.append((name, requests[0].grammar, tenant))
             return Answer(Sample(4, 1.0), {}, ("x",))
 
-        return Way(name, ask, **more)
+        return Mode(name, ask, **more)
 
     grammars = [{"json": True}, {"json_object": True}]
     prompts = {
         "a": [Prompt(kind="a", text="one", structured_outputs=each) for each in grammars * 2],
         "b": [Prompt(kind="b", text="two")] * 2,
     }
-    ways = [way("plain"), way("transformers", grammars="none")]
+    modes = [mode("plain"), mode("transformers", grammars="none")]
     settings = _settings(count=1, temperatures=[0.0])
-    [row async for row in measured(settings, prompts, encoder, Compared(ways, []), math.inf)]
+    [row async for row in measured(settings, prompts, encoder, Compared(modes, []), math.inf)]
     assert asked[:2] == [("plain", each, "warm-up") for each in grammars]
     assert all(grammar is None for name, grammar, _ in asked if name == "transformers")
 
@@ -234,22 +236,22 @@ def test_the_tables_own_prompts_have_nine_of_a_kind_and_grammars_of_requests() -
 
 
 def test_a_missing_drafter_is_named_and_a_pattern_leaves_plain_decoding(tmp_path: Path) -> None:
-    found, missing = stacks(_settings(eagle3=tmp_path, ways=["draft*", "grammar"]))
+    found, missing = stacks(_settings(eagle3=tmp_path, modes=["draft*", "grammar"]))
     assert f"eagle3: {tmp_path} is not a model" in missing
-    ways = [name for stack in found for name in stack.ways]
-    assert ways[:2] == ["plain", "grammar"]
-    assert "ngram" not in ways
+    modes = [name for stack in found for name in stack.modes]
+    assert modes[:2] == ["plain", "grammar"]
+    assert "ngram" not in modes
     here = {"eagle3": "models/heads/eagle3", "mtp": "models/heads/mtp", "draft": "models/draft"}
     found, _ = stacks(_settings(**here))
-    names = {name for stack in found for name in stack.ways} - {"plain"}
-    assert {"eagle3", "ngram + eagle3", "mtp", "draft model"} <= names <= {*TABLE_WAYS}
-    with pytest.raises(ValueError, match=r"no way is called 'ngram,grammar'; there are ngram; "):
-        _settings(ways=["ngram,grammar"])
+    names = {name for stack in found for name in stack.modes} - {"plain"}
+    assert {"eagle3", "ngram + eagle3", "mtp", "draft model"} <= names <= {*TABLE_MODES}
+    with pytest.raises(ValueError, match=r"no mode is called 'ngram,grammar'; there are ngram; "):
+        _settings(modes=["ngram,grammar"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_command_measures_all_of_our_ways(
+def test_the_command_measures_all_of_our_modes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = ["--eagle3", "models/heads/eagle3", "--mtp", "models/heads/mtp"]
@@ -258,8 +260,8 @@ def test_the_command_measures_all_of_our_ways(
     assert main([*own, *size, "--out", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     texts = table[table.index("## Greedy texts") :].splitlines()
-    for way in ("ngram", "eagle3", "ngram + eagle3", "mtp", "ngram + mtp", "draft model"):
-        [line] = [line for line in texts if line.startswith(f"| {way} |")]
+    for mode in ("ngram", "eagle3", "ngram + eagle3", "mtp", "ngram + mtp", "draft model"):
+        [line] = [line for line in texts if line.startswith(f"| {mode} |")]
         figures = [cell.strip(" |").split(" of ") for cell in line.split(" | ") if " of " in cell]
         assert figures
         assert all(equal == count for equal, count in figures)
@@ -268,4 +270,4 @@ def test_the_command_measures_all_of_our_ways(
     [run] = tmp_path.iterdir()
     assert json.loads((run / "run.json").read_text())["command"].startswith("outrider lab table")
     drafted = [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
-    assert any(row["way"] == "mtp" and row["always"] and row["accepted"][0] for row in drafted)
+    assert any(row["mode"] == "mtp" and row["always"] and row["accepted"][0] for row in drafted)

@@ -30,7 +30,7 @@ _PAGES = MOST_AT_ONCE * MOST_TOKENS // 16
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Mode:
     """A decoding mode whose processes are ready for requests."""
 
     name: str
@@ -50,10 +50,10 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A verifier with drafters. `ways` maps a mode to the field `speculation` of its requests."""
+    """A verifier with drafters. `modes` maps a mode to the field `speculation` of its requests."""
 
     drafters: dict[str, dict[str, Any]]
-    ways: dict[str, dict[str, Any]]
+    modes: dict[str, dict[str, Any]]
     threads: int
 
     def experiment(self, target: Path) -> Experiment:
@@ -89,21 +89,25 @@ def stacks(settings: TableSettings) -> tuple[list[Stack], list[str]]:
     for name in ("eagle3", "mtp"):
         if _is_there(name, getattr(settings, name), missing):
             head = {"family": "head", "model": getattr(settings, name), "transport": "in-process"}
-            own = {name: {"drafter_family": "head"}, f"ngram + {name}": {}}
+            modes = {name: {"drafter_family": "head"}, f"ngram + {name}": {}}
             ngram = {"family": "ngram", **beside}
-            found.append(Stack({"head": head, "ngram": ngram}, own, cores))
+            found.append(Stack({"head": head, "ngram": ngram}, modes, cores))
     if _is_there("draft", settings.draft, missing):
         model = {"family": "model", "model": settings.draft, "threads": 1, **beside}
         found.append(Stack({"model": model}, {"draft model": {}}, max(1, cores - 1)))
     wanted = [
         Stack(
             stack.drafters,
-            {name: who for name, who in stack.ways.items() if name == PLAIN or settings.asks(name)},
+            {
+                name: who
+                for name, who in stack.modes.items()
+                if name == PLAIN or settings.asks(name)
+            },
             stack.threads,
         )
         for stack in found
     ]
-    return [stack for stack in wanted if stack.ways], missing
+    return [stack for stack in wanted if stack.modes], missing
 
 
 def has_model(folder: Path) -> bool:
@@ -120,13 +124,13 @@ def _is_there(name: str, folder: Path, missing: list[str]) -> bool:
 
 async def started(
     settings: TableSettings, target: Path, running: AsyncExitStack
-) -> tuple[list[Way], list[str]]:
+) -> tuple[list[Mode], list[str]]:
     """Start all stacks, which run until `running` is closed, and return their decoding modes.
 
     Plain decoding is the first mode. Also returns a line for each missing drafter. Raises
     StackFailed or RuntimeError if a process does not start.
     """
-    found: list[Way] = []
+    found: list[Mode] = []
     wanted, missing = stacks(settings)
     for stack in wanted:
         experiment = stack.experiment(target)
@@ -134,12 +138,12 @@ async def started(
         serving = await running.enter_async_context(server(experiment.target, target, in_process))
         await running.enter_async_context(drafting(experiment, serving))
         endpoint = serving.endpoint
-        for name, who in stack.ways.items():
+        for name, who in stack.modes.items():
             grammars: Literal["any", "needed"] = "needed" if name == "grammar" else "any"
-            found.append(Way(name, _ours(endpoint, who), grammars=grammars))
+            found.append(Mode(name, _ours(endpoint, who), grammars=grammars))
             if name != PLAIN:
                 always = _ours(endpoint, {**who, "always_draft": True})
-                found.append(Way(name, always, always=True, grammars=grammars, most=1))
+                found.append(Mode(name, always, always=True, grammars=grammars, most=1))
     return found, missing
 
 
