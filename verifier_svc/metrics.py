@@ -292,11 +292,11 @@ class VerifierMetrics:
 
     def joined(self, drafter: Drafter) -> None:
         """Record a drafter's weights; only its last `_VERSIONS` versions keep their counts."""
-        labels = self._labels(drafter)
-        if self._joined.setdefault(drafter.id, labels) != labels:
+        named = self._labels(drafter)
+        if self._joined.setdefault(drafter.id, named) != named:
             # A drafter that names another family on every stream must not add series each time.
             self.forget(drafter.id)
-            self._joined[drafter.id] = labels
+            self._joined[drafter.id] = named
         # The drafter may have been lost while its acceptance was low.
         self.acceptance_fell(drafter, drafter.acceptance_watch.fell)
         if not (version := drafter.hello.weights_version):

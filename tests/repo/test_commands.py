@@ -24,13 +24,14 @@ PAGES = [ROOT / name for name in NAMED] + sorted((ROOT / "docs").glob("*.md"))
 
 OTHERS = {
     "vllm serve, vllm bench serve, guidellm": (
-        "backend base-url constraint custom-output-len data dataset-name dataset-path endpoint"
-        " async-scheduling ignore-eos max-concurrency model num-prompts output profile random-input-len"
-        " random-output-len scheduler-cls skip-chat-template speculative-config temperature"
+        "async-scheduling backend base-url constraint custom-output-len data dataset-name"
+        " dataset-path endpoint ignore-eos max-concurrency model num-prompts output profile"
+        " random-input-len random-output-len scheduler-cls skip-chat-template speculative-config temperature"
         " tokenizer"
     ),
     "docker": (
-        "build detach file force-recreate format network profile pull scale secret tag target volumes"
+        "build detach file force-recreate format network profile pull scale secret tag target"
+        " volumes"
     ),
     "compose/ci-up.sh": "bases",
     "numactl": "cpunodebind hardware membind physcpubind",

@@ -125,7 +125,7 @@ class VllmLoader:
         settings = self._settings
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        arguments = {
+        arguments: dict[str, Any] = {
             "model": pretrained(settings.target),
             "dtype": settings.dtype,
             "seed": 0,
