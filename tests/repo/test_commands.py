@@ -26,8 +26,8 @@ OTHERS = {
     "vllm serve, vllm bench serve, guidellm": (
         "async-scheduling backend base-url constraint custom-output-len data dataset-name"
         " dataset-path endpoint ignore-eos max-concurrency model num-prompts output profile"
-        " random-input-len random-output-len scheduler-cls skip-chat-template speculative-config temperature"
-        " tokenizer"
+        " random-input-len random-output-len scheduler-cls skip-chat-template speculative-config"
+        " temperature tokenizer"
     ),
     "docker": (
         "build detach file force-recreate format network profile pull scale secret tag target"
