@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +30,6 @@ from tests.vllm.test_vllm_engine import drafting, wrong
 
 pytestmark = pytest.mark.slow  # The second runner's kernels are interpreted.
 
-OWN = {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 4}
 # The suffix family's package is in the environment of `make`. Its drafter dials from there.
 PYTHON = ROOT / ".venv/bin/python"
 
@@ -68,9 +68,24 @@ def has_suffixes() -> bool:
 
 
 @pytest.fixture(scope="module")
-def stack(size: Size) -> Iterator[Stack]:
+def head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a copy of the bundled head whose config.json has its layers at the top.
+
+    vLLM's second runner does not look into `eagle_config`.
+    """
+    copied = tmp_path_factory.mktemp("head")
+    shutil.copytree(HEAD, copied, dirs_exist_ok=True)
+    config = json.loads((copied / "config.json").read_text())
+    name = "eagle_aux_hidden_state_layer_ids"
+    (copied / "config.json").write_text(json.dumps(config | {name: config["eagle_config"][name]}))
+    return str(copied)
+
+
+@pytest.fixture(scope="module")
+def stack(size: Size, head: str) -> Iterator[Stack]:
     """Yield a verifier with vLLM's head, and our drafters."""
-    own = f"speculative_config={json.dumps(OWN)}"
+    own_drafter = {"method": "eagle3", "model": head, "num_speculative_tokens": 4}
+    own = f"speculative_config={json.dumps(own_drafter)}"
     few = [flag if flag != "16" else "4" for flag in FLAGS]
     stack = Stack(*few, "--engine-arg", own, module=size.module)
     stack.add_drafter("ngram", "ngram")
@@ -119,8 +134,9 @@ async def test_greedy_texts_are_those_of_transformers(
         assert not accepted.total()
     elif name in ("vllm", "model"):
         assert accepted[name] == accepted.total() > 0
-    else:
-        assert accepted.total() > 0 or size.module != SIZES["v1"].module
+    elif size.module == "verifier_svc":
+        # The second runner's short texts may give an n-gram nothing to find.
+        assert accepted.total() > 0
 
 
 async def test_a_seed_gives_one_text_with_any_drafter(
