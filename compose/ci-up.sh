@@ -2,16 +2,19 @@
 # Builds the images, starts the stack, crashes parts of it under load and stops it. Prints a table
 # with the result of each step. For Linux.
 #   --bases                 only get the images that others are built on
+#   --versions              also give all services another version and back under load; this takes
+#                           some minutes
 #   --keep                  leave the stack (and an engine that was started for it) running
 #   --allow-missing-engine  exit with 0 if no container engine can run
 # Uses the project and the tag "outrider-ci", so other images and volumes are not touched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-bases='' keep='' allow_missing=''
+bases='' versions='' keep='' allow_missing=''
 for argument; do
   case $argument in
     --bases) bases=1 ;;
+    --versions) versions=1 ;;
     --keep) keep=1 ;;
     --allow-missing-engine) allow_missing=1 ;;
     --help)
@@ -19,7 +22,7 @@ for argument; do
       exit
       ;;
     *)
-      echo "ci-up.sh: $argument is none of --bases, --keep and --allow-missing-engine" >&2
+      echo "ci-up.sh: $argument is none of --bases, --versions, --keep and --allow-missing-engine" >&2
       exit 2
       ;;
   esac
@@ -364,6 +367,12 @@ update() {
   OUTRIDER_TAG=$1 "$python" compose/check.py update "$work/plain.json" "$2" "$3" "${@:4}"
 }
 
+# another_version COUNT COMMAND...: an upgrade of COUNT verifiers and all else, and its undoing.
+another_version() {
+  step "an upgrade under load" update "$other_tag" "$other_version" "$@"
+  step "a downgrade under load" update "$OUTRIDER_TAG" "$version" "$@"
+}
+
 # Moves the drafters to a cluster; the verifier and the gateway do not notice.
 cluster() {
   export COMPOSE_PROFILES=cpu,redis-cluster
@@ -516,7 +525,7 @@ step "redis image" redis_image
 step "prometheus image" prometheus_image
 [ -z "$bases" ] || exit 0
 step "build four images" build_images
-step "the same with another version" other_images
+[ -z "$versions" ] || step "the same with another version" other_images
 step "sizes" image_sizes
 step "no secret, compiler or root inside" images_hold_no_more
 step "the default target" grown_target
@@ -534,8 +543,7 @@ step "n-grams in Redis" pool_fills redis
 step "50 streams, Redis killed" crash ngram redis
 step "healthy again" wait_healthy 7
 step "n-grams in Redis again" pool_fills redis
-step "an upgrade under load" update "$other_tag" "$other_version" 1 compose/compose.sh "${up[@]}"
-step "a downgrade under load" update "$OUTRIDER_TAG" "$version" 1 compose/compose.sh "${up[@]}"
+[ -z "$versions" ] || another_version 1 compose/compose.sh "${up[@]}"
 step "Redis Cluster instead" cluster
 certs=$work/certs
 files+=(-f compose/tls.yaml)
@@ -559,9 +567,8 @@ deploy=(docker stack deploy --resolve-image never --compose-file compose/stack.y
 step "a swarm instead" swarm_up
 OUTRIDER_API_KEY=$(cat "$work/key")
 export OUTRIDER_API_KEY
-step "2, 3, 1 verifiers" scale
-step "an upgrade to 2 verifiers" update "$other_tag" "$other_version" 2 "${deploy[@]}"
-step "a downgrade of 2 verifiers" update "$OUTRIDER_TAG" "$version" 2 "${deploy[@]}"
+step "2, 3, 1 verifiers, and an update" scale
+[ -z "$versions" ] || another_version 2 "${deploy[@]}"
 step "no root, rights or writes in it" "$python" compose/check.py rights \
   "com.docker.stack.namespace=$stack"
 step "no swarm" swarm_down

@@ -33,7 +33,7 @@ OTHERS = {
         "build detach file force-recreate format network profile pull scale secret tag target"
         " volumes"
     ),
-    "compose/ci-up.sh": "bases",
+    "compose/ci-up.sh": "bases versions",
     "numactl": "cpunodebind hardware membind physcpubind",
     "curl, buf curl": "cacert data-binary protocol schema",
     "pip, without no-": "deps",
