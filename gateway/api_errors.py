@@ -247,7 +247,7 @@ def text_only(kind: object) -> str:
 def _shown(value: object) -> str:
     """Return the first characters of a value as JSON.
 
-    The rest of a large value is never encoded.
+    Of a large value only the beginning is encoded, except that a string within it is encoded whole.
     """
     if isinstance(value, str):
         value = _cut(value)

@@ -101,7 +101,7 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     sampled_rule: SampledRule = "block"
     """Acceptance rule for drafts that a trusted drafter sampled. On average, block accepts at least
-    as many tokens as token-wise, which is for comparisons."""
+    as many tokens as token-wise; use token-wise only to compare."""
 
     draft_trees: bool = True
     """Verify trees of draft tokens, at most 64 of a sequence, where they are faster than chains.

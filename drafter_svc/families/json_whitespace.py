@@ -22,7 +22,8 @@ _STEP = 0.5
 _FIRST_TRUST = 0.9
 
 _Joint = tuple[int, int]
-# A value holds the whitespace itself within a line, and the change of indentation at a line break.
+# The whitespace at a joint: within a line the bytes themselves; at a line break the change of
+# indentation.
 _Shape = bytes | int
 
 

@@ -94,8 +94,9 @@ def _add_health_routes(router: APIRouter, replicas: Router) -> None:
     async def readyz(request: Request) -> Response:
         """200 if the gateway takes requests, else 503 with the reason.
 
-        The status is "degraded" if it takes requests, but has lost a verifier or a drafter. Only
-        operators see the reason and the processes.
+        The status is "degraded" if the gateway takes requests although a verifier is not ready or
+        differs from the others, a name cannot be resolved, or a drafter is lost. Only operators see
+        the reason and the processes.
         """
         body = readiness(replicas, identity_of(request))
         takes_requests = body["status"] in ("ready", "degraded")

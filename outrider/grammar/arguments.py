@@ -176,7 +176,8 @@ class ArgumentRules:
         words = self._words(schema, types - {"string"})
         found = " | ".join([*([text] if text else []), *words])
         options = [self._laid_out(found, tags)] if found else []
-        # A value of any type is read up to the first closing tag, even within JSON.
+        # If a value may have every type, the reader takes all up to the first closing tag, even if
+        # this tag is within a JSON string. So such a value cannot be an array or object here.
         if (containers := types & {*_CONTAINERS}) and not read >= ALL_TYPES:
             inner = self._json(schema, containers)
             options.append(self._either_laid_out(inner, tags))

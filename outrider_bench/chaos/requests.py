@@ -81,7 +81,7 @@ class Answer:
     """The code of the error that ended the stream."""
     is_done: bool = False
     problems: list[str] = field(default_factory=list)
-    """Faults of the stream: anything after an end, or an end with a part missing."""
+    """Faults of the stream: no JSON, anything after an end, or an end with a part missing."""
 
     def add(self, line: str) -> None:
         """Add a line of the stream of events."""

@@ -163,7 +163,7 @@ outrider_cli.supervisor._line = line
 
 
 def test_a_line_is_shown_as_its_process_wrote_it() -> None:
-    """A client chooses a part of the line: an access line's path."""
+    """The path in an access line is the client's text, which may look like the console's markup."""
     line = "path=/:key:/[bold]x[/]/\\[y\\ \\"
     output = io.StringIO()
     Console(file=output, highlight=False, soft_wrap=True).print(serve._shown("gateway", line))

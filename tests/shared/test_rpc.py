@@ -345,7 +345,7 @@ class Talkative(token_streams_pb2_grpc.TokenStreamServiceServicer):
         try:
             while True:
                 await context.write(message)
-                # While the loop is busy, the caller leaves, and the write that waits for it fails.
+                # The caller leaves while the loop is busy, so that the write under way fails.
                 await asyncio.sleep(0.0)
         except BaseException as end:
             self.ends.append(type(end))

@@ -1,4 +1,4 @@
-"""Commits one step of a sequence: its tokens, pages and verdicts, and later chunks and counts.
+"""Commits one step of a sequence: first tokens, pages and verdicts, then chunks and counts.
 
 Drafters wait for verdicts, and the next step for tokens and pages, so these come first.
 """

@@ -288,5 +288,5 @@ class Trie:
         return DraftTree([node.token for node in nodes], distributions)
 
     def ready(self, depth: int) -> bool:
-        """True if waiting cannot make the path longer, up to `depth` tokens."""
+        """True if no wait is needed: the main path has `depth` tokens, or the drafter skipped."""
         return self._skipped or len(self.main_path) >= depth

@@ -151,7 +151,7 @@ class GrammarMasks:
 
 
 def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment | None) -> MaskWork:
-    """Make the work for a sequence's masks after each token of a draft, and set `mask_work`."""
+    """Set and return the work of a sequence's masks: before and after each draft token."""
     assert sequence.matcher is not None
     late = sequence.tokens[len(sequence.tokens) - sequence.grammar_lag :]
     sequence.grammar_lag = 0

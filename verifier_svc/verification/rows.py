@@ -1,7 +1,7 @@
 """Lays out a batch of drafts as rows of logits, with their noise, and reads the results off.
 
-All this happens on the host. The layout needs no logits, so a GPU may still compute the forward;
-`Staging` holds what the device needs of the layout.
+All this happens on the host. The layout needs no logits, so it can be made while a GPU is still
+computing the forward; `Staging` holds what the device needs of the layout.
 """
 
 from __future__ import annotations

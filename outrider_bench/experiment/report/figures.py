@@ -42,7 +42,7 @@ def sample_figures(sample: Sample) -> Figures:
 def groups_of(figures: Iterable[str]) -> list[str]:
     """Return the drafter families and kinds of prompts that these figures' names mention.
 
-    The names have the form `family_NAME` and `kind_NAME`.
+    Each is returned as `family_NAME` or `kind_NAME`.
     """
     found = [re.fullmatch(r"((?:family|kind)_.+)_acceptance", name) for name in figures]
     return list(dict.fromkeys(match[1] for match in found if match))
