@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 from collections import Counter
@@ -49,7 +50,13 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module", params=SIZES)
+interpreted = pytest.mark.skipif(
+    "OUTRIDER_INTERPRET_VLLM" not in os.environ,
+    reason="Triton's interpreter takes ten minutes; set OUTRIDER_INTERPRET_VLLM to run it",
+)
+
+
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=interpreted)])
 def size(request: pytest.FixtureRequest) -> Size:
     return SIZES[request.param]
 
