@@ -23,8 +23,7 @@ def guess(text: Sequence[int], count: int) -> Sequence[int]:
 def followers(text: Sequence[int], size: int, count: int) -> Sequence[int]:
     """The tokens that followed an earlier occurrence of the last `size` tokens.
 
-    Take the newest occurrence that `count` tokens follow, or else the occurrence that the most
-    tokens follow.
+    Take the newest occurrence that `count` tokens follow, or else the one that most tokens follow.
     """
     best: Sequence[int] = []
     for start in range(len(text) - size - 1, -1, -1):

@@ -80,7 +80,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "stream: true",
     ),
     ({"temprature": 1}, "temprature", "unknown_parameter", "not a parameter"),
-    ({"model": "gpt-5"}, "model", "model_not_found", "there is models/target"),
+    ({"model": "gpt-5"}, "model", "model_not_found", "the names here are models/target"),
 ]
 
 

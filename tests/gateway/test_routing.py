@@ -58,7 +58,7 @@ async def test_replicas_are_compared_by_what_they_can_run(router: Router) -> Non
 async def test_a_model_is_served_by_those_replicas_that_have_it(router: Router) -> None:
     router.replicas[1].info = ModelInfo("large", Stage.READY, tokenizer_fingerprint="print")
     assert router.pick("large").replica.address == "b:1"
-    with pytest.raises(OutriderError, match="there is large, models/target"):
+    with pytest.raises(OutriderError, match="the names here are large, models/target"):
         router.pick("other")
 
 
