@@ -1,9 +1,8 @@
 """An older version works beside today's: each pair of processes, a rolling update, libraries.
 
-OUTRIDER_OLD_RELEASE is the folder of a release, as `make release` writes it. Without it, the old
-version is the release of this commit with another version number, so that verifiers of the two
-versions do not continue each other's answers, as with any two versions, and the tests that take
-minutes are skipped. `pytest -rP` prints the tables.
+OUTRIDER_OLD_RELEASE is the folder of a release, as `make release INTO=FOLDER` writes it. A release
+of today's version number is relabelled, so that verifiers of the two versions do not continue each
+other's answers, as with any two versions. `pytest -rP` prints the tables.
 """
 
 from __future__ import annotations
@@ -39,23 +38,24 @@ from tests.wheel.mixed import (
 )
 from tests.wheel.test_release import CALLS
 
-# A release may be built first.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+OLD_RELEASE = os.environ.get("OUTRIDER_OLD_RELEASE", "")
 
-by_hand = pytest.mark.skipif(
-    "OUTRIDER_OLD_RELEASE" not in os.environ,
-    reason="takes minutes; set OUTRIDER_OLD_RELEASE to the folder of a release to run it",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not OLD_RELEASE,
+        reason="takes ten minutes; set OUTRIDER_OLD_RELEASE to the folder of a release to run it",
+    ),
+]
 
 FEW = (0, 10)
 """A greedy request for each family."""
 
 
 @pytest.fixture(scope="module")
-def release(request: pytest.FixtureRequest) -> Path:
+def release() -> Path:
     """Return the folder of the old version's release."""
-    given = os.environ.get("OUTRIDER_OLD_RELEASE")
-    return Path(given) if given else request.getfixturevalue("released")
+    return Path(OLD_RELEASE)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,6 @@ async def test_each_pair_of_versions_writes_plain_decodings_texts(
     assert [pair for pair in found if not pair.works] == []
 
 
-@by_hand
 async def test_a_changed_field_number_is_found(old: Version, new: Version, tmp_path: Path) -> None:
     """The planted fault moves a proposal's base_length, so that the other version reads 0."""
     changed = old.copy(tmp_path / "venv")
@@ -174,7 +173,6 @@ SERVICE = "outrider/internal/v1/token_streams_pb2_grpc.py"
 LINK = "outrider/protocol/link_versions.py"
 
 
-@by_hand
 @pytest.mark.parametrize(
     ("file", "pattern", "replacement"),
     [
@@ -196,7 +194,6 @@ async def test_a_link_that_the_other_version_cannot_use_is_found(
 PARTS = ("verifier-1", "verifier-2", "gateway-1", "gateway-2", *FAMILIES)
 
 
-@by_hand
 async def test_a_rolling_update_and_its_undoing_lose_and_alter_nothing(
     old: Version, new: Version
 ) -> None:
