@@ -29,7 +29,13 @@ from tests.stack import ROOT, TARGET, Client, Process, Stack, running
 from tests.vllm.conftest import FLAGS, HEAD, START_S
 from tests.vllm.test_vllm_engine import drafting, wrong
 
-pytestmark = pytest.mark.slow  # The second runner's kernels are interpreted.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        "OUTRIDER_INTERPRET_VLLM" not in os.environ,
+        reason="Triton's interpreter takes ten minutes; set OUTRIDER_INTERPRET_VLLM to run it",
+    ),
+]
 
 # The suffix family's package is in the environment of `make`. Its drafter dials from there.
 PYTHON = ROOT / ".venv/bin/python"
@@ -50,13 +56,7 @@ SIZES = {
 }
 
 
-interpreted = pytest.mark.skipif(
-    "OUTRIDER_INTERPRET_VLLM" not in os.environ,
-    reason="Triton's interpreter takes ten minutes; set OUTRIDER_INTERPRET_VLLM to run it",
-)
-
-
-@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=interpreted)])
+@pytest.fixture(scope="module", params=SIZES)
 def size(request: pytest.FixtureRequest) -> Size:
     return SIZES[request.param]
 
