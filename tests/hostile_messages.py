@@ -119,7 +119,7 @@ def _varint(number: int) -> bytes:
 
 @st.composite
 def _stray_field(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
-    """Return bytes of a field: one that the message lacks, or one of its own with any wire type.
+    """Return bytes of a field that the message lacks, or of its own field with any wire type.
 
     The wire type 2 has a length, 3 and 4 begin and end a group, and 6 and 7 do not exist.
     """

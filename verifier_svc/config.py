@@ -31,7 +31,7 @@ class TargetSettings(BaseModel):
     with commas, to serve the model under several names; answers and metrics have the first."""
 
     engine: EngineName = "native"
-    """What computes the target: native, Outrider's own engine; or vllm, for models that need
+    """The engine of the target: native, Outrider's own; or vllm, for models that need
     several GPUs and for architectures that the native engine lacks. docs/models.md compares the
     two engines."""
 

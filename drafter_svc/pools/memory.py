@@ -163,7 +163,7 @@ class MemoryPool:
         return (found,) if isinstance(found, tuple) else found
 
     def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
-        """Return `length` tokens after the newest occurrence that so many tokens follow.
+        """Return `length` tokens after the newest occurrence that `length` tokens follow.
 
         If there is no such occurrence, return all tokens after the occurrence that is followed by
         the most tokens.

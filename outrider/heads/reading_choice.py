@@ -20,7 +20,7 @@ from outrider.protocol.draft_messages import FINAL_STATE
 
 log = logging.getLogger(__name__)
 
-# The interpretation that is likeliest from the file alone is kept, unless another one has more than
+# The interpretation that is likeliest from the file alone is kept, unless another has more than
 # `_RATIO` times its right guesses, and more than `_MARGIN` more. Small numbers differ by chance.
 _RATIO = 1.3
 _MARGIN = 3
@@ -167,7 +167,7 @@ class _Trial:
     def _rank(self, length: int, counts: list[list[int]]) -> Rank:
         """Return a `Rank` that counts right guesses after `length` tokens.
 
-        Whatever the guesses are, the `Rank` chooses the text's own tokens.
+        The `Rank` ignores the guesses and chooses the text's own tokens.
         """
 
         def rank(

@@ -200,7 +200,7 @@ class Predictor:
             if drafter.family == "model"
         }
         key = f"{target.model} {target.dtype} {drafts}"
-        # The texts of a grown target are those of its original, which computes the same function.
+        # A grown target writes the same texts as its original, which computes the same function.
         return self._recorders.setdefault(key, Recorder(target.model, target.dtype, drafts))
 
     def _encoder(self, target: Target) -> Encoder:

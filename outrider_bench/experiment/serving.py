@@ -88,7 +88,7 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
         return one.slowdown + share * (many.slowdown - one.slowdown)
 
     def line(low: float, high: float) -> tuple[float, float]:
-        """Return the fixed seconds of a step and those of each sequence, both at least 0."""
+        """Return a step's fixed seconds, and its seconds for each sequence; both are at least 0."""
         each = max(0.0, (high - low) / span)
         return max(0.0, low - each * one.sequences), each
 

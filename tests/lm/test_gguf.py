@@ -96,12 +96,11 @@ def test_a_file_is_unpacked_once_by_processes_that_start_together(
     model.model.norm.weight.data *= 2
     write_gguf(path, model)
     started = []
-    run = subprocess.run
+    run: Callable[..., subprocess.CompletedProcess[bytes]] = subprocess.run
 
     def counted(command: list[str], **more: object) -> subprocess.CompletedProcess[bytes]:
         started.append(command)
-        done: subprocess.CompletedProcess[bytes] = run(command, **more)  # type: ignore[call-overload]
-        return done
+        return run(command, **more)
 
     monkeypatch.setattr(subprocess, "run", counted)
     # Each thread has its file descriptor, so the lock separates threads as it does processes.
@@ -117,12 +116,11 @@ def test_a_file_that_changes_while_it_is_unpacked_is_refused(
     path = tmp_path / "changing.gguf"
     content = file.read_bytes()
     path.write_bytes(content + b"old")
-    unpack = subprocess.run
+    unpack: Callable[..., subprocess.CompletedProcess[bytes]] = subprocess.run
 
     def change_and_unpack(command: list[str], **more: object) -> subprocess.CompletedProcess[bytes]:
         path.write_bytes(content + b"new")
-        done: subprocess.CompletedProcess[bytes] = unpack(command, **more)  # type: ignore[call-overload]
-        return done
+        return unpack(command, **more)
 
     kept = {each for each in (cache / "outrider" / "gguf").iterdir() if each.is_dir()}
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Bugs that remove a limit on what one tenant or drafter costs the others."""
+"""Bugs that remove a limit on what a tenant or a drafter costs other tenants and drafters."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Version:
 
 @dataclass
 class Reply:
-    """What a client received for a request, and how often a gateway took no request from it."""
+    """A client's answer to a request, and how often a gateway turned the request away."""
 
     number: int
     answer: Answer = field(default_factory=Answer)

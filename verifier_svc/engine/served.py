@@ -1,4 +1,4 @@
-"""What the verifier's server needs of an engine: an interface for drafts, and one for requests."""
+"""The verifier's server sees an engine as two interfaces: one for drafts, one for requests."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What a line of the table describes: a cell, the source, and maybe a mode or a group.
+    """The subject of a line of the table: a cell, the source, and maybe a mode or a group.
 
     A group is a drafter family or a kind of prompt.
     """

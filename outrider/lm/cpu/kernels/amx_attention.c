@@ -75,8 +75,8 @@ int outrider_fits_amx(const struct layer *layer) {
   return layer->is_bfloat16 && heads_fit && layer->page_size % TILE_ROWS == 0;
 }
 
-// Computes the scores of 16 keys. The scores of the second tile of queries begin `apart` floats
-// after those of the first.
+// Computes the scores of 16 keys. The second tile's scores begin `apart` floats after the first
+// tile's scores.
 INLINE void score_keys(struct work *work, const uint16_t *keys, float *scores, int64_t apart) {
   compiler_fence();
   _tile_zero(0);
