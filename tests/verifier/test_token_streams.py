@@ -33,8 +33,8 @@ FOREVER = 60.0
 class Verifier(TokenStreamServiceServicer):
     """Answers each request with the steps for its first prompt token.
 
-    A step is a list of token ids to send, an event or a time in seconds to wait for, or an error
-    to raise.
+    A step is a list of token ids to send, an event or a time in seconds to wait for, an error to
+    raise, or a function to call.
     """
 
     def __init__(self, steps: Callable[[int], list[Any]]) -> None:
@@ -70,6 +70,8 @@ class Verifier(TokenStreamServiceServicer):
                     await asyncio.sleep(step)
                 elif isinstance(step, asyncio.Event):
                     await step.wait()
+                elif callable(step):
+                    step()
                 else:
                     reason = common_pb2.FINISH_REASON_LENGTH if i == len(steps) else None
                     yield Tokens(token_ids=step, finish_reason=reason)
@@ -128,15 +130,16 @@ async def test_a_stream_of_a_version_that_is_not_spoken_ends_with_the_reason(
 
 async def test_all_parts_that_were_queued_come_before_the_caller_hears_of_draining() -> None:
     """A caller that hears of it may cancel its calls, and would lose the parts behind it."""
-    go = asyncio.Event()
-    # All steps are queued at once, and fill three messages.
-    verifier = Verifier(lambda prompt: [[prompt], go, *([1_000_000 + prompt] * 150_000,) * 6])
+
+    def say_draining() -> None:
+        assert verifier.stream is not None
+        verifier.stream.say_draining()
+
+    # The loop runs nothing else between these steps. Their tokens fill three messages.
+    tokens = [1_000_007] * 150_000
+    verifier = Verifier(lambda _: [*[tokens] * 5, say_draining, tokens])
     async with calling(verifier) as call:
         await call.write(begin(1, 7))
-        await call.read()
-        assert verifier.stream is not None
-        go.set()
-        verifier.stream.say_draining()
         counts, draining = [], False
         while not draining:
             message = await call.read()
