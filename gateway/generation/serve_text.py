@@ -187,7 +187,7 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
     encoded = []
     for given in call.prompts():
         # Tokenising even a short prompt takes the event loop 2 ms or more, and a request may have
-        # 1024 prompts.
+        # 64 prompts.
         await asyncio.sleep(0)
         content, name = given.content, given.field_name
         echo = None

@@ -54,8 +54,8 @@ def routes(generation: Generation, metrics: GatewayMetrics) -> APIRouter:
             metrics.drafted(name, 0, ())
         return _Metrics(generate_latest(metrics.registry))
 
-    _answer_head(router)
     _add_tokenizer_routes(router, generation)
+    _answer_head(router)
     return router
 
 
@@ -120,7 +120,7 @@ def _add_health_routes(router: APIRouter, replicas: Router) -> None:
 def _answer_head(router: APIRouter) -> None:
     """Answer HEAD like GET. uvicorn leaves out the body."""
     for route in list(router.routes):
-        if isinstance(route, APIRoute):
+        if isinstance(route, APIRoute) and "GET" in route.methods:
             router.add_api_route(
                 route.path,
                 route.endpoint,

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.http.ingress.fields import MAX_KEYS
 from gateway.http.ingress.json_size import MAX_STRINGS, MAX_VALUES, check_size
-from gateway.http.openai.schema import MAX_PROMPTS
+from gateway.http.openai.schema import MAX_SEQUENCES
 from gateway.text.prompts import Prompts
 from outrider.errors import OutriderError, Reason
 from outrider.process.network import rpc_errors
@@ -76,7 +76,7 @@ async def test_marks_inside_strings_are_not_counted_as_values(value: object) -> 
         ({"logit_bias": {str(number): 1.0 for number in range(1025)}}, "1024"),
         ({"metadata": {str(number): "" for number in range(1025)}}, "1024"),
         ({"stop": [1] * 10_000}, "stop[0]"),
-        ({"prompt": ["x"] * (MAX_PROMPTS + 1)}, f"at most {MAX_PROMPTS} prompts"),
+        ({"prompt": ["x"] * (MAX_SEQUENCES + 1)}, f"at most {MAX_SEQUENCES} prompts"),
     ],
 )
 async def test_lists_and_objects_are_bounded_in_length(

@@ -47,6 +47,7 @@ async def document(rig: Rig) -> Any:
         "/ping",
         "/version",
         "/metrics",
+        "/tokenizer_info",
     ],
 )
 async def test_get_and_head_have_the_documented_media_type(

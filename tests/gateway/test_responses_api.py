@@ -174,7 +174,8 @@ async def test_a_kept_answer_can_be_read_and_deleted(rig: Rig) -> None:
     for response in (whole, last):
         path = f"/v1/responses/{response['id']}"
         assert (await rig.http.get(path)).json() == response
-        assert (await rig.http.head(path)).status_code == 200
+        for read in (path, f"{path}/input_items"):
+            assert (await rig.http.head(read)).status_code == 200
         assert (await rig.http.delete(path)).json()["deleted"] is True
         for gone in (await rig.http.get(path), await rig.http.delete(path)):
             assert gone.status_code == 404

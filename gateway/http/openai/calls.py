@@ -14,7 +14,7 @@ from gateway.access.gate import identity_of
 from gateway.generation.admission import ClientTimeout
 from gateway.generation.serve_text import Demand, TextAnswer, TextCall
 from gateway.http.ingress.admission import admitted_request, client_seconds
-from gateway.http.openai.schema import LEAST_TIMEOUT_S, ChatBody, CompletionBody
+from gateway.http.openai.schema import LEAST_TIMEOUT_S, MAX_SEQUENCES, ChatBody, CompletionBody
 from gateway.http.openai.shapes import ChatShape, CompletionShape
 from gateway.http.openai.to_requests import answer_limit, text_requests
 from gateway.http.openai.writer import OpenAIWriter
@@ -23,12 +23,6 @@ from gateway.text.request import Conversation, PromptInput, TextInputs, TextRequ
 from outrider.errors import OutriderError, invalid
 from outrider.process.observability.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
-
-MAX_SEQUENCES = 64
-"""The maximum number of sequences (prompts times n) of a request.
-
-It equals the verifier's default for the sequences of a batch.
-"""
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody)
 
@@ -158,9 +152,8 @@ def _choice_count(given: int | None, prompt_count: int) -> int:
     if not 1 <= n <= MAX_SEQUENCES:
         raise invalid("n", f"must be in [1, {MAX_SEQUENCES}], not {n}")
     if prompt_count * n > MAX_SEQUENCES:
-        name = "prompt" if prompt_count > MAX_SEQUENCES else "n"
         limit = f"at most {MAX_SEQUENCES} sequences go in one request"
-        raise invalid(name, f"asks for {prompt_count} prompts times n={n}; {limit}")
+        raise invalid("n", f"asks for {prompt_count} prompts times n={n}; {limit}")
     return n
 
 

@@ -44,7 +44,11 @@ from outrider.protocol.messages import (
 
 SEED_MIN = -(2**63)
 SEED_MAX = 2**64 - 1
-MAX_PROMPTS = 1024
+MAX_SEQUENCES = 64
+"""The maximum number of sequences (prompts times n) of a request.
+
+It equals the verifier's default for the sequences of a batch.
+"""
 LEAST_TIMEOUT_S = 1
 """The least `timeout` of a body, in seconds. A caller with less time can hang up instead."""
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -232,8 +236,8 @@ class GenerationBody(TakesNeutral, SamplingBody):
 def _prompts(value: object) -> list[str | list[int]]:
     """Return the prompts of OpenAI's four forms: a text, texts, token ids, lists of token ids."""
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:
-        raise invalid("prompt", f"must hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
+    if isinstance(prompts, list) and len(prompts) > MAX_SEQUENCES:
+        raise invalid("prompt", f"must hold at most {MAX_SEQUENCES} prompts, not {len(prompts)}")
     if isinstance(prompts, list) and prompts and all(isinstance(prompt, str) for prompt in prompts):
         return [check_unicode(prompt) for prompt in prompts]
     if isinstance(prompts, list) and prompts and all(map(_is_ids, prompts)):

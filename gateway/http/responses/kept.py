@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from hashlib import sha256
 from itertools import islice
 from typing import Annotated, Literal
@@ -58,8 +59,6 @@ def add_kept_routes(router: APIRouter, store: ResponseStore) -> None:
             return Response(found, media_type="application/json")
         return _replay(found, store.deltas(tenant, response_id), starting_after)
 
-    router.add_api_route(path, kept_response, methods=["HEAD"], include_in_schema=False)
-
     @router.get(f"{path}/input_items", responses=json_responses(400, 401, 404))
     async def input_items(
         response_id: str,
@@ -74,6 +73,10 @@ def add_kept_routes(router: APIRouter, store: ResponseStore) -> None:
             raise _no_response(response_id)
         items = _Items(before, response_id)
         return JSONResponse(await items.page(after, limit, is_ascending=order == "asc"))
+
+    head = partial(router.add_api_route, methods=["HEAD"], include_in_schema=False)
+    head(path, kept_response)
+    head(f"{path}/input_items", input_items)
 
     @router.post(f"{path}/cancel", responses=json_responses(400, 401, 404))
     async def cancel_response(response_id: str, request: Request) -> Response:
