@@ -72,8 +72,8 @@ class Load:
         self.texts = [""] * _STREAMS
         self.reasons = [""] * _STREAMS
         self.accepted = 0
-        self.refused: list[float] = []
-        """When requests were refused, in seconds of the monotonic clock."""
+        self.refused: list[tuple[float, Refused]] = []
+        """When requests were refused, in seconds of the monotonic clock, and the errors."""
         self.halfway = asyncio.Event()
 
     async def run(self) -> None:
@@ -110,8 +110,8 @@ class Load:
         """Send a request; return False if the gateway did not take it."""
         try:
             await self._stream(index)
-        except Refused:
-            self.refused.append(time.monotonic())
+        except Refused as refusal:
+            self.refused.append((time.monotonic(), refusal))
             return False
         return True
 
@@ -243,7 +243,7 @@ async def scale(client: httpx.AsyncClient, model: str, expected: list[str], serv
 
     note = await _under_load(load, expected, change())
     if load.refused:
-        raise CheckFailed(f"{len(load.refused)} requests were refused")
+        raise CheckFailed(f"{len(load.refused)} requests were refused: {load.refused[0][1]}")
     metrics = (await client.get("/metrics")).raise_for_status().text
     samples = re.findall(r"^outrider:request_resumed_total\{.*\} (\S+)$", metrics, re.MULTILINE)
     return f"{note}, {sum(map(float, samples)):.0f} moved to another verifier"
@@ -272,7 +272,7 @@ async def update(
                 await asyncio.sleep(_AGAIN_S)
 
     note = await _under_load(load, expected, change())
-    gap = max(load.refused) - min(load.refused) if load.refused else 0.0
+    gap = load.refused[-1][0] - load.refused[0][0] if load.refused else 0.0
     return f"{note}, new ones refused for {gap:.0f} s"
 
 

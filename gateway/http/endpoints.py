@@ -278,7 +278,7 @@ def _verifier(replica: Replica) -> dict[str, Any]:
         }
     return {
         "address": replica.address,
-        "ready": replica.takes_requests,
+        "ready": replica.problem is None and not replica.leaving,
         "problem": None if replica.problem is None else replica.problem.message,
         "running": len(replica.sequences),
         "round_trip_seconds": replica.round_trip_s,

@@ -103,11 +103,6 @@ class Replica:
         self._dial()
 
     @property
-    def takes_requests(self) -> bool:
-        """True if new requests may go to this replica."""
-        return self.problem is None and not self.leaving
-
-    @property
     def own_count(self) -> int:
         """The number of this gateway's sequences that run at the verifier or wait there."""
         return len(self.sequences) - self.unread_count

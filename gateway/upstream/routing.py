@@ -128,8 +128,9 @@ class Router:
     async def _take(self, addresses: Sequence[str]) -> None:
         """Add the replicas of new addresses, and retire replicas whose addresses are missing.
 
-        A retired replica gets no new requests, and is forgotten after its sequences have ended. The
-        sequences may stay: a verifier that is about to stop says so, and then they move.
+        A retired replica gets no new requests once another replica of its model is ready, and is
+        then forgotten after its sequences have ended. The sequences may stay: a verifier that is
+        about to stop says so, and then they move.
         """
         known = {replica.address: replica for replica in self.replicas}
         for address in addresses:
@@ -139,7 +140,9 @@ class Router:
                 self._start_polling(self.replicas[-1])
         for address, replica in known.items():
             replica.leaving = address not in addresses
-            if replica.leaving and not replica.sequences:
+        needed = {pick.replica for pick in self.ready_picks()}
+        for address, replica in known.items():
+            if replica.leaving and not replica.sequences and replica not in needed:
                 log.info("verifier %s has left", address)
                 polling = self._polls[replica]
                 polling.cancel()
@@ -231,7 +234,7 @@ class Router:
     @property
     def ready(self) -> bool:
         """True if a request could be taken."""
-        return not self.draining and any(replica.takes_requests for replica in self.replicas)
+        return not self.draining and bool(self.ready_picks())
 
     @property
     def models(self) -> dict[str, ModelInfo]:
@@ -350,13 +353,22 @@ class Router:
         return serving
 
     def ready_picks(self, model: str | None = None) -> list[Pick]:
-        """Return the ready replicas of one model, or of all models."""
+        """Return the replicas of one model, or of all models, that may get requests.
+
+        Those are the ready replicas. Retired replicas are left out while their model has others: a
+        name may change from one verifier to another before the gateway has reached the second one.
+        """
         picks = [
             Pick(replica.info.model_id, replica.info, replica)
             for replica in self.replicas
-            if replica.takes_requests and replica.info is not None
+            if replica.problem is None and replica.info is not None
         ]
-        return [pick for pick in picks if model in (None, pick.model)]
+        staying = {pick.model for pick in picks if not pick.replica.leaving}
+        return [
+            pick
+            for pick in picks
+            if model in (None, pick.model) and not (pick.replica.leaving and pick.model in staying)
+        ]
 
 
 def _shutting_down() -> OutriderError:

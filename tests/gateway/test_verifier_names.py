@@ -142,6 +142,20 @@ async def test_what_a_vanished_verifier_has_it_finishes(fleet: Fleet) -> None:
     assert (await fleet.http.get("/readyz")).json()["status"] == "ready"
 
 
+async def test_a_vanished_verifier_takes_requests_until_another_is_ready(fleet: Fleet) -> None:
+    """A name changes at once from an old to a new verifier, which the gateway must reach first."""
+    first, second = fleet.verifiers
+    second.script.info = replace(second.script.info, stage=Stage.LOADING)
+    fleet.listed = [second]
+    await until(lambda: second.address in fleet.known)
+    assert text_of(await fleet.ask()) == TEXT
+    assert (len(first.script.requests), len(second.script.requests)) == (1, 0)
+    fleet.serves(second)
+    await until(lambda: fleet.known == [second.address])
+    assert text_of(await fleet.ask()) == TEXT
+    assert (len(first.script.requests), len(second.script.requests)) == (1, 1)
+
+
 async def test_a_verifier_that_comes_back_is_used_again(fleet: Fleet) -> None:
     first, second = fleet.verifiers
     begun = await fleet.ask_the_first_and_delist_it()
