@@ -69,7 +69,7 @@ def chat(page: Page) -> None:
 
 
 def loss(page: Page) -> None:
-    """A text that goes on without a drafter, and has it back."""
+    """A text goes on without its drafter, and later the drafter is back."""
     example = page.locator("#example-leave")
     example.get_by_role("button", name="Start the text").click()
     page.locator("#example-output .token").nth(100).wait_for(state="attached")

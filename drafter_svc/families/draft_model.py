@@ -62,7 +62,7 @@ class DraftModel:
         grammars: GrammarCompiler | None = None,
         vocabulary: Vocabulary | None = None,
     ) -> None:
-        """`thread` is the only worker, on which `runner` was loaded.
+        """`thread` has only one worker, and `runner` was loaded on it.
 
         `max_batch_tokens` bounds the tokens of one forward, and `max_entries` the entries of the
         sparse distribution that is sent with a sampled token. With `grammars`, tokens that a

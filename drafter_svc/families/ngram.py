@@ -47,8 +47,8 @@ class NgramFamily(Family):
     """Drafts for the sequences of one connection by looking up n-grams.
 
     Each request has a pool of its own. `shared` is the public pool of this process, which all
-    connections use. `redis` has the pools of all replicas, one for each tenant or one for all
-    tenants; each connection has its own client. Either may be None.
+    connections use. `redis` is this connection's client of the pools that all replicas share: one
+    for each tenant, or one for all tenants. `shared` and `redis` may be None.
     """
 
     name = "ngram"

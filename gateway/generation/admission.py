@@ -44,7 +44,7 @@ class ClientTimeout:
         return not {self.total_s, self.first_s} <= {None, _UNCHOSEN_S}
 
     def ends_at(self, now: float) -> float:
-        """Return when the caller stops waiting; infinity if it names no timeout."""
+        """Return the time when the caller gives up the answer; infinity without `total_s`."""
         return math.inf if self.total_s is None else now + self.total_s
 
     def suffices(self, wait_s: float, answer_s: float) -> bool:

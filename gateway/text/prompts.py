@@ -127,7 +127,7 @@ class Prompts:
         return encodings[0]
 
     async def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Return the names of the tokens in the tokenizer, such as `Ġif`; None for other ids."""
+        """Return each id's name in the tokenizer, such as `Ġif`; None for an id without a token."""
         return await asyncio.to_thread(
             lambda: [self.tokenizer.id_to_token(token_id) for token_id in token_ids]
         )

@@ -18,7 +18,7 @@ from outrider.errors import invalid
 from outrider.grammar.kinds import Grammar, GrammarKind
 
 Json = dict[str, Any]
-# A schema with one of these keywords may allow more properties than its `properties` name.
+# A schema with one of these keywords may allow properties that are not in its `properties`.
 _OPEN = {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "$ref"}
 _ANY_OBJECT: Json = {"type": "object"}
 # A schema's references lead to definitions under these keys of the whole schema.

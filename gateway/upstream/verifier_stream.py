@@ -72,8 +72,8 @@ class VerifierStream:
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the chunks of one sequence, up to the last or until the verifier hangs up.
 
-        While MOST_UNREAD chunks or more wait to be read, the sequence is paused at the verifier.
-        `on_pause` is called with each change, see `ReadAhead`.
+        When MOST_UNREAD chunks wait to be read, the sequence is paused at the verifier, until only
+        a few of them wait. `on_pause` is called with each change, see `ReadAhead`.
         Closing the iterator cancels the sequence. Raises OutriderError: the verifier's error,
         VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if it is paused
         and nothing is read for `unread_s`, and DEADLINE_EXCEEDED at the monotonic time `ends_at`.

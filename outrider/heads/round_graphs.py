@@ -2,9 +2,10 @@
 
 One graph makes the first guesses from the states of the committed tokens. The other makes a further
 level of guesses, and leaves its results where the next level reads them. So a round is one copy, a
-graph for each level and one wait. W rows of a sequence are followed: the chain's guess, and in
-trees the likeliest others, as `outrider.heads.kinds.dynamic_tree` chooses them. A level reads only
-its new rows; it sees earlier rows and the committed tokens in the pages.
+graph for each level and one wait. Each further level continues from W rows of a sequence: the
+chain's guess, and in trees also the likeliest other guesses, as
+`outrider.heads.kinds.dynamic_tree` chooses them. A level reads only its new rows; it sees earlier
+rows and the committed tokens in the pages.
 """
 
 from __future__ import annotations

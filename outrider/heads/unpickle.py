@@ -17,8 +17,8 @@ _SPARE_BYTES = 2**30
 def convert(source: Path, target: Path) -> None:
     """Convert a file.
 
-    Raises ValueError for anything but named tensors, and the errors of torch's restricted reader
-    for code.
+    Raises ValueError for anything but named tensors. For code it raises the errors of torch's
+    restricted reader.
     """
     # This reads only weights, in a separate process: the only place where a pickle may be opened.
     loaded = torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251

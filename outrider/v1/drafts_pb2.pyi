@@ -227,7 +227,7 @@ class Hello(_message.Message):
     most 64.
     """
     max_sequence_count: _builtins.int
-    """Most sequences that it accepts at once. At least 1; unset means no limit."""
+    """The largest number of sequences that it accepts at once. At least 1; unset means no limit."""
     requires_grammar: _builtins.bool
     """Whether it drafts only for sequences with a grammar. The verifier opens no other sequences to
     it. A verifier that does not know this field opens other sequences too; answer them with Skips.

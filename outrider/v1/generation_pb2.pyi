@@ -50,7 +50,7 @@ Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
-    """A call of a tool that an answer made."""
+    """A tool call that an answer made."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -65,9 +65,10 @@ class VerifierServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamDrafts(self, request_iterator, context):
-        """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello
-        and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only
-        a message that opens a single long sequence exceeds 4 MiB, gRPC's default limit.
+        """One stream for each drafter: proposals up, verdicts down. A drafter begins with Hello, and the
+        verifier with Welcome. Both sides ignore fields that they do not know. A message has at most
+        16 MiB. A verifier's message exceeds 4 MiB, gRPC's default limit, only if it opens a single
+        long sequence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,9 +38,10 @@ class VerifierServiceStub:
     frees the sequence.
     """
     StreamDrafts: _grpc.StreamStreamMultiCallable[_verifier_pb2.StreamDraftsRequest, _verifier_pb2.StreamDraftsResponse]
-    """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello
-    and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only
-    a message that opens a single long sequence exceeds 4 MiB, gRPC's default limit.
+    """One stream for each drafter: proposals up, verdicts down. A drafter begins with Hello, and the
+    verifier with Welcome. Both sides ignore fields that they do not know. A message has at most
+    16 MiB. A verifier's message exceeds 4 MiB, gRPC's default limit, only if it opens a single
+    long sequence.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetModelRequest, _verifier_pb2.GetModelResponse]
     """Returns the model, its loading stage and the drafters. Answers while the model loads."""
@@ -55,9 +56,10 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     frees the sequence.
     """
     StreamDrafts: _aio.StreamStreamMultiCallable[_verifier_pb2.StreamDraftsRequest, _verifier_pb2.StreamDraftsResponse]  # type: ignore[assignment]
-    """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello
-    and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only
-    a message that opens a single long sequence exceeds 4 MiB, gRPC's default limit.
+    """One stream for each drafter: proposals up, verdicts down. A drafter begins with Hello, and the
+    verifier with Welcome. Both sides ignore fields that they do not know. A message has at most
+    16 MiB. A verifier's message exceeds 4 MiB, gRPC's default limit, only if it opens a single
+    long sequence.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetModelRequest, _verifier_pb2.GetModelResponse]  # type: ignore[assignment]
     """Returns the model, its loading stage and the drafters. Answers while the model loads."""
@@ -81,9 +83,10 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_verifier_pb2.StreamDraftsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verifier_pb2.StreamDraftsResponse], _abc.AsyncIterator[_verifier_pb2.StreamDraftsResponse]]:
-        """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello
-        and Welcome. Both sides ignore fields that they do not know. A message has at most 16 MiB. Only
-        a message that opens a single long sequence exceeds 4 MiB, gRPC's default limit.
+        """One stream for each drafter: proposals up, verdicts down. A drafter begins with Hello, and the
+        verifier with Welcome. Both sides ignore fields that they do not know. A message has at most
+        16 MiB. A verifier's message exceeds 4 MiB, gRPC's default limit, only if it opens a single
+        long sequence.
         """
 
     @_abc_1.abstractmethod

@@ -166,7 +166,7 @@ def in_process_drafter(field: str, name: str, drafter: Drafter) -> DrafterSpec:
 def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
     """Return the command line of a link.
 
-    `forwards` maps each address on which the link listens to its target.
+    `forwards` has the target of each address on which the link listens.
     """
     pairs = [f"--forward={listen}={target}" for listen, target in forwards.items()]
     arguments = ("--control", control, *pairs)

@@ -33,7 +33,7 @@ _HOW = {
 
 
 def measure(settings: ProfileSettings) -> Profile:
-    """Measure all parts in turn; print the progress, and show it with the time left."""
+    """Measure all parts in turn. Print each part's name; a bar shows progress and time left."""
     with progress() as bar:
         task = bar.add_task("", total=sum(_PARTS.values()))
 

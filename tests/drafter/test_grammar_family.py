@@ -346,7 +346,7 @@ async def test_grammars_that_take_long_lose_their_drafts_and_those_of_their_tena
 async def test_no_guess_is_forbidden_by_the_grammar(
     grammars: Grammars, grammar: Grammar, begin: str
 ) -> None:
-    """The texts are random, but in half of the steps the text takes a guess."""
+    """The texts are random, but in half of the steps the next token is the drafter's guess."""
     compiled = grammars.compiler.compile(grammar)
     checked = 0
     for seed in range(4):

@@ -96,7 +96,7 @@ def test_fused_layers_give_the_models_own_logits_and_hidden_states(name: str, gp
         one.watch(states)
         logits = logits_of(one)
         made.append((logits, [one.kept[state].clone() for state in states]))
-        # The texts continue from the written cache, as a chain and as a tree.
+        # The texts continue from the written cache: the first as a tree, the second as a chain.
         later = [SequenceSlice([8, 1, 2], 4, [0], 3, [0, 0]), SequenceSlice([4], 2, [3], 1)]
         made[-1][1].append(logits_of(one, later))
     (own_logits, own_states), (logits, kept) = made

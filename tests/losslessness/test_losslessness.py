@@ -1,4 +1,4 @@
-"""The engine's output follows the target's distribution for every rule, setting and drafter.
+"""The engine's output follows the target's distribution under each exact rule, in every setting.
 
 The engine generates three tokens many times, with 0 to 5 draft tokens a step. The tests compare
 them with exact enumeration by chi-square. Seeds are fixed: a failure is a bias, not chance. `sees`

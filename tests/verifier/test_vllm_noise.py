@@ -110,7 +110,7 @@ def check(rows: Sequence[Row], before: torch.Tensor, after: torch.Tensor) -> Non
 
 
 class V1Runner:
-    """The fields of the first runner that we use, and its samplers' processing of logits."""
+    """The fields that we use of vLLM's first runner, and its samplers' processing of logits."""
 
     def __init__(self, rows: Sequence[Row], step: int) -> None:
         def same(logits: torch.Tensor, *rest: object) -> torch.Tensor:

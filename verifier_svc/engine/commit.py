@@ -1,4 +1,4 @@
-"""Commits one step of a sequence: first tokens, pages and verdicts, then chunks and counts.
+"""Commits one step of a sequence: tokens, pages and verdicts first, chunks and counts later.
 
 Drafters wait for verdicts, and the next step for tokens and pages, so these come first.
 """

@@ -1,4 +1,4 @@
-"""Chooses the acceptance rule of each draft. docs/losslessness.md explains the table.
+"""Chooses the acceptance rule of each draft. docs/losslessness.md explains the table below.
 
 Under the rules for sampled drafts, a drafter that claims a false distribution can force any token.
 So these rules are only for drafters that the operator trusts. What such a drafter draws enters the

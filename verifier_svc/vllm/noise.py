@@ -125,7 +125,7 @@ def _prefer(logits_RV: torch.Tensor, chosen_R: torch.Tensor) -> torch.Tensor:
 
 
 class V1Noise:
-    """The noise of one runner of the first kind, in its two samplers."""
+    """The noise of vLLM's first runner, in the two samplers of that runner."""
 
     def __init__(self, runner: Any) -> None:
         """Hook the samplers of a `vllm.v1.worker.gpu_model_runner.GPUModelRunner`."""

@@ -26,7 +26,8 @@ class ReadAhead(Generic[_Item]):
     `set_reading(False)` asks the producer to pause, and `set_reading(True)` to go on. The producer
     may be late: `put` takes every item. `give_up` is called when nothing has been read for
     `seconds` during a pause. `on_pause` is told of each pause when it begins (True) and when it
-    ends (False). For `on_pause`, a pause that never ends begins with `close`, if not earlier.
+    ends (False). After `close`, a pause under way never ends; if there is none, `close` tells
+    `on_pause` that one begins.
     """
 
     def __init__(

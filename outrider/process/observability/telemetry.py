@@ -228,7 +228,7 @@ def _start(
 
 
 def log_request_id(request_id: str) -> None:
-    """Have log records of the current task, and of the tasks that it starts, name a request."""
+    """Name a request in the log records of the current task and of the tasks that it starts."""
     _request_id.set(request_id)
 
 

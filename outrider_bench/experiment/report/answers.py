@@ -124,7 +124,7 @@ def axis_of(results: Results) -> str | None:
 
 
 def lines_of(results: Results, path: str) -> list[tuple[str, Source, Points]]:
-    """Return the plot's lines: × plain over the numbers of `path`.
+    """Return the plot's lines: x is the swept number at `path`, and y is × plain.
 
     There is a line for each source and each combination of the other paths' values.
     """

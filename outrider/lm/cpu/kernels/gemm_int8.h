@@ -128,8 +128,9 @@ INLINE ivec add_products(ivec sum, weight_vec weights, const number *x) {
   __asm__("" : "+v"(sum));
 #elif LANES == 8
   sum += (ivec)_mm256_madd_epi16((__m256i)weights, (__m256i)same);
-  // Without this line, the compiler would keep the products of several lines and add them up later,
-  // for which there are too few registers: forwards of one thread took up to 1.5 times as long.
+  // Without this statement, the compiler would keep the products of several lines of weights and
+  // add them up later. There are too few registers for that: forwards of one thread took up to 1.5
+  // times as long.
   __asm__("" : "+x"(sum));
 #elif defined(__SSE2__)
   sum += (ivec)_mm_madd_epi16((__m128i)weights, (__m128i)same);

@@ -30,8 +30,9 @@
 
 // Returns the tile_rows of an input with `rows` rows: the rows of one pass over the weights, about
 // the same number in each pass. A pass of one row waits for the weights as long as a pass of six
-// rows, so 17 rows in passes of 8, 8 and 1 took a tenth more time. Full passes share tiles of
-// TILE_ROWS rows: for passes of 8 rows this took a tenth less time than tiles of 8 rows.
+// rows, so 17 rows took a tenth more time in passes of 8, 8 and 1 than in passes of 6, 6 and 5.
+// Full passes share tiles of TILE_ROWS rows: passes of 8 rows took a tenth less time with these
+// tiles than with tiles of 8 rows.
 INLINE int64_t choose_tile_rows(int64_t rows) {
   int64_t passes = (rows + ACC_ROWS - 1) / ACC_ROWS;
   int64_t pass_rows = rows < 1 || rows > ROWS ? ACC_ROWS : (rows + passes - 1) / passes;
